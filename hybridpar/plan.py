@@ -187,7 +187,7 @@ class Sync(_Section):
     lanes: int = Field(2, ge=1)
     bucket_bytes: int = Field(8 << 20, ge=1)
     policy: tuple[SyncRule, ...] = (SyncRule(),)
-    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
 
     @property
     def codec(self) -> str:
@@ -402,6 +402,9 @@ def read_plan(path: str | Path) -> Plan:
     Args:
         path: The file.
 
+    Returns:
+        The plan.
+
     Raises:
         PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
     """
@@ -416,6 +419,9 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
     Args:
         data: What was read.
         source: What to call it in messages.
+
+    Returns:
+        The plan.
 
     Raises:
         PlanError: As for `read_plan`.
@@ -442,8 +448,6 @@ def trivial_plan(
     model: ModelInfo,
     units: Sequence[str] = (),
     *,
-    backward_ms: float | None = None,
-    micro_batch: int | None = None,
     replicas: int = 1,
     device: str = "cpu",
     **sections: Any,
@@ -453,15 +457,13 @@ def trivial_plan(
     Args:
         model: Which model.
         units: Names of what the stage holds; empty means everything.
-        backward_ms: Time of its backward pass on one micro-batch, where that was measured.
-        micro_batch: Samples of that micro-batch.
         replicas: Number of data-parallel workers.
         device: Device type of the workers.
         sections: Other sections of the plan.
     """
     return Plan(
         model=model,
-        partition=Partition(stages=(Stage(units=tuple(units), backward_ms=backward_ms),), micro_batch=micro_batch),
+        partition=Partition(stages=(Stage(units=tuple(units)),)),
         placement=Placement(replicas=replicas, stages=(StagePlacement(stage=0, device=device),)),
         **sections,
     )

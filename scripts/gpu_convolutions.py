@@ -38,7 +38,6 @@ from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
 from hybridpar.tvm_kernels.operation import (  # noqa: E402
     KernelKey,
     operation_of,
-    whole_numbers,
 )
 from hybridpar.tvm_kernels.record import KernelRecord, most_error  # noqa: E402
 from hybridpar.tvm_kernels.search import KEPT  # noqa: E402
@@ -147,7 +146,7 @@ class Kernels:
                 *(key.direction, key.shape, key.layout, key.dtype),
             )
             fits = record.device.endswith(f" {self.gpu.architecture}")
-            numbers = whole_numbers(record.parameters)
+            numbers = record.numbers
             if same and fits and record.cubin and not operation_of(own).reject(own, numbers):
                 variant = CudaVariant(own.shape, Direction(own.direction), own.layout, own.dtype, numbers)
                 yield variant, (self.folder / record.cubin).read_bytes()

@@ -29,15 +29,11 @@ if __name__ == "__main__":
 from benchmarks.rig.paired import paired  # noqa: E402
 from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
-from hybridpar.compress.codec import (  # noqa: E402
-    KeptResidual,
-    Residual,
-    Scratch,
-    TensorSpec,
-)
+from hybridpar.compress.codec import Residual, Scratch, TensorSpec  # noqa: E402
 from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid  # noqa: E402
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
+from hybridpar.compress.feedback import KeptResidual  # noqa: E402
 from hybridpar.compress.noise import Noise  # noqa: E402
 from hybridpar.compress.quantised import Quantiser  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402

@@ -23,7 +23,7 @@ import tempfile
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from rich.console import Console
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import read_policy
 from hybridpar.errors import HybridparError
+from hybridpar.formats import cache
 from hybridpar.machine import cluster
 from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster, write_cluster
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
@@ -44,10 +45,10 @@ from hybridpar.observe.summary import summarize
 from hybridpar.observe.timeline import Timeline
 from hybridpar.observe.timeline_file import read_timeline, trace_of
 from hybridpar.observe.timeline_text import print_timeline
-from hybridpar.partition import profile_cache
 from hybridpar.partition.profile import UnitTimes
+from hybridpar.partition.profile_cache import load_profile
 from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
-from hybridpar.planner import calibrate, links, rehearse, store
+from hybridpar.planner import calibrate, links, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
@@ -156,8 +157,8 @@ def _show_measured(path: Path) -> None:
 
 def _with_folder(path: Path, read: Callable[[], object]) -> None:
     with (
-        mock.patch.object(store, "folder", return_value=path.parent),
-        mock.patch.object(store, "path_of", return_value=path),
+        mock.patch.object(cache, "measurements_directory", return_value=path.parent),
+        mock.patch.object(cache, "measurement_file", return_value=path),
     ):
         read()
 
@@ -170,18 +171,13 @@ def kinds(folder: Path) -> list[Kind]:
     """
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
-    profile_cache.store_profile(PROFILE_KEY, times, folder)
-    profile = profile_cache.profile_path(PROFILE_KEY, folder).read_bytes()
+    profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
     factor = json.dumps({"key": STORE_KEY, "data": {"factor": 1.5, "runs": 2}}).encode()
-    rehearsed = json.dumps({"key": STORE_KEY, "data": [{"codec": "none", "samples": 4, "step_ms": 2.0}]}).encode()
+    rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
     kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
     link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
     with mock.patch.object(cluster, "cluster_path", return_value=folder / "measured.json"):
         write_cluster(_measured())
-
-    def read_profile(path: Path) -> None:
-        with mock.patch.object(profile_cache, "profile_path", return_value=path):
-            profile_cache.load_profile(PROFILE_KEY, path.parent)
 
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
@@ -193,9 +189,13 @@ def kinds(folder: Path) -> list[Kind]:
         Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _draw_title),
         Kind("kernels.jsonl", _database(), read_database, _use_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
-        Kind("profile.json", profile, read_profile),
+        Kind("units-1.json", profile, lambda path: _with_folder(path, lambda: load_profile(PROFILE_KEY, path))),
         Kind("calibration-1.json", factor, lambda path: _with_folder(path, calibrate.known_factors)),
-        Kind("rehearsal-1.json", rehearsed, lambda path: _with_folder(path, lambda: rehearse._known(STORE_KEY, path))),
+        Kind(
+            "rehearsal-1.json",
+            rehearsed,
+            lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
+        ),
         Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
         Kind("measured.json", (folder / "measured.json").read_bytes(), _show_measured),
     ]

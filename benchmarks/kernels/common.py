@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.rig.rows import commit, device
 from hybridpar.machine.process import describe_allocator, tune_this_process
-from hybridpar.tvm_kernels.operation import versions_of
+from hybridpar.tvm_kernels.operation import operations
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -24,7 +24,7 @@ def same_allocator() -> None:
 
 def setting() -> dict[str, object]:
     """Columns that every row ends with."""
-    versions = versions_of("depthwise_conv2d")
+    versions = dict(operations()["depthwise_conv2d", "cpu"].versions)
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": commit(),

@@ -40,8 +40,7 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import reference, stock_call
 from hybridpar.tvm_kernels.database import read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.machine import Speed, measure_speed
+from hybridpar.tvm_kernels.machine import Speed, cpu_fingerprint, measure_speed
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all

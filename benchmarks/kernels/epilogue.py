@@ -33,10 +33,10 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.moments import attach_moments, take_moments
-from hybridpar.tvm_kernels.operation import versions_of
+from hybridpar.tvm_kernels.operation import operations
 from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP, NormRecord
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, ConvNormRecord, conv_norm_key
 from hybridpar.tvm_kernels.record import KernelRecord, Record
@@ -160,7 +160,10 @@ def _records(shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[st
         (NormRecord, {**of_norm, **_WINS}, NORM_OP),
         (ConvNormRecord, {**both, "parameters": dict(summing)}, CONV_NORM_OP),
     ]
-    return [kind.model_validate({**fields, **where, "versions": versions_of(op)}) for kind, fields, op in told]
+    return [
+        kind.model_validate({**fields, **where, "versions": dict(operations()[op, "cpu"].versions)})
+        for kind, fields, op in told
+    ]
 
 
 def measure(text: str, builder: Builder, options: Options) -> dict[str, object]:

@@ -34,7 +34,7 @@ from benchmarks.kernels.common import RESULTS, same_allocator, setting, write_ro
 from benchmarks.rig.paired import paired
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all
@@ -64,7 +64,7 @@ torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
 begin = time.perf_counter()
 from hybridpar.tvm_kernels import norm_kernels, optimize
 from hybridpar.tvm_kernels.choice import active_choices
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import tunable_layers
 optimize(model, records)
 opened = time.perf_counter()

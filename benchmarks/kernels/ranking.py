@@ -35,10 +35,9 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.families import candidates, estimate
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
-from hybridpar.tvm_kernels.machine import this_machine
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, this_machine
 from hybridpar.tvm_kernels.measure import time_pairs
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -173,7 +172,7 @@ class Settings:
         session, bench = Session(), ConvBench(shape, direction, layout, self.threads)
         first = picked[0][0]
         variants = [Variant(shape, direction, layout, one) for one in (first, *(one for one, _, _ in left))]
-        building = [builder.submit(variant.request()) for variant in variants]
+        building = [builder.submit(variant.request) for variant in variants]
         reference = self._kernel(variants[0], building[0], session, bench)
         if reference is None:
             raise UsageError(f"the model's first choice for {shape.text} {direction} {layout} cannot be used: {first}")
@@ -201,7 +200,7 @@ class Settings:
         except KernelsUnavailable as error:
             print(f"{variant.shape.text} {dict(variant.parameters)}: {error}", file=sys.stderr)
             return None
-        kernel = load_image(variant, found.names, found.image, session, self.threads)
+        kernel = load_image(variant, found, session, self.threads)
         error_found = bench.error(kernel)
         if error_found > most_error(variant.direction):
             raise UsageError(f"{variant.shape.text} {variant.direction} {dict(variant.parameters)} is wrong")

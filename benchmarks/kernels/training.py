@@ -40,8 +40,8 @@ from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key

@@ -18,6 +18,7 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.plan import Plan
+from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
@@ -28,7 +29,6 @@ from hybridpar.planner.record import plan_of
 from hybridpar.planner.rehearse import Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
-from hybridpar.planner.steps import planned_codecs
 
 CLASSES = 10
 RATE = 1e-3

@@ -24,6 +24,7 @@ from hybridpar.commands.plan.trials import Trial, random_batch
 from hybridpar.config import TrainConfig
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.machine.process import available_cores
+from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
@@ -34,7 +35,6 @@ from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Candidate
 from hybridpar.planner.step_costs import measure_step_costs
-from hybridpar.planner.steps import planned_codecs
 from hybridpar.schedule.costs import Costs
 
 _CONFIG = TrainConfig(lr=RATE, weight_decay=0.0)

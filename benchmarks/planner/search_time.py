@@ -9,11 +9,11 @@ import torch
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.planner.common import Setting
 from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
+from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.scaling import scaling_curve
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.steps import planned_codecs
 
 SMALL_AT_MOST, LARGE_AT_MOST = 10.0, 60.0
 REPEATS = 3

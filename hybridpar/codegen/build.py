@@ -20,7 +20,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import platform
 import sys
@@ -32,10 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, wanted
-from hybridpar.codegen.compile_pool import Builder, Request
-
-_log = logging.getLogger(__name__)
+from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, load_or_warn
+from hybridpar.codegen.compile_pool import Builder, Built, Request
 
 #: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
 _SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
@@ -56,19 +53,14 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         Functions by name; they release the GIL while they run. None where they are switched off or cannot be had,
         which is logged in one line.
     """
-    if not wanted():
-        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
-        return None
-    try:
-        (content,) = contents_of([kernel_path(name, sources)], [Request(sources)])
-        if isinstance(content, KernelsUnavailable):
-            raise content
-        names, image = parted(content)
-        return session().load(image, names)
-    except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
-        return None
+
+    def load() -> dict[str, Function]:
+        (built,) = contents_of([kernel_path(name, sources)], [Request(sources)])
+        if isinstance(built, KernelsUnavailable):
+            raise built
+        return session().load(built)
+
+    return load_or_warn(f"{name} kernels", load)
 
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:
@@ -77,6 +69,9 @@ def kernel_path(name: str, sources: Sequence[Path]) -> Path:
     Args:
         name: What they are called.
         sources: The files that define them.
+
+    Returns:
+        The file, which need not exist yet.
     """
     return kernel_paths(name, sources, [{}])[0]
 
@@ -88,6 +83,9 @@ def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[st
         name: What they are called.
         sources: The files that define them, and those that these import.
         arguments: One entry per kernel.
+
+    Returns:
+        The files, which need not exist yet.
 
     Raises:
         KernelsUnavailable: Nothing can be built on this machine.
@@ -113,18 +111,24 @@ def _cpu() -> list[str]:
     if sys.byteorder != "little":
         raise KernelsUnavailable("kernels are written for little-endian machines")
     wanted_keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    found = [f"{key}={value}" for key, value in sorted(cpu_info().items()) if key in wanted_keys]
+    return [platform.system(), platform.machine(), *found]
+
+
+@functools.cache
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the first CPU, by its names; the words of each value are sorted. Empty on other systems."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in wanted_keys:
-                found.setdefault(key.strip(), " ".join(sorted(value.split())))
-    return [platform.system(), platform.machine(), *(f"{key}={found[key]}" for key in sorted(found))]
+            found.setdefault(key.strip(), " ".join(sorted(value.split())))
+    return found
 
 
 def contents_of(
     paths: Sequence[Path], requests: Sequence[Request], workers: int = 1
-) -> list[bytes | KernelsUnavailable]:
+) -> list[Built | KernelsUnavailable]:
     """The contents of cache files; those that are not there are built together.
 
     Args:
@@ -139,7 +143,8 @@ def contents_of(
         KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
         OSError: It cannot be written to.
     """
-    return cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+    contents = cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+    return [_parted(content) for content in contents]
 
 
 def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
@@ -154,14 +159,12 @@ def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int,
                 yield index, error
 
 
-def parted(content: bytes) -> tuple[list[str], bytes]:
-    """The functions' names and the object file, from the content of a cache file.
-
-    Args:
-        content: Of a file.
-    """
+def _parted(content: bytes | KernelsUnavailable) -> Built | KernelsUnavailable:
+    """What a cache file holds: names of functions in the first line, then the object file."""
+    if isinstance(content, KernelsUnavailable):
+        return content
     line, _, image = content.partition(b"\n")
-    return json.loads(line), image
+    return Built(tuple(json.loads(line)), image)
 
 
 class Session:
@@ -177,21 +180,23 @@ class Session:
         self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
         self._loading = threading.Lock()
 
-    def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
-        """Functions of an object file; they release the GIL while they run.
+    def load(self, built: Built, keep: bool = True) -> dict[str, Function]:
+        """Load an object file.
 
         Args:
-            image: The file.
-            names: Functions in it.
+            built: The file, and the names of its functions.
             keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
+
+        Returns:
+            Its functions by name; they release the GIL while they run.
 
         Raises:
             RuntimeError: It is no object file for this machine.
         """
         with self._loading:
             # Looking for a C++ runtime would start a compiler; these objects use none.
-            module = self._session.load_module(image, keep_module_alive=keep, cxx="-")
-        return {name: module[name] for name in names}
+            module = self._session.load_module(built.image, keep_module_alive=keep, cxx="-")
+        return {name: module[name] for name in built.names}
 
 
 @functools.cache
@@ -279,7 +284,7 @@ def _imported(source: Path) -> ModuleType:
 
 def _features() -> dict[str, list[str]]:
     """What LLVM would conclude from the CPU's model, but the system does not offer, as in some virtual machines."""
-    flags = next((entry for entry in _cpu() if entry.startswith("flags=")), "").partition("=")[2].split()
+    flags = cpu_info().get("flags", "").split()
     if not flags:
         return {}
     named = {"avx": "avx", "avx2": "avx2", "fma": "fma", "bmi2": "bmi2", "avx512f": "avx512f", "avx512bw": "avx512bw"}

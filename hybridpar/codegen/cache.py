@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridpar.formats.cache import cache_directory
 
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds after which a build is given up.
 TIMEOUT = 300.0
+_Loaded = TypeVar("_Loaded")
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -40,6 +41,35 @@ def wanted() -> bool:
     return os.environ.get("HYBRIDPAR_KERNELS", "on").strip().lower() not in ("off", "no", "false", "0")
 
 
+def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
+    """Load kernels, or say in one line of the log why there are none.
+
+    Args:
+        what: What is loaded, in words.
+        load: Loads it.
+
+    Returns:
+        What `load` returned; None where kernels are switched off or cannot be loaded.
+    """
+    if not wanted():
+        _log.info("%s are switched off by HYBRIDPAR_KERNELS", what)
+        return None
+    try:
+        return load()
+    except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
+        _log.warning("%s cannot be had, slower torch code is used: %s", what, first_line(error))
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name where it says nothing.
+
+    Args:
+        error: Any error.
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:
     """The cache file of something that is built on this machine.
 
@@ -47,6 +77,9 @@ def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:
         name: What the file's name begins with.
         made_from: All that the content depends on, as JSON.
         suffix: What the file's name ends with.
+
+    Returns:
+        The file, which need not exist yet.
     """
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "kernels" / f"{name}-{digest}{suffix}"
@@ -58,6 +91,9 @@ def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
     Args:
         path: What `cache_path` returned.
         build: Makes the content; it is given a directory to work in, which is removed afterwards.
+
+    Returns:
+        The content.
 
     Raises:
         KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.

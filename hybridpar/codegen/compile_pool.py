@@ -53,19 +53,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a request.
+    """What the compiler made of a request.
 
     Attributes:
         names: The functions.
         image: The object file, or the source for CUDA.
         text: The code as text, where that was asked for.
-        seconds: How long it took, without starting a child.
     """
 
     names: tuple[str, ...]
     image: bytes
     text: str = ""
-    seconds: float = 0.0
 
 
 class Builder:
@@ -85,10 +83,13 @@ class Builder:
         self._closed = False
 
     def submit(self, request: Request) -> Future[Built]:
-        """Ask for something to be built; the future raises KernelsUnavailable where it could not be.
+        """Ask for something to be built.
 
         Args:
             request: What is to be built.
+
+        Returns:
+            What was built; it raises KernelsUnavailable where nothing could be.
         """
         return self._pool.submit(self._build, request)
 
@@ -97,6 +98,9 @@ class Builder:
 
         Args:
             request: What is to be built.
+
+        Returns:
+            What was built.
 
         Raises:
             KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.
@@ -175,8 +179,7 @@ class _Child:
         if not self._ready:
             self._line(time.monotonic() + TIMEOUT, "starting TVM")
             self._ready = True
-        began = time.monotonic()
-        deadline = began + timeout
+        deadline = time.monotonic() + timeout
         try:
             self._pipe(self._process.stdin).write(request.line)
         except OSError:
@@ -186,7 +189,7 @@ class _Child:
             raise KernelsUnavailable(f"building failed: {answer['error']}")
         image = self._exactly(answer["bytes"], deadline)
         text = self._exactly(answer["text"], deadline).decode()
-        return Built(tuple(answer["names"]), image, text, time.monotonic() - began)
+        return Built(tuple(answer["names"]), image, text)
 
     def kill(self) -> None:
         """End it at once."""

@@ -20,15 +20,18 @@ _BUFFER, _SIZE, _END = 1, 2, 0
 
 
 class CudaError(RuntimeError):
-    """What the driver said."""
+    """An error that the CUDA driver reports."""
 
 
 @functools.cache
 def driver(path: str) -> Driver:
-    """The CUDA driver in a shared library, loaded once.
+    """Load the CUDA driver from a shared library, once.
 
     Args:
         path: Of the library.
+
+    Returns:
+        The driver.
 
     Raises:
         OSError: There is none.
@@ -57,7 +60,7 @@ class Driver:
         self.launch.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
 
     def check(self, call: str, status: int) -> None:
-        """Raise what a status says.
+        """Raise an error for a status other than success.
 
         Args:
             call: Name of the driver's function.
@@ -78,6 +81,9 @@ class Driver:
             code: For the architecture of the device.
             index: Of the device, as torch counts.
 
+        Returns:
+            The loaded module.
+
         Raises:
             CudaError: The driver cannot.
         """
@@ -92,11 +98,14 @@ class Driver:
         return found
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """A kernel of a module whose context is current.
+        """Find a kernel in a module whose context is current.
 
         Args:
             module: Of the driver.
             name: As in the source.
+
+        Returns:
+            The driver's handle.
         """
         handle = ctypes.c_void_p()
         self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
@@ -120,11 +129,14 @@ class CudaModule:
         self._handle = handle
 
     def function(self, name: str, parameters: str) -> CudaFunction:
-        """A kernel.
+        """Find a kernel in the module.
 
         Args:
             name: As in the source.
             parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
+
+        Returns:
+            The kernel.
 
         Raises:
             CudaError: It has no such kernel.
@@ -160,7 +172,7 @@ class CudaFunction:
     def __call__(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, shared: int = 0
     ) -> None:
-        """Launch.
+        """Launch the kernel on torch's current stream of its device.
 
         Args:
             grid: Blocks in x, y and z.
@@ -189,5 +201,8 @@ def current_stream(index: int) -> int:
 
     Args:
         index: Of the device, by torch's number.
+
+    Returns:
+        The driver's handle.
     """
     return int(torch.cuda.current_stream(index).cuda_stream)

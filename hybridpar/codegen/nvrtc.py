@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, wanted
-from hybridpar.codegen.cuda_driver import CudaError, CudaFunction, driver
+from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, load_or_warn
+from hybridpar.codegen.cuda_driver import CudaFunction, driver
 
 _log = logging.getLogger(__name__)
 
@@ -57,28 +57,27 @@ def load_cuda_kernels(
     Returns:
         Functions by name. None where they are switched off or cannot be had, which is logged in one line.
     """
-    if not wanted():
-        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
-        return None
-    try:
+
+    def load() -> dict[str, CudaFunction]:
         major, minor = torch.cuda.get_device_capability(device)
         code = cubin(name, source.read_bytes(), f"sm_{major}{minor}")
         module = driver(DRIVER).load(code, device.index)
         return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
-    except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        _log.warning("%s kernels cannot be had on %s, slower torch code is used: %s", name, device, reason[0])
-        return None
+
+    return load_or_warn(f"{name} kernels on {device}", load)
 
 
 def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """Machine code of a source, from the cache if it is there.
+    """Compile a source, or take its machine code from the cache.
 
     Args:
         name: What it is called in the cache.
         text: CUDA C.
         architecture: As in `sm_90`.
         options: For the compiler.
+
+    Returns:
+        The machine code.
 
     Raises:
         KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
@@ -95,10 +94,13 @@ Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
 
 
 def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
-    """Name and version of the compiler of this machine, and how it is called.
+    """Find the compiler of this machine.
 
     Args:
         options: For the compiler.
+
+    Returns:
+        Its name and version, and how to call it.
 
     Raises:
         KernelsUnavailable: There is none.

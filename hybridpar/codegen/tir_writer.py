@@ -135,7 +135,7 @@ define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
 
 
 class BaseWriter:
-    """What kernels for CPUs and GPUs are written with alike.
+    """Base class: statements that kernels for CPUs and GPUs have in common.
 
     Args:
         tvm: The module.
@@ -148,15 +148,58 @@ class BaseWriter:
         self.t = tvm.tirx.script.builder.ir
 
     def keep(self, value: Any) -> Any:
-        """A name for a value that is used more than once. Masks have none: TIR cannot bind them."""
+        """Give a value that is used more than once a name. TIR cannot name masks.
+
+        Args:
+            value: Any expression but a mask.
+
+        Returns:
+            The variable.
+        """
         return self.t.Bind(value)
 
     def store(self, buffer: Any, index: Any, value: Any) -> None:
-        """Set buffer[index] = value."""
+        """Set buffer[index] = value.
+
+        Args:
+            buffer: What is written to.
+            index: An index, or a vector of them.
+            value: A value, or a vector of as many.
+        """
         self.t.buffer_store(buffer, value, [index])
 
+    def local(self, count: int, dtype: str = "float32") -> Any:
+        """Allocate an array of one thread; compilers keep it in registers where all indices are constants.
+
+        Args:
+            count: Number of elements.
+            dtype: Type of the elements.
+
+        Returns:
+            The buffer.
+        """
+        return self.t.alloc_buffer((count,), dtype, scope="local")
+
+    def call(self, dtype: str, name: str, *arguments: Any) -> Any:
+        """Call a function of the `PRELUDE` of CUDA, of `HELPERS`, or one that the schedule imports.
+
+        Args:
+            dtype: Type of the result.
+            name: Name of the function.
+            arguments: Its arguments.
+
+        Returns:
+            The result.
+        """
+        return self.t.call_extern(dtype, name, *arguments)
+
     def when(self, condition: Any, then: Callable[[], None]) -> None:
-        """Write a branch; none where the condition is True."""
+        """Write a branch; the statements alone where the condition is True while compiling.
+
+        Args:
+            condition: A condition, or True.
+            then: Writes the statements of the branch.
+        """
         if condition is True:
             then()
             return
@@ -164,7 +207,13 @@ class BaseWriter:
             then()
 
     def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Write both branches; the first alone where the condition is True."""
+        """Write two branches; the first alone where the condition is True while compiling.
+
+        Args:
+            condition: A condition, or True.
+            then: Writes the statements where it holds.
+            otherwise: Writes those where it does not.
+        """
         if condition is True:
             then()
             return
@@ -176,7 +225,7 @@ class BaseWriter:
 
 
 class Writer(BaseWriter):
-    """Writes functions."""
+    """Writes the statements of functions for CPUs into TIR."""
 
     def function(
         self,
@@ -186,7 +235,7 @@ class Writer(BaseWriter):
         body: Callable[..., None],
         helpers: bool = True,
     ) -> Any:
-        """A function of 64-bit integers, addresses among them, and of floats.
+        """Write a function of 64-bit integers, addresses among them, and of floats.
 
         Args:
             name: Its name.
@@ -194,6 +243,9 @@ class Writer(BaseWriter):
             floats: Names of its further arguments.
             body: Called with all arguments by name; writes the statements.
             helpers: Whether the body calls helpers.
+
+        Returns:
+            The function of TIR.
         """
         t = self.t
         with self.tvm.script.ir_builder.IRBuilder() as builder:
@@ -208,17 +260,28 @@ class Writer(BaseWriter):
         return builder.get()
 
     def view(self, address: Any, dtype: str) -> Any:
-        """The memory at an address, as elements of a type."""
+        """The memory at an address, as elements of a type.
+
+        Args:
+            address: An integer of 64 bits.
+            dtype: Type of the elements.
+
+        Returns:
+            A buffer of unbounded size.
+        """
         ir = self.tvm.ir
         pointer = self.t.Bind(self.t.reinterpret(ir.PointerType(ir.PrimType(dtype)), address))
         return self.t.decl_buffer((1 << 40,), dtype, data=pointer)
 
-    def local(self, count: int, dtype: str) -> Any:
-        """Some values on the stack; LLVM keeps them in registers."""
-        return self.t.alloc_buffer((count,), dtype, scope="local")
-
     def lanes(self, value: Any) -> Any:
-        """The same number in all lanes."""
+        """A vector of `LANES` equal values.
+
+        Args:
+            value: The value.
+
+        Returns:
+            The vector.
+        """
         return self.t.broadcast(value, LANES)
 
     def zeros(self) -> Any:
@@ -226,26 +289,51 @@ class Writer(BaseWriter):
         return self.lanes(self.t.float32(0))
 
     def at(self, start: Any) -> Any:
-        """Indices of `LANES` values that lie side by side."""
+        """Indices of `LANES` values that lie side by side.
+
+        Args:
+            start: Index of the first one.
+
+        Returns:
+            A vector of indices.
+        """
         return self.t.ramp(start, 1, LANES)
 
     def stream(self, buffer: Any, start: Any, values: Any) -> None:
-        """As `store` of all lanes, past the caches, to an address that is a multiple of 64."""
+        """Store a vector of `LANES` float32 past the caches.
+
+        Args:
+            buffer: What is written to.
+            start: Index of the first one; its address must be a multiple of 64.
+            values: The vector.
+        """
         self.t.evaluate(self.call("void", "hp_stream", self.t.address_of(buffer[start]), values))
 
-    def call(self, dtype: str, name: str, *arguments: Any) -> Any:
-        """The value of a helper."""
-        return self.t.call_extern(dtype, name, *arguments)
-
     def folded(self, buffer: Any, combine: Callable[[Any, Any], Any], count: int = LANES) -> Any:
-        """All elements of a local buffer as one, by a tree."""
+        """Combine all elements of a local buffer into one, by a tree.
+
+        Args:
+            buffer: The buffer.
+            combine: Combines two elements.
+            count: Number of elements, a power of two.
+
+        Returns:
+            The element.
+        """
         parts = [buffer[self.t.int64(index)] for index in range(count)]
         while len(parts) > 1:
             parts = [combine(left, right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     def finite(self, value: Any) -> Any:
-        """Whether one float32 is neither infinite nor NaN; TIR simplifies comparisons and products that would tell."""
+        """Whether a float32 is neither infinite nor NaN, by its bits: TIR simplifies comparisons that would tell.
+
+        Args:
+            value: The value.
+
+        Returns:
+            A condition.
+        """
         return (self.t.reinterpret("int32", value) & 0x7FFFFFFF) < INFINITE
 
     def nan(self) -> Any:

@@ -89,7 +89,12 @@ class Grid:
             raise
 
     def rank_of(self, position: int, replica: int) -> int:
-        """The rank in the job of a place in the grid."""
+        """The rank in the job of a place in the grid.
+
+        Args:
+            position: From 0 to `positions` - 1.
+            replica: From 0 to `replicas` - 1.
+        """
         return position * self.replicas + replica
 
     def device_mesh(self) -> DeviceMesh:

@@ -62,11 +62,20 @@ class NodeWorlds:
         return cls(own, inner, outer) if own.share else None
 
     def inner(self, lane: int) -> SumGroup | None:
-        """What adds inside the node on a sync lane; None where this worker is alone there."""
+        """What adds inside the node on a sync lane; None where this worker is alone there.
+
+        Args:
+            lane: Number of the sync lane.
+        """
         return self.inside.lane_sums[lane] if self.inside.size > 1 else None
 
     def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
         """Exchange a bucket on a sync lane.
+
+        Args:
+            exchange: Of the bucket.
+            lane: Number of the sync lane.
+            flat: The bucket's gradients, 1-D float32; replaced by what is made of their sum.
 
         Returns:
             What this worker sent to other nodes, and where the time of that went.

@@ -65,7 +65,11 @@ def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | Non
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
-    """Destroy the default process group when the last of those that entered it leaves."""
+    """Destroy the default process group when the last of those that entered it leaves.
+
+    Args:
+        group: What `enter_group` returned.
+    """
     global _users
     if not dist.is_initialized() or dist.group.WORLD is not group:
         return
@@ -160,7 +164,11 @@ def _require_agent_store(limit: datetime.timedelta) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something."""
+    """The first line of an error's text that says something.
+
+    Args:
+        error: Any exception.
+    """
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -224,7 +232,12 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
 
 
 def reachable_address(places: Sequence[Place], rank: int) -> str | None:
-    """An address that leads to the interface through which this worker and other hosts reach each other, if any."""
+    """An address that leads to the interface through which this worker and other hosts reach each other, if any.
+
+    Args:
+        places: Of each worker, by rank.
+        rank: Of this worker.
+    """
     own = places[rank]
     others = [place for place in places if place.host != own.host]
     known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
@@ -244,7 +257,11 @@ def _gloo_address() -> str:
 
 
 def address_towards(other: str) -> str:
-    """The address of this host on the way to another one; that of the loopback where there is no way."""
+    """The address of this host on the way to another one; that of the loopback where there is no way.
+
+    Args:
+        other: Address or name of the other host.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((other, 9))  # sends nothing; it only chooses the interface
@@ -254,7 +271,11 @@ def address_towards(other: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for."""
+    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for.
+
+    Args:
+        address: Such as 192.168.1.2.
+    """
     if fcntl is None:
         return None
     get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
@@ -328,6 +349,9 @@ class RollCall:
         """Workers that have not called this within `patience` seconds; asked once, the answer is kept.
 
         Worker 0 counts as missing where the store does not answer, which it may serve.
+
+        Args:
+            patience: Seconds to wait for their calls.
         """
         with self._lock:
             if self._missing is None:

@@ -70,6 +70,10 @@ def average_buffers(model: nn.Module, world: World) -> None:
     """Average floating-point buffers over the workers, in place; a collective.
 
     For BatchNorm in `local` mode, whose running statistics differ between replicas, before anybody evaluates or saves.
+
+    Args:
+        model: The model, built alike on all workers.
+        world: The workers.
     """
     if world.size == 1:
         return

@@ -130,7 +130,12 @@ class SharedSend(_Ring):
         self.bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """Copy a message into slots of the ring."""
+        """Copy a message into slots of the ring.
+
+        Args:
+            tensors: The message.
+            parts: What the other end expects; None means each tensor's own part.
+        """
         doing = f"sending to worker {self._peer}"
         memory = payload(tensors, parts)
         for pieces in cut(tuple(one.numel() for one in memory), SLOT_BYTES):
@@ -149,7 +154,11 @@ class SharedReceive(_Ring):
         self._freed = 0  # slots that the sender has not been told of
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """Copy the next message out of slots of the ring."""
+        """Copy the next message out of slots of the ring.
+
+        Args:
+            parts: What was sent.
+        """
         doing = f"receiving from worker {self._peer}"
         tensors = [part.empty(_CPU) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]

@@ -42,6 +42,10 @@ def shared_directory() -> tempfile.TemporaryDirectory[str]:
 def map_segment(path: Path, size: int) -> mmap.mmap:
     """Map a file of shared memory.
 
+    Args:
+        path: The file.
+        size: Bytes to reserve.
+
     Raises:
         OSError: There is no room for it.
     """
@@ -53,6 +57,11 @@ def map_segment(path: Path, size: int) -> mmap.mmap:
 
 def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
     """A Unix socket that listens for so many callers.
+
+    Args:
+        path: Where to listen.
+        timeout: Seconds after which a silent peer is an error.
+        callers: How many may call.
 
     Raises:
         OSError: It cannot be made.
@@ -70,6 +79,10 @@ def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
 
 def call(path: Path, timeout: float) -> socket.socket:
     """A Unix socket connected to one that listens.
+
+    Args:
+        path: Where the other listens.
+        timeout: Seconds after which a silent peer is an error.
 
     Raises:
         OSError: Nobody listens there.
@@ -104,6 +117,10 @@ class Bell:
     def ring(self, doing: str, times: int = 1) -> None:
         """Tell the peer, so many times.
 
+        Args:
+            doing: What this worker does, as errors tell it.
+            times: How many bytes to send.
+
         Raises:
             RuntimeError: The peer has died or left.
         """
@@ -114,6 +131,10 @@ class Bell:
 
     def wait(self, doing: str, most: int = 1) -> int:
         """Wait until the peer has rung, and return how often, at most `most` times.
+
+        Args:
+            doing: What this worker does, as errors tell it.
+            most: Bytes to take at most.
 
         Raises:
             RuntimeError: The peer has died or left, or did not ring within the time-out.
@@ -181,6 +202,9 @@ class SharedMemorySum:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place.
+
+        Args:
+            tensor: Equal in shape and dtype on all workers.
 
         Raises:
             RuntimeError: A peer died, or did not come within the time-out.

@@ -32,12 +32,20 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def flat_view(dense: Tensor) -> Tensor:
-    """A dense tensor in any memory format as a 1-D view in memory order."""
+    """A dense tensor in any memory format as a 1-D view in memory order.
+
+    Args:
+        dense: Without gaps or overlaps.
+    """
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions."""
+    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions.
+
+    Args:
+        tensor: Strided.
+    """
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:
@@ -65,7 +73,11 @@ class MessagePart:
 
     @classmethod
     def of(cls, tensor: Tensor) -> MessagePart:
-        """The part that a tensor makes: in channels_last only if it is that and not contiguous."""
+        """The part that a tensor makes: in channels_last only if it is that and not contiguous.
+
+        Args:
+            tensor: Any tensor.
+        """
         order = _CHANNELS_LAST.get(tensor.dim())
         last = order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
         return cls(tuple(tensor.shape), tensor.dtype, last)
@@ -76,7 +88,11 @@ class MessagePart:
         return _CHANNELS_LAST[len(self.shape)] if self.channels_last else torch.contiguous_format
 
     def empty(self, device: torch.device) -> Tensor:
-        """A new tensor that holds the part."""
+        """A new tensor that holds the part.
+
+        Args:
+            device: Where it is wanted.
+        """
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
@@ -155,7 +171,11 @@ def payload(tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = Non
 
 
 def memory_of(dense: Tensor) -> Tensor:
-    """The memory of a dense tensor as a 1-D uint8 view."""
+    """The memory of a dense tensor as a 1-D uint8 view.
+
+    Args:
+        dense: Without gaps or overlaps.
+    """
     return flat_view(dense).view(torch.uint8)
 
 
@@ -243,7 +263,12 @@ class BackendSend(_Backend):
     bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """Send a message; small tensors in one buffer."""
+        """Send a message; small tensors in one buffer.
+
+        Args:
+            tensors: The message.
+            parts: What the other end expects; None means each tensor's own part.
+        """
         memory = payload(tensors, parts)
         alone, buffer, pieces = self._divide(memory)
         if buffer is not None:
@@ -257,7 +282,11 @@ class BackendReceive(_Backend):
     """Receive end over a process group."""
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """Receive the next message."""
+        """Receive the next message.
+
+        Args:
+            parts: What was sent.
+        """
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]
         alone, buffer, pieces = self._divide(memory)

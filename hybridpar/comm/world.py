@@ -44,6 +44,9 @@ class SumGroup(Protocol):
 
         On a CPU this blocks until the sum is there, on a GPU it is enqueued on the current stream.
 
+        Args:
+            tensor: Equal in size and dtype on all workers.
+
         Raises:
             RuntimeError: A peer died or did not come in time.
         """
@@ -53,7 +56,11 @@ class SumGroup(Protocol):
 
 
 class BackendSum(SumGroup):
-    """All-reduce of a process group of torch.distributed, which stays its owner's to destroy."""
+    """All-reduce of a process group of torch.distributed, which stays its owner's to destroy.
+
+    Args:
+        group: A process group of torch.distributed.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         #: The process group.
@@ -342,11 +349,20 @@ class World:
         return answers
 
     def named_errors(self, doing: str) -> _NamedErrors:
-        """Context that turns a backend's error into a `SyncError` that says who waited for what."""
+        """Context that turns a backend's error into a `SyncError` that says who waited for what.
+
+        Args:
+            doing: What this worker does, as errors tell it.
+        """
         return _NamedErrors(self, doing)
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
-        """The backend's error as one that says which worker is at fault, and which one waited for what."""
+        """The backend's error as one that says which worker is at fault, and which one waited for what.
+
+        Args:
+            doing: What this worker does, as errors tell it.
+            error: Of the backend.
+        """
         text = first_line(error)
         lost = any(sign in text for sign in ("onnection", "reset by peer", "remote process", "Broken pipe"))
         missing = self._missing(lost)

@@ -50,6 +50,9 @@ PLAIN: Kind = (Collective.SUM, torch.float32)
 def candidates_of(fidelity: str) -> dict[str, Codec]:
     """The codecs that a fidelity allows besides `none`, by their text.
 
+    Args:
+        fidelity: `exact`, `close` or `lossy`.
+
     Raises:
         UsageError: There is no such fidelity.
     """
@@ -114,7 +117,12 @@ class Layers:
 
 
 def kinds_of(codecs: Mapping[str, Codec], parts: Sequence[Layers]) -> list[Kind]:
-    """How the messages of codecs are reduced, and those of gradients without one; equal on all workers."""
+    """How the messages of codecs are reduced, and those of gradients without one; equal on all workers.
+
+    Args:
+        codecs: By their text.
+        parts: The layers of each pipeline position.
+    """
     kinds = {PLAIN: None}
     shapes = {shape for part in parts for bucket in part.buckets for _, shape in bucket}
     for codec in codecs.values():
@@ -191,7 +199,12 @@ def _exposed(predictions: Sequence[Prediction]) -> float:
 
 
 def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
-    """What buckets take together: lanes work side by side, and the link serves one message after the other."""
+    """What buckets take together: lanes work side by side, and the link serves one message after the other.
+
+    Args:
+        buckets: For each its time to encode, to send and to decode, milliseconds, as the lanes are given them.
+        layers: What is exchanged, on how many lanes, behind what.
+    """
     sizes = [sum(math.prod(shape) for _, shape in bucket) for bucket in layers.buckets]
     ready, gathered = 0.0, 0
     free = [0.0] * layers.lanes

@@ -73,6 +73,10 @@ class Kept:
     def load(self, saved: Tensor, name: str) -> None:
         """Take over what was saved.
 
+        Args:
+            saved: 1-D float32.
+            name: Of the parameter, for the error.
+
         Raises:
             CheckpointError: It is of another size.
         """
@@ -98,7 +102,12 @@ class Residual:
     keeps = False
 
     def part(self, start: int, stop: int) -> Residual:
-        """The residual of a range of elements."""
+        """The residual of a range of elements.
+
+        Args:
+            start: The first element.
+            stop: The element behind the last one.
+        """
         return self
 
     def take(self, values: Tensor, start: int) -> Tensor:
@@ -114,46 +123,13 @@ class Residual:
         return values
 
     def again(self, values: Tensor, start: int) -> Tensor:
-        """What `take` returned, or what has become of it since."""
+        """What `take` returned, or what has become of it since.
+
+        Args:
+            values: What `take` was given.
+            start: Its first element in this residual.
+        """
         return values
-
-
-class KeptResidual(Residual):
-    """What was not sent, in float32.
-
-    Args:
-        kept: 1-D, left by the last step that counted.
-        pending: 1-D, left by the step under way.
-        factor: What the kept half is multiplied with before it is added.
-    """
-
-    keeps = True
-
-    def __init__(self, kept: Tensor, pending: Tensor, factor: float = 1.0) -> None:
-        self.kept = kept
-        self.pending = pending
-        self.factor = factor
-
-    @classmethod
-    def zeros(cls, count: int, device: torch.device) -> KeptResidual:
-        """Nothing is kept yet."""
-        return cls(torch.zeros(count, device=device), torch.zeros(count, device=device))
-
-    def part(self, start: int, stop: int) -> KeptResidual:
-        """The residual of a range of elements; it shares the memory."""
-        return KeptResidual(self.kept[start:stop], self.pending[start:stop], self.factor)
-
-    def take(self, values: Tensor, start: int) -> Tensor:
-        """Give v = values + factor * kept, in memory that may be changed."""
-        kept = self.kept[start : start + values.numel()].view(values.shape)
-        return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
-
-    def again(self, values: Tensor, start: int) -> Tensor:
-        return self.pending[start : start + values.numel()].view(values.shape)
-
-    def commit(self) -> None:
-        """What the step under way left is what is kept."""
-        self.kept, self.pending = self.pending, self.kept
 
 
 class _Nothing(dict[str, Residual]):
@@ -208,7 +184,11 @@ class Round:
         return sum(self.sizes) * self.dtype.itemsize
 
     def sent(self, workers: int) -> int:
-        """Bytes that a worker sends to others for it, their mean; as `Exchange` counts them, but for its alignment."""
+        """Bytes that a worker sends to others for it, their mean; as `Exchange` counts them, but for its alignment.
+
+        Args:
+            workers: Number of workers.
+        """
         if self.collective is Collective.SHARD:  # a stripe to each owner, and the merged one from there to everybody
             return (self.bytes + sum(self.merged)) * (workers - 1) // workers
         if self.collective is Collective.GATHER:
@@ -252,7 +232,11 @@ class TensorSpec:
         return self.workers if self.average else 1
 
     def draw_seed(self, *salt: object) -> int:
-        """A number below 2**63 that depends on seed, name and salt alone, on any machine."""
+        """A number below 2**63 that depends on seed, name and salt alone, on any machine.
+
+        Args:
+            salt: What else it depends on, by its text.
+        """
         text = ":".join(str(part) for part in (self.seed, self.name, *salt))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -282,7 +266,11 @@ class Coder(ABC):
         self._received: Sequence[Tensor] = ()
 
     def use(self, scratch: Scratch) -> None:
-        """Borrow scratch memory that coders share which never work at the same time."""
+        """Borrow scratch memory that coders share which never work at the same time.
+
+        Args:
+            scratch: The memory.
+        """
         self._scratch = scratch
 
     @property
@@ -356,10 +344,18 @@ class Coder(ABC):
         out.add_(residual)
 
     def rescale(self, learning_rate: float) -> None:  # noqa: B027 - most keep nothing in these units
-        """Say which learning rate the coming steps use, for what is kept in units of the gradient."""
+        """Say which learning rate the coming steps use, for what is kept in units of the gradient.
+
+        Args:
+            learning_rate: In any unit; its changes count.
+        """
 
     def set_batch_scale(self, samples: float) -> None:  # noqa: B027 - most remember nothing step by step
-        """Say how many samples coming steps have, as a multiple of what options that are per step were given for."""
+        """Say how many samples coming steps have, as a multiple of what options that are per step were given for.
+
+        Args:
+            samples: At least 0; 1 changes nothing.
+        """
 
     def commit(self) -> None:  # noqa: B027 - most have no state
         """The step counts."""
@@ -373,6 +369,9 @@ class Coder(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have no state
         """Restore what `state_dict` returned.
+
+        Args:
+            state: What `state_dict` returned.
 
         Raises:
             CheckpointError: The state belongs to another shape, worker or number of workers.
@@ -500,7 +499,11 @@ class Codec(ABC):
     gives_sums: ClassVar[bool] = True
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape should be compressed; others are sent in full."""
+        """Whether a parameter of this shape should be compressed; others are sent in full.
+
+        Args:
+            shape: Of the parameter.
+        """
         return math.prod(shape) > 0
 
     @property
@@ -510,7 +513,11 @@ class Codec(ABC):
 
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:
-        """A coder for one parameter on one worker."""
+        """A coder for one parameter on one worker.
+
+        Args:
+            spec: The parameter, and who exchanges it.
+        """
 
 
 class LargeTensorCodec(Codec):

@@ -129,6 +129,9 @@ class CodecState(ParameterCoders):
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Exchange a bucket that DDP hands over.
 
+        Args:
+            bucket: A `torch.distributed.GradBucket`.
+
         Returns:
             The bucket's buffer, which then holds the mean over the workers.
 
@@ -356,7 +359,11 @@ class Paths:
     groups: tuple[Any, ...]
 
     def add(self, tensor: Tensor) -> None:
-        """Add over the node."""
+        """Add over the node.
+
+        Args:
+            tensor: 1-D; replaced by its sum.
+        """
         if self.inside is not None:
             self.inside.all_reduce(tensor, Collective.SUM)
 

@@ -43,13 +43,30 @@ class Group(Protocol):
         """This worker."""
 
     def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
-        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them."""
+        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them.
+
+        Args:
+            tensor: 1-D.
+            collective: SUM, MAX or AND.
+        """
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        """Send `in_sizes[k]` elements of `inp` to worker k, and receive `out_sizes[k]` from it into `out`."""
+        """Send `in_sizes[k]` elements of `inp` to worker k, and receive `out_sizes[k]` from it into `out`.
+
+        Args:
+            out: Where what arrives goes, by rank of the sender.
+            inp: What is sent, by rank of the receiver.
+            out_sizes: Elements from each worker.
+            in_sizes: Elements for each worker.
+        """
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank."""
+        """Receive every worker's `inp` into `out`, by rank.
+
+        Args:
+            out: As large as all workers' `inp` together.
+            inp: Of one size on all workers.
+        """
 
 
 # The newer name of torch 2.14, which warns of the older one.
@@ -166,7 +183,11 @@ class PhaseTimer:
         self._phases: list[Phase] = []
 
     def end(self, phase: Phase) -> None:
-        """End a phase, which began at the last call or at the start."""
+        """End a phase, which began at the last call or at the start.
+
+        Args:
+            phase: What has just been done.
+        """
         self._marks.append(self._now())
         self._phases.append(phase)
 
@@ -178,7 +199,11 @@ class PhaseTimer:
         return PhaseTimes(sums[Phase.ENCODE], sums[Phase.WIRE], sums[Phase.DECODE])
 
     def span(self, origin: PhaseTimer) -> tuple[float, float]:
-        """Start and end in milliseconds since the start of another exchange of the same device."""
+        """Start and end in milliseconds since the start of another exchange of the same device.
+
+        Args:
+            origin: Timer of the other exchange.
+        """
         first = origin._marks[0]
         return self._between(first, self._marks[0]), self._between(first, self._marks[-1])
 
@@ -204,7 +229,11 @@ class AllReduce:
     collective: Collective
 
     def through(self, group: Group) -> None:
-        """Have it carried out."""
+        """Have it carried out.
+
+        Args:
+            group: Who carries it out.
+        """
         group.all_reduce(self.tensor, self.collective)
 
 
@@ -218,7 +247,11 @@ class AllToAll:
     in_sizes: tuple[int, ...]
 
     def through(self, group: Group) -> None:
-        """Have it carried out."""
+        """Have it carried out.
+
+        Args:
+            group: Who carries it out.
+        """
         group.all_to_all(self.out, self.inp, self.out_sizes, self.in_sizes)
 
 
@@ -230,7 +263,11 @@ class AllGather:
     inp: Tensor
 
     def through(self, group: Group) -> None:
-        """Have it carried out."""
+        """Have it carried out.
+
+        Args:
+            group: Who carries it out.
+        """
         group.all_gather(self.out, self.inp)
 
 
@@ -353,7 +390,12 @@ class _Gathered:
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Pieces of these sizes from the start on; what is left over belongs to none."""
+    """Pieces of these sizes from the start on; what is left over belongs to none.
+
+    Args:
+        tensor: 1-D.
+        sizes: Elements of each piece; together at most those of the tensor.
+    """
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -440,6 +482,11 @@ class Exchange:
     def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
         """Do a step over a group of workers; see `requests`.
 
+        Args:
+            group: The workers; their ranks are those that the coders are bound to.
+            gradients: One per coder, 1-D float32.
+            outs: Where results go, 1-D float32; they may be the gradients.
+
         Returns:
             Bytes that it took, and where its time went.
 
@@ -475,7 +522,11 @@ class Exchange:
             coder.rollback()
 
     def rescale(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use."""
+        """Say which learning rate the coming steps use.
+
+        Args:
+            learning_rate: In any unit; its changes count.
+        """
         for coder in self.coders:
             coder.rescale(learning_rate)
 

@@ -18,9 +18,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Codec, Full, KeptResidual, Residual, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import NO_RESIDUAL, Codec, Full, Residual, TensorSpec, WarmUpCoder
 from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, UsageError
+
+
+class KeptResidual(Residual):
+    """What was not sent, in float32.
+
+    Args:
+        kept: 1-D, left by the last step that counted.
+        pending: 1-D, left by the step under way.
+        factor: What the kept half is multiplied with before it is added.
+    """
+
+    keeps = True
+
+    def __init__(self, kept: Tensor, pending: Tensor, factor: float = 1.0) -> None:
+        self.kept = kept
+        self.pending = pending
+        self.factor = factor
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device) -> KeptResidual:
+        """Nothing is kept yet.
+
+        Args:
+            count: Number of elements.
+            device: Where it is.
+        """
+        return cls(torch.zeros(count, device=device), torch.zeros(count, device=device))
+
+    def part(self, start: int, stop: int) -> KeptResidual:
+        """The residual of a range of elements; it shares the memory."""
+        return KeptResidual(self.kept[start:stop], self.pending[start:stop], self.factor)
+
+    def take(self, values: Tensor, start: int) -> Tensor:
+        """Give v = values + factor * kept, in memory that may be changed."""
+        kept = self.kept[start : start + values.numel()].view(values.shape)
+        return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
+
+    def again(self, values: Tensor, start: int) -> Tensor:
+        return self.pending[start : start + values.numel()].view(values.shape)
+
+    def commit(self) -> None:
+        """What the step under way left is what is kept."""
+        self.kept, self.pending = self.pending, self.kept
 
 
 @dataclass(frozen=True)
@@ -82,7 +125,11 @@ class FeedbackCoder(WarmUpCoder):
         return torch.stack(squares).sum() if squares else None
 
     def residual(self, key: str) -> Tensor:
-        """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy."""
+        """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy.
+
+        Args:
+            key: One of `residuals`.
+        """
         return self._kept[key].kept
 
     def unsent(self) -> Tensor:

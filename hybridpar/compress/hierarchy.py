@@ -68,11 +68,19 @@ class Nodes:
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """The workers of a worker's node."""
+        """The workers of a worker's node.
+
+        Args:
+            rank: The worker's rank.
+        """
         return next(node for node in self.members if rank in node)
 
     def place_of(self, rank: int) -> int:
-        """A worker's place in its node."""
+        """A worker's place in its node.
+
+        Args:
+            rank: The worker's rank.
+        """
         return self.node_of(rank).index(rank)
 
 
@@ -107,7 +115,11 @@ class Leaders:
         return leader
 
     def adopt(self, chosen: Mapping[str, int]) -> None:
-        """Go on with the leaders of the run that is resumed."""
+        """Go on with the leaders of the run that is resumed.
+
+        Args:
+            chosen: Place in the node by parameter.
+        """
         self.chosen, self._load, self._counted = dict(chosen), [0] * len(self._load), set()
 
 
@@ -168,7 +180,11 @@ class NodeExchange:
         return traffic
 
     def commit(self, unused: Collection[str] = ()) -> None:
-        """Keep the state of the step: it counts, but for the parameters named in `unused`."""
+        """Keep the state of the step: it counts, but for the parameters named in `unused`.
+
+        Args:
+            unused: Parameters that no worker had a gradient for.
+        """
         if self._exchange is not None:
             self._exchange.commit(unused)
 

@@ -58,7 +58,11 @@ class Noise:
         self._ring.copy_(grains[: self._ring.numel()]).add_(GRAINS // 2).div_(GRAINS)
 
     def take(self, count: int) -> Tensor:
-        """Noise for so many values, at most a chunk: uniform in [0, 1), to be read only."""
+        """Noise for so many values, at most a chunk: uniform in [0, 1), to be read only.
+
+        Args:
+            count: Of values.
+        """
         start = self.place(count)
         return self._ring[start : start + count]
 
@@ -68,7 +72,11 @@ class Noise:
         return self._ring
 
     def place(self, count: int) -> int:
-        """Where in the ring the noise of so many values begins; each call draws anew, as `take` does."""
+        """Where in the ring the noise of so many values begins; each call draws anew, as `take` does.
+
+        Args:
+            count: Of values, at most a chunk.
+        """
         return self._places.randrange(self._ring.numel() - count + 1)
 
     def commit(self) -> None:
@@ -80,7 +88,11 @@ class Noise:
         return {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._steps = int(state["steps"])
 
 

@@ -36,12 +36,20 @@ _WORDS = ((torch.uint8, 8), (torch.int32, 31), (torch.int64, 63))
 
 
 def aligned(size: int) -> int:
-    """A number of bytes, rounded up to where the next message may begin."""
+    """A number of bytes, rounded up to where the next message may begin.
+
+    Args:
+        size: In bytes.
+    """
     return -(-size // ALIGN) * ALIGN
 
 
 def bits_size(count: int) -> int:
-    """Bytes of so many truth values."""
+    """Bytes of so many truth values.
+
+    Args:
+        count: Of values.
+    """
     return -(-count // 8)
 
 
@@ -94,7 +102,13 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
-    """Set out = [values >= threshold]; on a CPU by numpy, whose comparison is vectorised."""
+    """Set out = [values >= threshold]; on a CPU by numpy, whose comparison is vectorised.
+
+    Args:
+        values: 1-D float32.
+        threshold: What they are compared with.
+        out: 1-D bool.
+    """
     if values.device.type == "cpu":
         np.greater_equal(values.numpy(), threshold, out=out.numpy())
     else:
@@ -102,7 +116,11 @@ def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
 
 
 def magnitude(values: Tensor) -> Tensor:
-    """Largest |value|, 0-d; NaN where one is NaN. A norm would look at one value at a time."""
+    """Largest |value|, 0-d; NaN where one is NaN. A norm would look at one value at a time.
+
+    Args:
+        values: 1-D float32.
+    """
     low, high = torch.aminmax(values)
     return torch.maximum(high, -low)
 
@@ -123,7 +141,11 @@ def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
 
 
 def pairs_size(count: int) -> int:
-    """Bytes of so many 2-bit values, in whole words of 32 bits."""
+    """Bytes of so many 2-bit values, in whole words of 32 bits.
+
+    Args:
+        count: Of values.
+    """
     return -(-count // 16) * 4
 
 
@@ -145,7 +167,11 @@ def pack_pairs(sent: Tensor, positive: Tensor, out: Tensor, scratch: Scratch) ->
 
 
 def pair_table(device: torch.device) -> Tensor:
-    """For every byte the 4 values that it holds, -1, 0 or 1, as float32 of shape (256, 4)."""
+    """For every byte the 4 values that it holds, -1, 0 or 1, as float32 of shape (256, 4).
+
+    Args:
+        device: Where it is wanted.
+    """
     bytes_ = torch.arange(256, device=device).unsqueeze(1)
     codes = (bytes_ >> torch.tensor([6, 4, 2, 0], device=device)) & 3
     return torch.tensor([0.0, 0.0, -1.0, 1.0], device=device)[codes]
@@ -191,6 +217,10 @@ class Fields:
     def of(cls, count: int, width: int) -> Fields:
         """The layout that takes the fewest bytes.
 
+        Args:
+            count: Number of values.
+            width: Bits of a value.
+
         Raises:
             ValueError: A value has less than 1 or more than 63 bits.
         """
@@ -202,6 +232,11 @@ class Fields:
     @classmethod
     def summable(cls, count: int, largest: int, workers: int) -> Fields:
         """The layout for values of 0 to `largest` that so many workers may add without a carry.
+
+        Args:
+            count: Number of values.
+            largest: The largest value of one worker.
+            workers: Number of workers.
 
         Raises:
             UsageError: The sum is not exact in float32, in which it is decoded.
@@ -217,7 +252,12 @@ class Fields:
 
     @classmethod
     def dense(cls, count: int, largest: int) -> Fields:
-        """The layout of the fewest bytes for values of 0 to `largest` that are not added."""
+        """The layout of the fewest bytes for values of 0 to `largest` that are not added.
+
+        Args:
+            count: Number of values.
+            largest: The largest value.
+        """
         width = largest.bit_length()
         return min(cls.of(count, width), Planes(count, width, torch.uint8, 8), key=lambda fields: fields.bytes)
 

@@ -63,7 +63,11 @@ class Rule:
         return f"{self.pattern} {_ARROW} {format_codec(self.codec)}"
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is about a parameter."""
+        """Whether the rule is about a parameter.
+
+        Args:
+            name: Of the parameter.
+        """
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
@@ -79,7 +83,11 @@ class Policy:
 
     @classmethod
     def of(cls, codec: Codec) -> Policy:
-        """One codec for everything."""
+        """One codec for everything.
+
+        Args:
+            codec: The codec.
+        """
         return cls((Rule("*", codec),))
 
     def __str__(self) -> str:
@@ -99,15 +107,27 @@ class Policy:
         return all(format_codec(rule.codec) == "none" for rule in self.rules)
 
     def codec_of(self, name: str) -> Codec:
-        """The codec of a parameter."""
+        """The codec of a parameter.
+
+        Args:
+            name: Of the parameter.
+        """
         return next((rule.codec for rule in self.rules if rule.matches(name)), _NONE)
 
     def text_of(self, name: str) -> str:
-        """The codec of a parameter, as text."""
+        """The codec of a parameter, as text.
+
+        Args:
+            name: Of the parameter.
+        """
         return format_codec(self.codec_of(name))
 
     def bind(self, spec: TensorSpec) -> Coder:
-        """A coder for one parameter; of `none` where no rule matches, or its codec does not fit."""
+        """A coder for one parameter; of `none` where no rule matches, or its codec does not fit.
+
+        Args:
+            spec: The parameter.
+        """
         return bind(self.codec_of(spec.name), spec)
 
     def prepare(self, device: torch.device) -> None:
@@ -137,7 +157,11 @@ class Policy:
                 )
 
     def difference(self, other: Policy) -> str:
-        """Where another policy says something else: `rule 2 is a -> onebit and not a -> twobit`."""
+        """Where another policy says something else: `rule 2 is a -> onebit and not a -> twobit`.
+
+        Args:
+            other: The other policy.
+        """
         for number, (mine, theirs) in enumerate(zip(self.rules, other.rules, strict=False), 1):
             if str(mine) != str(theirs):
                 return f"rule {number} is {theirs} and not {mine}"
@@ -157,6 +181,9 @@ _NONE = parse_codec("none")
 
 def read_policy(text: str) -> Policy:
     """The policy that a text names; see the module's header.
+
+    Args:
+        text: A codec, rules, or the name of a TOML file.
 
     Raises:
         UsageError: A codec is unknown, or a file cannot be read; it says in which line.
@@ -185,7 +212,13 @@ def exact_rules(codecs: Iterable[tuple[str, str]]) -> Policy:
 
 
 def nearest_names(pattern: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """The parameters whose names begin most like a pattern, the best first."""
+    """The parameters whose names begin most like a pattern, the best first.
+
+    Args:
+        pattern: Of a rule.
+        names: Of all parameters.
+        most: How many to give at most.
+    """
     depth = pattern.count(".") + 1
     plain = re.sub(r"[*?\[\]]", "", pattern).strip(".")
 

@@ -34,10 +34,19 @@ class Quantiser(ABC):
 
     @abstractmethod
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy."""
+        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy.
+
+        Args:
+            flat: 1-D, of the parameter's elements in memory order.
+        """
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy."""
+        """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy.
+
+        Args:
+            flat: 1-D.
+            shape: Of the stripe in `view`.
+        """
         return flat.view(shape)
 
     @property
@@ -47,7 +56,11 @@ class Quantiser(ABC):
 
     @abstractmethod
     def size(self, shape: Sequence[int]) -> int:
-        """Bytes of an encoded stripe, before alignment."""
+        """Bytes of an encoded stripe, before alignment.
+
+        Args:
+            shape: Of the stripe in `view`.
+        """
 
     @abstractmethod
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
@@ -73,11 +86,25 @@ class Quantiser(ABC):
         """
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """Set out = C(v) / divisor; arguments are those of `read`."""
+        """Set out = C(v) / divisor; arguments are those of `read`.
+
+        Args:
+            message: What `encode` wrote, 1-D uint8.
+            out: Of the stripe's shape and any stride.
+            divisor: At least 1.
+            scratch: Memory to borrow.
+        """
         self.read(message, out, scratch, divisor, add=False)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """Add C(v) / divisor to `total`; arguments are those of `read`."""
+        """Add C(v) / divisor to `total`; arguments are those of `read`.
+
+        Args:
+            message: What `encode` wrote, 1-D uint8.
+            total: Of the stripe's shape and any stride.
+            scratch: Memory to borrow.
+            divisor: At least 1.
+        """
         self.read(message, total, scratch, divisor, add=True)
 
 
@@ -99,6 +126,11 @@ def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
     """Cut a length into one stripe per worker, at multiples of a unit; the first ones take what is left over.
 
     The rule of CNTK's aggregator: stripe k has floor(n / K) units and one more where k < n mod K. It may be empty.
+
+    Args:
+        length: Of the first dimension of `Quantiser.view`.
+        unit: Stripes begin at multiples of it.
+        workers: Number of workers.
     """
     units = -(-length // unit)
     ends = [(units // workers * k + min(k, units % workers)) * unit for k in range(workers + 1)]
@@ -232,6 +264,9 @@ class GatheredCoder(Coder):
 def check_meet(meet: str) -> None:
     """Check the option `meet`, which says how messages are reduced.
 
+    Args:
+        meet: What the user asked for.
+
     Raises:
         UsageError: There is no such way.
     """
@@ -240,6 +275,12 @@ def check_meet(meet: str) -> None:
 
 
 def quantised_coder(spec: TensorSpec, quantiser: Quantiser, meet: str) -> ShardedCoder | GatheredCoder:
-    """A coder whose messages are exchanged in one of `WAYS`."""
+    """A coder whose messages are exchanged in one of `WAYS`.
+
+    Args:
+        spec: The parameter, and who exchanges it.
+        quantiser: How a stripe becomes bytes.
+        meet: One of `WAYS`.
+    """
     gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
     return GatheredCoder(spec, quantiser) if gather else ShardedCoder(spec, quantiser)

@@ -49,12 +49,20 @@ class LinkCost:
     ms_per_byte: float
 
     def ms(self, size: int) -> float:
-        """Time of a message of so many bytes."""
+        """Time of a message of so many bytes.
+
+        Args:
+            size: In bytes.
+        """
         return self.latency_ms + self.ms_per_byte * size
 
     @classmethod
     def slowest(cls, costs: Sequence[LinkCost]) -> LinkCost:
-        """What holds for all of several links."""
+        """What holds for all of several links.
+
+        Args:
+            costs: Of each link.
+        """
         return cls(max(one.latency_ms for one in costs), max(one.ms_per_byte for one in costs))
 
 
@@ -88,7 +96,11 @@ def measure_link(
 
 
 def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
-    """A function that reduces messages over a group as `Exchange` does; stripes are of one size."""
+    """A function that reduces messages over a group as `Exchange` does; stripes are of one size.
+
+    Args:
+        group: The workers.
+    """
 
     def meet(kind: Kind, message: Tensor) -> None:
         if kind[0] is Collective.GATHER:
@@ -158,6 +170,9 @@ class CodecRate:
 
         On the line between the two nearest that were tried. A smaller parameter than any takes as long as the smallest,
         a larger one longer in proportion; so does every one where only one was tried.
+
+        Args:
+            count: Number of elements.
         """
         known = sorted(self.tried)
         if count >= known[-1] or len(known) == 1:
@@ -198,7 +213,13 @@ def measure_codec(
 
 @functools.cache
 def lasting_rounds(codec: Codec, shape: tuple[int, ...], workers: int) -> tuple[Round, ...]:
-    """The rounds of a parameter once a warm-up is over."""
+    """The rounds of a parameter once a warm-up is over.
+
+    Args:
+        codec: The codec.
+        shape: Of the parameter.
+        workers: Number of workers.
+    """
     return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting_rounds
 
 

@@ -35,7 +35,12 @@ class Picks:
 
     @classmethod
     def of(cls, spec: TensorSpec, rate: float) -> Picks:
-        """A share of a parameter's values, at least one."""
+        """A share of a parameter's values, at least one.
+
+        Args:
+            spec: The parameter.
+            rate: Share of the elements, above 0 and at most 1.
+        """
         return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers)
 
     @property
@@ -70,7 +75,13 @@ class Picks:
         return sent.to(torch.float32)
 
     def read(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> None:
-        """Add up what came, always in the order of ranks, and divide it; elements that no worker sent are 0."""
+        """Add up what came, always in the order of ranks, and divide it; elements that no worker sent are 0.
+
+        Args:
+            parts: What came of the round: the sum, or each worker's message by rank.
+            out: 1-D float32.
+            divisor: At least 1.
+        """
         if self.dense:
             torch.div(parts[0], divisor, out=out)
             return
@@ -95,11 +106,22 @@ class Picks:
 
 
 def share(rate: float, count: int) -> int:
-    """How many of so many elements a share is: rounded up, and at least one."""
+    """How many of so many elements a share is: rounded up, and at least one.
+
+    Args:
+        rate: Share of the elements, above 0 and at most 1.
+        count: Number of elements.
+    """
     return min(max(-int(-rate * count // 1), 1), count)
 
 
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
-    """Places of the largest magnitudes, ascending; NaN and infinity count as largest."""
+    """Places of the largest magnitudes, ascending; NaN and infinity count as largest.
+
+    Args:
+        values: 1-D float32.
+        picked: How many.
+        scratch: Memory to borrow.
+    """
     magnitudes = torch.abs(values, out=scratch.take("magnitudes", values.numel()))
     return torch.topk(magnitudes, picked, sorted=False).indices.sort().values

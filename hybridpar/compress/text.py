@@ -69,7 +69,12 @@ def parse_codec(text: str) -> Codec:
 
 
 def bind(codec: Codec, spec: TensorSpec) -> Coder:
-    """A coder for one parameter: of the codec where it fits, else of `none`."""
+    """A coder for one parameter: of the codec where it fits, else of `none`.
+
+    Args:
+        codec: The codec.
+        spec: The parameter, and who exchanges it.
+    """
     if not codec.fits(spec.shape):
         return Full(spec)
     prepare(codec, spec.device)
@@ -77,7 +82,11 @@ def bind(codec: Codec, spec: TensorSpec) -> Coder:
 
 
 def format_codec(codec: Codec) -> str:
-    """The shortest text that `parse_codec` turns into an equal codec."""
+    """The shortest text that `parse_codec` turns into an equal codec.
+
+    Args:
+        codec: The codec.
+    """
     options: dict[str, Any] = {}
     core = codec
     if isinstance(core, ErrorFeedback):

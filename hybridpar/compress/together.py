@@ -43,6 +43,9 @@ def run_together(
 def meet(requests: Sequence[Request]) -> None:
     """Carry out one collective, as each worker asks for it, by rank.
 
+    Args:
+        requests: Of all workers, by rank.
+
     Raises:
         ValueError: They do not ask for the same.
     """

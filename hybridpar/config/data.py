@@ -27,6 +27,8 @@ class DataConfig:
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
     """Side of the square images, in pixels; default: the usual one of the data set."""
+    test_image_size: int | None = None
+    """Side of the images in testing, in pixels; default: --image-size."""
     synthetic_samples: int = 1024
     """Number of training samples of `--data synthetic`."""
     bad_images: Literal["skip", "error"] = "skip"
@@ -52,6 +54,7 @@ def data_rules(config: DataConfig) -> list[Rule]:
         Rule("--batch-size", config.batch_size, config.batch_size >= 1, "at least 1"),
         Rule("--loader-workers", config.loader_workers, (config.loader_workers or 0) >= 0, "at least 0"),
         Rule("--image-size", config.image_size, config.image_size is None or config.image_size >= 8, "at least 8"),
+        Rule("--test-image-size", config.test_image_size, (config.test_image_size or 8) >= 8, "at least 8"),
         Rule("--synthetic-samples", config.synthetic_samples, config.synthetic_samples >= 2, "at least 2"),
     ]
 

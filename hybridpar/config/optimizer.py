@@ -116,6 +116,14 @@ class OptimizerConfig:
     clip_mode: Literal["norm", "value", "agc"] = "norm"
     """What --clip-norm limits: the global `norm`, each `value`, or the norm of a unit's gradient by that of its weights
     (`agc`)."""
+    model_ema: bool = False
+    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved as model_ema.pt."""
+    model_ema_decay: float = 0.9998
+    """Part of the average that a step keeps."""
+    model_ema_warmup: bool = False
+    """Let the decay of the average grow from 0 to --model-ema-decay."""
+    model_ema_steps: int = 1
+    """Steps from one update of the average to the next."""
     select_batch: int = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
     well; 0: never."""
@@ -161,6 +169,10 @@ def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
             config.bce_threshold is None or 0 <= config.bce_threshold < 1,
             "at least 0 and less than 1",
         ),
+        Rule(
+            "--model-ema-decay", config.model_ema_decay, 0 <= config.model_ema_decay < 1, "at least 0 and less than 1"
+        ),
+        Rule("--model-ema-steps", config.model_ema_steps, config.model_ema_steps >= 1, "at least 1"),
         Rule("--clip-norm", config.clip_norm, config.clip_norm is None or config.clip_norm > 0, "greater than 0"),
     ]
 
@@ -192,6 +204,13 @@ def check_optimizer(config: OptimizerConfig) -> None:
             "The rate falls after the epochs that they name.",
             "Add for instance --milestones 30 60 90.",
         )
+    for option, given in (
+        ("--model-ema-decay", config.model_ema_decay != OptimizerConfig.model_ema_decay),
+        ("--model-ema-warmup", config.model_ema_warmup),
+        ("--model-ema-steps", config.model_ema_steps != OptimizerConfig.model_ema_steps),
+    ):
+        if given and not config.model_ema:
+            raise UsageError(f"{option} without --model-ema", "It says how the average is kept.", "Add --model-ema.")
     if config.clip_mode != "norm" and config.clip_norm is None:
         raise UsageError(
             f"--clip-mode {config.clip_mode} without --clip-norm",
@@ -222,13 +241,13 @@ def _timm_names(name: str) -> set[str]:
 
 
 def state_copies(config: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that the optimizer keeps for it: momentum and the like.
+    """Tensors of a parameter's size that are kept for it: momentum and the like, and its moving average.
 
     Args:
         config: The options.
     """
-    name = config.optimizer
+    name, average = config.optimizer, int(config.model_ema)
     if name.startswith(TIMM):
-        return _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
+        return average + _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
     _, copies = TORCH_OPTIMIZERS.get(name, ("", 2))
-    return copies + (name in ("sgd", "rmsprop") and config.momentum > 0)
+    return average + copies + (name in ("sgd", "rmsprop") and config.momentum > 0)

@@ -39,9 +39,9 @@ class SyncConfig:
     ] = True
     """With several nodes of several workers: add in full precision inside a node, and use the codec of `--compress`
     between nodes only."""
-    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     """BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over all replicas;
-    `local`: per replica, averaged at checkpoints."""
+    `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model has, and keep them."""
     guard: Annotated[
         bool,
         tyro.conf.arg(
@@ -325,6 +325,7 @@ class TrainConfig(
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
             ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
+            ("--model-ema", self.model_ema, "No worker has the weights of every step."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
@@ -353,6 +354,9 @@ GROUPS: dict[str, tuple[type, ...]] = {
 def check_recipe(config: TrainConfig) -> None:
     """Check that a recipe, or a way to sync, and the other options agree.
 
+    Args:
+        config: The options.
+
     Raises:
         UsageError: Two of them contradict each other; it names both.
     """
@@ -375,6 +379,8 @@ def check_recipe(config: TrainConfig) -> None:
     elif config.warm_start_steps and config.recipe == "none":
         why = "Only recipes, and --sync local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
+    if config.model_ema:
+        _check_average(config)
     if config.select_batch:
         _check_select(config, f"--select-batch {config.select_batch}")
 
@@ -418,6 +424,21 @@ def _check_local(config: TrainConfig, local: str) -> None:
     ):
         if given:
             raise refuse(local, option, why)
+
+
+def _check_average(config: TrainConfig) -> None:
+    for option, given, why in (
+        (f"--sync {config.sync}", config.local_steps is not None, "Between two means, each worker has other weights."),
+        ("--double-buffer half", config.double_buffer == "half", "Each half of a batch would count as a step."),
+        ("--cuda-graph", config.cuda_graph, "The decay of the average is not the same in every step."),
+        (
+            f"--select-batch {config.select_batch}",
+            bool(config.select_batch),
+            "Trials are undone, and averages are not.",
+        ),
+    ):
+        if given:
+            raise refuse("--model-ema", option, why)
 
 
 def _check_select(config: TrainConfig, select: str) -> None:

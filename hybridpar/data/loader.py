@@ -12,7 +12,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -188,6 +188,8 @@ class TestBatches:
         self._jobs = [
             np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in range(start, stop, batch_size)
         ]
+        if data.test_size is not None:
+            data = replace(data, sample_shape=(data.sample_shape[0], data.test_size, data.test_size))
         self._reader = _Reader(data, data.test, loader_workers, device, channels_last)
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
@@ -390,6 +390,8 @@ def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
         flip: As of `imagenet_transforms`.
     """
     augment, prepare = imagenet_transforms(size, config, flip=flip)
+    if config.test_image_size is not None:
+        _, prepare = imagenet_transforms(config.test_image_size, config)
     return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
 
 
@@ -421,6 +423,7 @@ class ImageData:
         test: Test images.
         mean: Mean of each channel of pixels in [0, 1], taken off before training.
         std: Standard deviation of each channel, divided by.
+        test_size: Side of the test images, in pixels; None where it is that of `sample_shape`.
         ignored: What was found beside the images, such as "1 hidden directory (.ipynb_checkpoints)".
     """
 
@@ -431,6 +434,7 @@ class ImageData:
     test: ImageSource
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
+    test_size: int | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -492,7 +496,7 @@ def load_dataset(config: DataConfig) -> ImageData:
         augment_in_memory(data, config)
     if config.cache_images:
         keep_decoded(data, memory_for_images(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return data
+    return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)
 
 
 def keep_decoded(data: ImageData, limit: int) -> None:

@@ -1,10 +1,24 @@
-"""The directory in which measurements and compiled kernels are kept."""
+"""The directory in which measurements and compiled kernels are kept, and the files of measurements in it.
+
+A measurement is one JSON file, named after everything that it depends on. A damaged file is as none, and a directory
+that cannot be written is only a warning: the cache never makes a run fail.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import read_json
+
+_log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
@@ -17,3 +31,96 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "hybridpar"
     except RuntimeError:  # a user without an entry in the password file and without HOME
         return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}"
+
+
+def measurements_directory() -> Path:
+    """Where measurements of models and links are kept: planner/ in the package's cache directory."""
+    return cache_directory() / "planner"
+
+
+def measurement_file(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Path:
+    """The file of something that was measured.
+
+    Args:
+        kind: What sort of thing it is.
+        key: All that it depends on, as JSON would have it.
+        directory: Where it is kept; default: `measurements_directory()`.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return (directory or measurements_directory()) / f"{kind}-{digest}.json"
+
+
+def load_measurement(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Any | None:
+    """What was kept under a key; None where there is nothing that can be used.
+
+    Args:
+        kind: As for `measurement_file`.
+        key: Likewise.
+        directory: Likewise.
+    """
+    entry = _entry(measurement_file(kind, key, directory))
+    return entry.get("data") if entry.get("key") == json.loads(json.dumps(key)) else None
+
+
+def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
+    """Keep something; the file is replaced as a whole or not at all. A warning says where that fails.
+
+    Args:
+        kind: As for `measurement_file`.
+        key: Likewise.
+        data: What to keep, as JSON would have it.
+        directory: As for `measurement_file`.
+    """
+    path = measurement_file(kind, key, directory)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump({"key": key, "data": data}, file)
+            os.replace(aside, path)
+        except BaseException:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        _log.warning(
+            "%s is not kept, and will be measured again: cannot write %s: %s", kind, path.parent, error.strerror
+        )
+
+
+def forget_measurement(kind: str, key: Mapping[str, Any]) -> bool:
+    """Delete what was kept under a key.
+
+    Args:
+        kind: As for `measurement_file`.
+        key: Likewise.
+
+    Returns:
+        Whether there was anything.
+    """
+    try:
+        measurement_file(kind, key).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def stored_measurements(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Key and data of all that is kept of a kind, by the names of the files.
+
+    Args:
+        kind: What sort of thing it is.
+    """
+    for path in sorted(measurements_directory().glob(f"{kind}-*.json")):
+        entry = _entry(path)
+        if "data" in entry:
+            yield entry["key"], entry["data"]
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where that is no entry."""
+    try:
+        found = read_json(path, "the measurement", UsageError)
+    except UsageError:
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("key"), dict) else {}

@@ -99,7 +99,11 @@ class Family:
 
 
 class Event(ABC):
-    """A point in a lane's queue, from `Lane.record`, or from `Lanes.event` to be recorded once later."""
+    """A point in a lane's queue, from `Lane.record`, or from `Lanes.event` to be recorded once later.
+
+    Args:
+        family: What its lane belongs to.
+    """
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -151,6 +155,10 @@ class Event(ABC):
 
 class Lane(ABC):
     """An in-order queue of work on a device.
+
+    Args:
+        family: What the lane belongs to.
+        name: What messages call it.
 
     Attributes:
         name: What messages call it; `caller` is the host thread's own.
@@ -213,12 +221,18 @@ class Lane(ABC):
     def mark(self, event: Event) -> None:
         """Called by work running on this lane: pass an event that was given to `submit` in `marks`.
 
+        Args:
+            event: The next one of them.
+
         Raises:
             LaneError: Called from elsewhere, or out of order.
         """
 
     def wait(self, event: Event) -> None:
         """Let work that is submitted from now on start after the event. The host waits only for `caller` on a CPU.
+
+        Args:
+            event: Recorded before.
 
         Raises:
             LaneError: The event was not recorded yet, or is of another family; or the family is closed.
@@ -250,6 +264,9 @@ class Lane(ABC):
 
         For tensors of other lanes that did not exist yet when the work was submitted, for instance an activation that
         the work takes out of a mailbox. On `caller` it may be called anywhere, after the use.
+
+        Args:
+            tensors: Of other lanes.
 
         Raises:
             LaneError: Called from elsewhere.

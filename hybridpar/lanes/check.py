@@ -122,6 +122,9 @@ class Checker:
     def attach(self, settle: Callable[[], None]) -> None:
         """Called by `Lanes`, with a function that waits for all its work.
 
+        Args:
+            settle: Waits for all work of the lanes.
+
         Raises:
             LaneError: The checker has lanes already.
         """
@@ -130,12 +133,22 @@ class Checker:
         self._settle = settle
 
     def opened(self, lane: str) -> None:
-        """A lane begins: after all the host has waited for."""
+        """A lane begins: after all the host has waited for.
+
+        Args:
+            lane: Name of the lane.
+        """
         with self._lock:
             self._clocks[lane] = self._host
 
     def submitted(self, lane: str, uses: Sequence[torch.Tensor], marks: int = 0) -> Ticket:
-        """Work is issued to a lane that keeps `uses` alive, and will mark some events on its way."""
+        """Work is issued to a lane that keeps `uses` alive, and will mark some events on its way.
+
+        Args:
+            lane: Name of the lane.
+            uses: Tensors that the work uses.
+            marks: How many events the work marks.
+        """
         with self._lock:
             tick = end = self._advance(lane)
             for _ in range(marks):
@@ -144,7 +157,12 @@ class Checker:
             return Ticket(lane, tick, end, dict(self._clocks), self._random.random() * self._max_delay)
 
     def mark_clocks(self, ticket: Ticket, marks: int) -> list[Clock]:
-        """The clocks of the events that the work of a ticket marks: what it does later is not in them."""
+        """The clocks of the events that the work of a ticket marks: what it does later is not in them.
+
+        Args:
+            ticket: What `submitted` returned.
+            marks: How many events.
+        """
         return [{**ticket.clocks[ticket.lane], ticket.lane: ticket.tick + number} for number in range(marks)]
 
     def marked(self) -> None:
@@ -153,7 +171,11 @@ class Checker:
         self._thread.ticket = replace(ticket, tick=ticket.tick + 1)
 
     def recorded(self, lane: str) -> Clock:
-        """The clock that an event carries when it is recorded now."""
+        """The clock that an event carries when it is recorded now.
+
+        Args:
+            lane: Name of the lane.
+        """
         with self._lock:
             clock = self._clocks[lane]
             if lane == _CALLER:  # whose work has no numbers of its own: what it does from now on is not in the event
@@ -161,12 +183,21 @@ class Checker:
             return clock
 
     def waited(self, lane: str, clock: Clock) -> None:
-        """Work issued to a lane from now on comes after an event."""
+        """Work issued to a lane from now on comes after an event.
+
+        Args:
+            lane: Name of the lane.
+            clock: How far into every lane's work an event comes after.
+        """
         with self._lock:
             self._clocks[lane] = _merge(self._clocks[lane], clock)
 
     def host_waited(self, clock: Clock) -> None:
-        """The host blocked until an event was done, so whatever it issues from now on, to any lane, comes after it."""
+        """The host blocked until an event was done, so whatever it issues from now on, to any lane, comes after it.
+
+        Args:
+            clock: How far into every lane's work an event comes after.
+        """
         with self._lock:
             self._host = _merge(self._host, clock)
             for lane, own in self._clocks.items():
@@ -186,7 +217,11 @@ class Checker:
 
     @contextmanager
     def during(self, ticket: Ticket) -> Iterator[None]:
-        """Watch the work of a ticket on this thread, after its delay."""
+        """Watch the work of a ticket on this thread, after its delay.
+
+        Args:
+            ticket: What `submitted` returned.
+        """
         self._thread.ticket = ticket
         try:
             time.sleep(ticket.delay)
@@ -196,7 +231,11 @@ class Checker:
             self._thread.ticket = None
 
     def kept(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The lane of the work running on this thread keeps tensors alive until it has passed that work."""
+        """The lane of the work running on this thread keeps tensors alive until it has passed that work.
+
+        Args:
+            tensors: Of any lanes.
+        """
         with self._lock:
             now = self._now()
             self._keep(now.lane, now.end, tensors)
@@ -224,7 +263,12 @@ class Checker:
         return known
 
     def before(self, op: str, arguments: Sequence[tuple[torch.Tensor, Effect]]) -> set[int]:
-        """Check the arguments of an operator. Returns the keys of their storages."""
+        """Check the arguments of an operator. Returns the keys of their storages.
+
+        Args:
+            op: The operator.
+            arguments: Its tensors, with what it does to them.
+        """
         keys = set()
         for tensor, effect in arguments:
             storage = storage_of(tensor)
@@ -235,7 +279,13 @@ class Checker:
         return keys
 
     def after(self, op: str, result: object, arguments: set[int]) -> None:
-        """Take note of the memory that an operator allocated, and so wrote."""
+        """Take note of the memory that an operator allocated, and so wrote.
+
+        Args:
+            op: The operator.
+            result: What it returned.
+            arguments: What `before` returned.
+        """
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in arguments:

@@ -37,17 +37,29 @@ class CpuEvent(Event):
         return self._passed
 
     def run(self, worker: Worker) -> None:
-        """The lane passes the event."""
+        """The lane passes the event.
+
+        Args:
+            worker: The lane's thread.
+        """
         self.open(worker.failure)
 
     def open(self, failure: Failure | None) -> None:
-        """Wake everyone who waits, with the failure of the work before."""
+        """Wake everyone who waits, with the failure of the work before.
+
+        Args:
+            failure: What stopped the lane; None where nothing did.
+        """
         self.failure = failure
         self._passed = True
         self._latch.release()
 
     def pass_through(self, timeout: float | None = None) -> bool:
-        """Block this thread until the latch is open; False if the time was over first."""
+        """Block this thread until the latch is open; False if the time was over first.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes.
+        """
         if not self._passed:
             if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
                 return False
@@ -171,7 +183,11 @@ class Worker:
             self.failure = Failure(error, self.name, met=True)
 
     def stop(self, patience: float | None = None) -> None:
-        """End the thread after what is queued, and wait for that; for `patience` seconds at most."""
+        """End the thread after what is queued, and wait for that; for `patience` seconds at most.
+
+        Args:
+            patience: Seconds; None waits as long as it takes.
+        """
         self.queue.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join(patience)

@@ -30,7 +30,12 @@ def current_device() -> torch.device:
 
 
 def open_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A new stream; a lower priority number runs first."""
+    """A new stream; a lower priority number runs first.
+
+    Args:
+        device: A GPU.
+        priority: 0 or negative.
+    """
     stream: torch.cuda.Stream = cuda.Stream(device, priority=priority)
     return stream
 

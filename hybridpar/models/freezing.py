@@ -64,6 +64,21 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool 
     return sorted(frozen, key=list(parameters).index)
 
 
+def freeze_batch_norm(model: nn.Module) -> None:
+    """Keep all BatchNorm layers in evaluation mode: they normalise by their running statistics, and keep them.
+
+    Scale and shift are trained, unless they are frozen too.
+
+    Args:
+        model: The model; changed in place.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            keep_in_evaluation(layer)
+
+
 def keep_in_evaluation(module: _Module) -> _Module:
     """Put a module in evaluation mode, in which `train()` of the model leaves it; copies of it stay in it, too.
 

@@ -108,7 +108,10 @@ class MetricsWriter:
         Raises:
             RunDirectoryError: The line cannot be written.
         """
-        self._write({"event": "epoch"} | {key: _finite(value) for key, value in asdict(record).items()})
+        row = {key: _finite(value) for key, value in asdict(record).items()}
+        if record.ema_test_accuracy is None:
+            row = {key: value for key, value in row.items() if not key.startswith("ema_")}
+        self._write({"event": "epoch"} | row)
         self._events.add_epoch(record)
 
     def _write(self, row: Mapping[str, object]) -> None:
@@ -182,6 +185,8 @@ def read_metrics(run_dir: Path) -> MetricsTable:
                 test_loss=_if_number(row.get("test_loss")),
                 train_loss=_number(row.get("train_loss")),
                 seconds=_number(row.get("seconds")),
+                ema_test_accuracy=_if_number(row.get("ema_test_accuracy")),
+                ema_test_loss=_if_number(row.get("ema_test_loss")),
             )
         elif "event" not in row:
             for name, column in columns.items():

@@ -81,6 +81,10 @@ class EpochRecord:
     """Mean training loss over the epoch."""
     seconds: float
     """Wall time of the epoch, evaluation included."""
+    ema_test_accuracy: float | None = None
+    """`test_accuracy` of the moving average of the weights; None without one."""
+    ema_test_loss: float | None = None
+    """`test_loss` of it."""
 
 
 @dataclass(frozen=True, slots=True)

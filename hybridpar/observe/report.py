@@ -82,6 +82,8 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if summary.get("best") is None and summary["best_test_accuracy"] > summary["test_accuracy"]:
             shown += f"  (best {format_accuracy(summary['best_test_accuracy'])})"
         rows.append(("test accuracy", shown, "bold"))
+    if (averaged := summary.get("ema_test_accuracy")) is not None:
+        rows.append(("of the average", format_accuracy(averaged), ""))
     if (kept := summary.get("best")) is not None:
         told = f"{format_accuracy(kept['test_accuracy'])} after step {kept['step']:,}, kept in {kept['checkpoint']}"
         rows.append(("best", told, ""))

@@ -70,6 +70,7 @@ def summarize(
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
+    averaged = [epoch.ema_test_accuracy for epoch in table.epochs if epoch.ema_test_accuracy is not None]
     sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
     step_ms = _median(steps["step_ms"][steady])
     return {
@@ -87,6 +88,7 @@ def summarize(
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
+        "ema_test_accuracy": averaged[-1] if averaged else None,
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         "step_ms_median": step_ms,
         "images_per_second": _median(steps["images_per_second"][steady]),

@@ -54,13 +54,15 @@ class TensorBoardEvents:
         self._add(record.step, loss=record.loss, lr=record.lr, images_per_second=images_per_second)
 
     def add_epoch(self, record: EpochRecord) -> None:
-        """Store the test accuracy at the end of an epoch.
+        """Store the test accuracy at the end of an epoch, and that of the moving average.
 
         Args:
             record: The record.
         """
         if record.test_accuracy is not None:
             self._add(record.step, test_accuracy=record.test_accuracy)
+        if record.ema_test_accuracy is not None:
+            self._add(record.step, ema_test_accuracy=record.ema_test_accuracy)
 
     def _add(self, step: int, **scalars: float) -> None:
         if self._writer is None:

@@ -93,4 +93,6 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
         parts.append(f"test loss {record.test_loss:.4f}")
     if record.test_accuracy is not None:
         parts.append(f"test accuracy {format_accuracy(record.test_accuracy)}")
+    if record.ema_test_accuracy is not None:
+        parts.append(f"of the average {format_accuracy(record.ema_test_accuracy)}")
     return "  ".join([*parts, format_duration(record.seconds)])

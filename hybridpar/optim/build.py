@@ -192,6 +192,9 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
 
     Torch's fused SGD refuses a step in which some parameters have a momentum buffer and others have none, as happens
     after thawing a layer or the first use of a branch. Starting from zero gives the same first update, m = g.
+
+    Args:
+        optimizer: The optimizer, whose gradients are there.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -249,7 +252,11 @@ class Rates:
                 group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
 
     def set(self, factor: float) -> None:
-        """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""
+        """Set all rates to a fraction of their peaks; on a device, in the order of the current stream.
+
+        Args:
+            factor: What the peak rates are multiplied with.
+        """
         for group, peak in zip(self._groups, self._peaks, strict=True):
             if self._on_device:
                 group["lr"].fill_(peak * factor)
@@ -261,6 +268,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """State and options of an optimizer with parameters called by their names in the model.
 
     Holds only tensors and plain values, so that `torch.load(weights_only=True)` reads it.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model, whose names the state gets.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [
@@ -279,6 +290,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
     """Put saved state back by name; what is not in it has none afterwards. The optimizer's own grouping stays.
+
+    Args:
+        optimizer: The optimizer.
+        model: The model.
+        saved: What `optimizer_state` returned.
 
     Raises:
         CheckpointError: The state belongs to another kind of optimizer.

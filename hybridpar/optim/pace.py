@@ -54,11 +54,19 @@ class Pace:
         return self.legs[-1].batch_size / self.legs[0].batch_size
 
     def leg_of(self, step: int) -> Leg:
-        """The leg of a step, from 0."""
+        """The leg of a step, from 0.
+
+        Args:
+            step: The step.
+        """
         return next(leg for leg in reversed(self.legs) if leg.step <= step)
 
     def first_steps(self, step: int) -> float:
-        """Steps of the first batch size after which as many epochs have passed as after these steps."""
+        """Steps of the first batch size after which as many epochs have passed as after these steps.
+
+        Args:
+            step: Steps that are done.
+        """
         leg = self.leg_of(step)
         return (leg.epoch + (step - leg.step) / leg.steps_per_epoch) * self.legs[0].steps_per_epoch
 
@@ -80,7 +88,11 @@ class Pace:
         return samples * rate_factor(self.first_steps(step), total, first.steps_per_epoch, config)
 
     def begin(self, leg: Leg) -> None:
-        """Go on with another batch size; a leg that begins where the last one began takes its place."""
+        """Go on with another batch size; a leg that begins where the last one began takes its place.
+
+        Args:
+            leg: What comes next.
+        """
         while self.legs and self.legs[-1].step >= leg.step:
             self.legs.pop()
         self.legs.append(leg)
@@ -91,5 +103,10 @@ class Pace:
 
     @classmethod
     def of(cls, epochs: int, plain: Sequence[Sequence[int]]) -> Pace:
-        """What `plain` said."""
+        """What `plain` said.
+
+        Args:
+            epochs: Epochs of the run.
+            plain: What `plain` returned.
+        """
         return cls(epochs, [Leg(*row) for row in plain])

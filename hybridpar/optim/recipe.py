@@ -56,7 +56,12 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int, stage
 
 
 def codec_text(config: TrainConfig, total_steps: int | None) -> str:
-    """The codec of a recipe, as text; what `--compress` says of it goes before what other options say."""
+    """The codec of a recipe, as text; what `--compress` says of it goes before what other options say.
+
+    Args:
+        config: Options with a recipe.
+        total_steps: Steps of the run; None where they are not known.
+    """
     name, _, options = config.compress.strip().partition(":")
     given = dict(part.partition("=")[::2] for part in options.split(",") if part)
     codec = config.recipe.replace("-", "_")

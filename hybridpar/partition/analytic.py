@@ -36,7 +36,12 @@ _CPU_BYTES = 10e9
 
 
 def device_roofline(device: torch.device, threads: int | None = None) -> Roofline:
-    """The roofline of a device: what a CUDA device says of itself, or a generic CPU with so many threads."""
+    """The roofline of a device: what a CUDA device says of itself, or a generic CPU with so many threads.
+
+    Args:
+        device: The device.
+        threads: Intra-op threads on a CPU; None for as many as torch uses.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         clock = getattr(properties, "clock_rate", 1_500_000) * 1e3
@@ -54,6 +59,10 @@ def estimate_units(graph: UnitGraph, roofline: Roofline) -> UnitTimes:
     The forward pass reads inputs and parameters and writes outputs. The backward pass does twice the arithmetic
     (gradients of input and of weight; once where no input needs a gradient), reads what was saved and the incoming
     gradient, and writes the gradients of inputs and parameters.
+
+    Args:
+        graph: Units with FLOPs and sizes.
+        roofline: Of the device.
     """
     incoming = [0] * len(graph)
     incoming_gradient = [0] * len(graph)

@@ -25,7 +25,7 @@ from hybridpar.partition.exact import (
     trivial_bound,
 )
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.partition.grouped import Sharing, least_group_maximum, least_group_sum
+from hybridpar.partition.grouped import Sharing, least_shared
 from hybridpar.partition.linear import Cuts, least_maximum, least_sum, pick, stages_of
 from hybridpar.partition.strategies import STRATEGIES
 
@@ -91,6 +91,9 @@ def balance_graph(
         certify: Look for the exact optimum over all convex cuts.
         down_sets: Give the certificate up beyond so many down-sets, see `exact_optimum`.
 
+    Returns:
+        The partition, with its loads and a lower bound.
+
     Raises:
         PartitionError: More stages than units, or a memory cap that no partition can keep; the message says the least
         cap
@@ -154,7 +157,15 @@ def _search_all_cuts(
 
 
 def spread(cuts: Cuts, count: int) -> Cuts:
-    """Move cuts apart so that no stage is empty; cuts that are apart stay."""
+    """Move cuts apart so that no stage is empty; cuts that are apart stay.
+
+    Args:
+        cuts: Ends of all stages but the last, ascending.
+        count: Units in all; no fewer than stages.
+
+    Returns:
+        Cuts that differ from each other, from 0 and from `count`.
+    """
     fixed = list(cuts)
     for place in range(len(fixed)):
         fixed[place] = max(fixed[place], (fixed[place - 1] if place else 0) + 1)
@@ -225,22 +236,18 @@ def _cut_shared(
     each = Sharing(times, list(range(problem.stages)), [np.inf] * problem.stages)
     best, cuts = least_maximum(times)
     if cuts is not None and not _fits(memory, workers, limits, cuts):
-        found = least_group_maximum(each, space)
-        best, cuts = found.value, found.cuts
+        best, cuts = least_shared(each, space)
     if cuts is None:
         raise _too_little_memory(costs, problem, memory, workers, limits)
     allowed = [np.where(time <= best * (1 + problem.stage_slack), time, np.inf) for time in times]
     if problem.placement != "linear":
         known = _lane_loads(times, lanes, cuts)
         start = [max(known) * (1 + 1e-12)] * lane_count
-        found = least_group_maximum(Sharing(allowed, lanes, start), space)
-        if found.cuts is not None:
-            best, cuts = found.value, found.cuts
-        else:
-            best = max(known)
+        best, found = least_shared(Sharing(allowed, lanes, start), space)
+        best, cuts = (max(known), cuts) if found is None else (best, found)
     bound = [best * slack * (1 + 1e-12)] * lane_count if np.isfinite(best) else free
-    cheaper = least_group_sum(Sharing(allowed, lanes, bound), space, [costs.incoming] * problem.stages)
-    return cheaper.cuts or cuts
+    _, cheaper = least_shared(Sharing(allowed, lanes, bound), space, [costs.incoming] * problem.stages)
+    return cheaper or cuts
 
 
 def _fits(memory: list[Matrix], workers: list[int], limits: list[float], cuts: Cuts) -> bool:
@@ -269,7 +276,7 @@ def _too_little_memory(
         factor, _ = least_maximum(scaled)
     else:
         nothing = Sharing([np.zeros_like(item) for item in scaled], [0] * problem.stages, [np.inf])
-        factor = least_group_maximum(Sharing(scaled, workers, [np.inf] * len(limits)), nothing).value
+        factor, _ = least_shared(Sharing(scaled, workers, [np.inf] * len(limits)), nothing)
     finite = [limit for limit in limits if np.isfinite(limit)]
     least = ", ".join(sorted({f"{_megabytes_up(limit * factor)} MB" for limit in finite}))
     given = ", ".join(sorted({f"{limit / 1e6:,.6g} MB" for limit in finite}))

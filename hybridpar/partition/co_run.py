@@ -22,7 +22,17 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 
 
 def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3) -> float:
-    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`."""
+    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`.
+
+    Args:
+        model: The model, on the device in question.
+        inputs: One micro-batch.
+        lanes: Number of lanes.
+        passes: Times both ways are measured.
+
+    Raises:
+        UsageError: There is no lane.
+    """
     return measure_lanes(model, inputs, lanes, passes=passes)[0]
 
 

@@ -33,6 +33,9 @@ class Worker:
         memory: Bytes that all its lanes may use together; None for no cap.
         co_run: How much slower each lane runs while all lanes of the device are busy, as measured; a device that one
             lane fills is `lanes` times slower.
+
+    Raises:
+        UsageError: A value is out of its range; the message says which.
     """
 
     device: str = "cpu"
@@ -69,6 +72,9 @@ class Link:
     Attributes:
         bytes_per_second: Bandwidth in one direction; None for a link that costs nothing.
         latency_ms: Time of an empty message.
+
+    Raises:
+        UsageError: A value is out of its range; the message says which.
     """
 
     bytes_per_second: float | None = None
@@ -109,6 +115,9 @@ class Problem:
         slack_limit: The most that is given up in time to move fewer bytes.
         stage_slack: For `loop` and `v`: how much longer than the best possible the longest stage may be where that
             balances the workers better.
+
+    Raises:
+        UsageError: A value is out of its range, or stages, lanes and placement do not fit each other.
     """
 
     stages: int
@@ -161,22 +170,38 @@ class Problem:
         return self.workers or (Worker(),) * (self.stages // 2 if self.placement == "v" else self.stages)
 
     def lane_of(self, stage: int) -> int:
-        """Index into `lanes` of the lane that runs a stage."""
+        """Index into `lanes` of the lane that runs a stage.
+
+        Args:
+            stage: Number of the stage.
+        """
         count = len(self.lanes)
         if self.placement == "v" and stage >= count:
             return 2 * count - 1 - stage
         return stage % count
 
     def worker_of(self, stage: int) -> int:
-        """Index of the worker that runs a stage."""
+        """Index of the worker that runs a stage.
+
+        Args:
+            stage: Number of the stage.
+        """
         return self.lanes[self.lane_of(stage)][0]
 
     def worker(self, stage: int) -> Worker:
-        """The worker that runs a stage."""
+        """The worker that runs a stage.
+
+        Args:
+            stage: Number of the stage.
+        """
         return self.everyone[self.worker_of(stage)]
 
     def flights(self, stage: int) -> int:
-        """Micro-batches whose activations a stage keeps at its peak."""
+        """Micro-batches whose activations a stage keeps at its peak.
+
+        Args:
+            stage: Number of the stage.
+        """
         most = self.micro_batches or 4 * len(self.lanes)
         if isinstance(self.in_flight, int):
             return min(self.in_flight, most)
@@ -221,7 +246,12 @@ class IntervalCosts:
         self.saved = _distinct(count, ((item.bytes, -1, item.units) for item in graph.saved), inputs=False)
 
     def stage_ms(self, problem: Problem, stage: int) -> Matrix:
-        """Time of every interval as a given stage: compute at its lane's speed, and its transfers."""
+        """Time of every interval as a given stage: compute at its lane's speed, and its transfers.
+
+        Args:
+            problem: Devices, link and schedule.
+            stage: Number of the stage.
+        """
         time = self.compute / problem.worker(stage).lane_speed
         if stage and not problem.link.is_free and problem.worker_of(stage) != problem.worker_of(stage - 1):
             rate = problem.link.bytes_per_second or np.inf
@@ -230,7 +260,12 @@ class IntervalCosts:
         return time
 
     def stage_bytes(self, problem: Problem, stage: int) -> Matrix:
-        """Memory of every interval as a given stage: parameters, gradients, optimizer state, activations in flight."""
+        """Memory of every interval as a given stage: parameters, gradients, optimizer state, activations in flight.
+
+        Args:
+            problem: Devices, link and schedule.
+            stage: Number of the stage.
+        """
         copies = 2 + problem.optimizer_copies
         return problem.flights(stage) * self.saved + copies * self.parameters
 
@@ -261,6 +296,10 @@ def _distinct(count: int, items: Iterable[tuple[int, int, tuple[int, ...] | list
 
 def require_units(graph: UnitGraph, stages: int) -> None:
     """Refuse more stages than units.
+
+    Args:
+        graph: Units of the model.
+        stages: Number of stages.
 
     Raises:
         PartitionError: There are too few units.

@@ -36,7 +36,6 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "hybridpar"
-    target = Path(path)
     stages = plan.partition.stages
     position = {unit: index for index, stage in enumerate(stages) for unit in stage.units}
     layout = lay_out(graph, [position[unit.name] for unit in graph.units])
@@ -45,12 +44,25 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     figure.suptitle(_title(plan), fontsize=12, x=0.01, ha="left")
     _draw_rows(axes, layout, graph, plan)
     _draw_bars(bars, plan)
+    save_picture(figure, Path(path))
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure; the same figure gives the same file.
+
+    Args:
+        figure: Of matplotlib.
+        path: File to write; the ending chooses the format.
+
+    Raises:
+        UsageError: The file cannot be written in the format its name asks for.
+    """
     try:
-        # Fixed ids, no date: the same plan gives the same file.
-        figure.savefig(target, dpi=110, metadata={"Date": None} if target.suffix == ".svg" else None)
+        # No date; ids in SVG are fixed by `svg.hashsalt`.
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot draw into {target}: {error}", "The name ends in .svg, .png or .pdf, in a directory that exists."
+            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
         ) from error
 
 

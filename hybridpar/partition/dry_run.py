@@ -7,8 +7,7 @@ what a prediction is checked against.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,13 @@ from hybridpar.partition.unit_runner import Clock
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage took: minimum milliseconds over passes, and bytes it kept for backward."""
+    """What one stage took: minimum milliseconds over passes, and bytes it kept for backward.
+
+    Attributes:
+        forward_ms: Of the forward pass.
+        backward_ms: Of the backward pass.
+        saved_bytes: Kept for the backward pass, without parameters and buffers.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -51,6 +56,9 @@ def dry_run_stages(
         passes: Passes over all stages; the minimum counts.
         own_time: As for `Clock`.
 
+    Returns:
+        Times and sizes of every stage.
+
     Raises:
         UsageError: There is no pass, or the inputs are no micro-batch.
     """
@@ -60,14 +68,26 @@ def dry_run_stages(
 def dry_run_partitions(
     partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
 ) -> list[list[StageTimes]]:
-    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them."""
+    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them.
+
+    Args:
+        partitions: For every partition its stages; their state is put back afterwards.
+        inputs: One micro-batch.
+        passes: Passes over all stages of each; the minimum counts.
+        own_time: As for `Clock`.
+
+    Returns:
+        For every partition times and sizes of its stages.
+
+    Raises:
+        UsageError: There is no pass.
+    """
     if passes < 1:
         raise UsageError(f"{passes} passes", "What is measured runs at least once.", "Use passes=5.")
     clock = Clock(inputs[0].device, own_time=own_time)
-    everything = [stage for stages in partitions for stage in stages]
-    together = nn.ModuleList(everything)
+    together = nn.ModuleList(stage for stages in partitions for stage in stages)
     rows: list[list[list[list[float]]]] = [[] for _ in partitions]
-    with untouched(together, training=True), _training_graphs(everything):
+    with untouched(together, training=True):
         for parameter in together.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         saved = [_saved_bytes(stages, inputs) for stages in partitions]
@@ -79,19 +99,6 @@ def dry_run_partitions(
         best = torch.tensor(times, dtype=torch.float64).amin(dim=0).tolist()
         results.append([StageTimes(ahead, back, size) for (ahead, back), size in zip(best, sizes, strict=True)])
     return results
-
-
-@contextmanager
-def _training_graphs(stages: Sequence[Stage]) -> Iterator[None]:
-    """Training graphs inside, the graphs of before afterwards."""
-    before = [stage.training for stage in stages]
-    try:
-        for stage in stages:
-            stage.train()
-        yield
-    finally:
-        for stage, mode in zip(stages, before, strict=True):
-            stage.train(mode)
 
 
 def _one_pass(stages: Sequence[Stage], inputs: Sequence[torch.Tensor], clock: Clock) -> list[list[float]]:

@@ -81,7 +81,12 @@ def fused_chains(
 
 
 def trivial_bound(loads: Sequence[float], stages: int) -> float:
-    """What no partition can beat: an even share, or the largest unit."""
+    """What no partition can beat: an even share, or the largest unit.
+
+    Args:
+        loads: Load of every unit.
+        stages: Number of stages.
+    """
     return max(sum(loads) / stages, max(loads, default=0.0))
 
 

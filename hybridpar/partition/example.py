@@ -24,7 +24,15 @@ from hybridpar.partition.state import python_random_state, untouched
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor that a node returned."""
+    """One tensor that a node returned.
+
+    Attributes:
+        path: Keys that lead to it in the node's value; empty where it is the value.
+        shape: Its shape.
+        dtype: Its element type.
+        bytes: Its size.
+        requires_grad: Whether a gradient flows back through it.
+    """
 
     path: Path
     shape: tuple[int, ...]
@@ -116,6 +124,9 @@ def run_example(
         resolve: Finds an attribute of the model, or a constant of the trace, by qualified name.
         inputs: Example inputs at the true micro-batch, dtype and memory format.
         training: Mode to run in; in evaluation nothing is saved for backward.
+
+    Returns:
+        Facts of every node but the output.
 
     Raises:
         UsageError: The model refuses the inputs; the message names the node, its module and the shapes it got.
@@ -243,7 +254,12 @@ class _Run:
 
 
 def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
-    """What a node calls, as a function of its arguments."""
+    """What a node calls, as a function of its arguments.
+
+    Args:
+        node: A node that calls something.
+        resolve: Finds an attribute of the model, or a constant of the trace, by qualified name.
+    """
     if node.op == "call_module":
         return cast(Callable[..., Any], resolve(str(node.target)))
     if node.op == "call_method":
@@ -259,7 +275,11 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def describe_target(node: fx.Node) -> str:
-    """The module path or the function of a node, for messages and tables."""
+    """The module path or the function of a node, for messages and tables.
+
+    Args:
+        node: The node.
+    """
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -268,6 +288,10 @@ def describe_target(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose code made the node; empty for the model itself."""
+    """Path of the module whose code made the node; empty for the model itself.
+
+    Args:
+        node: The node.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""

@@ -7,12 +7,9 @@ analytic model, by a test, or read from a cache, and everything above it runs wi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage that waits for the backward pass, and the units that wait for it, ascending."""
+    """A storage that waits for the backward pass, and the units that wait for it, ascending.
+
+    Attributes:
+        bytes: Its size.
+        units: Indices of the units, ascending.
+    """
 
     bytes: int
     units: tuple[int, ...]
@@ -97,11 +99,6 @@ class UnitGraph:
     def __len__(self) -> int:
         return len(self.units)
 
-    @property
-    def total_ms(self) -> float:
-        """Time of all units."""
-        return sum(unit.ms for unit in self.units)
-
     def edges(self) -> list[tuple[int, int]]:
         """Dependencies between units, sorted, each once."""
         pairs = {
@@ -109,25 +106,12 @@ class UnitGraph:
         }
         return sorted(pairs.union(self.order_edges))
 
-    def dag(self) -> nx.DiGraph:
-        """The graph for networkx: nodes are unit names with the attribute `unit`, edges have `values` and `bytes`."""
-        import networkx as nx  # takes 0.3 s, which a run without stages has no use for
-
-        dag = nx.DiGraph()
-        for unit in self.units:
-            dag.add_node(unit.name, unit=unit)
-        for before, after in self.edges():
-            between = [value for value in self.values if value.producer == before and after in value.consumers]
-            dag.add_edge(
-                self.units[before].name,
-                self.units[after].name,
-                values=[value.name for value in between],
-                bytes=sum(value.bytes for value in between),
-            )
-        return dag
-
     def with_times(self, times: Sequence[tuple[float, float]]) -> UnitGraph:
-        """The same graph with new forward and backward times, one pair per unit, in milliseconds."""
+        """The same graph with new forward and backward times, one pair per unit, in milliseconds.
+
+        Args:
+            times: For every unit its forward and backward time.
+        """
         units = (
             replace(unit, forward_ms=forward, backward_ms=backward)
             for unit, (forward, backward) in zip(self.units, times, strict=True)
@@ -164,21 +148,32 @@ class UnitGraph:
             tuple((position[before], position[after]) for before, after in self.order_edges),
         )
 
-    def cut_bytes(self, stage_of: Sequence[int]) -> list[int]:
-        """Bytes that each stage sends forward: every value once for each later stage that uses it.
+    def crossing(self, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[int, int]]:
+        """What is sent between the stages of a cut: every value once to each later stage that uses it.
 
         Args:
             stage_of: Stage of every unit.
 
         Returns:
-            One number per stage. Inputs of the model that a later stage uses count for stage 0, which has them.
+            For pairs of stages, in ascending order, bytes forward and back. Inputs of the model that a later stage uses
+            come from stage 0, which has them.
         """
-        count = max(stage_of) + 1
-        sent = [0] * count
+        last, sent = max(stage_of), defaultdict[tuple[int, int], list[int]](lambda: [0, 0])
         for value in self.values:
             home = stage_of[value.producer] if value.producer >= 0 else 0
-            users = {stage_of[consumer] for consumer in value.consumers}
-            if value.is_output:
-                users.add(count - 1)
-            sent[home] += value.bytes * len(users - {home})
+            users = {stage_of[consumer] for consumer in value.consumers} | ({last} if value.is_output else set())
+            for user in users - {home}:
+                sent[home, user][0] += value.bytes
+                sent[home, user][1] += value.gradient_bytes
+        return {pair: (ahead, back) for pair, (ahead, back) in sorted(sent.items())}
+
+    def cut_bytes(self, stage_of: Sequence[int]) -> list[int]:
+        """Bytes that each stage sends forward.
+
+        Args:
+            stage_of: Stage of every unit.
+        """
+        sent = [0] * (max(stage_of) + 1)
+        for (home, _), (ahead, _) in self.crossing(stage_of).items():
+            sent[home] += ahead
         return sent

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.trace import TracedModel
@@ -44,7 +44,11 @@ class GraphFacts:
     derived: frozenset[fx.Node]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
+        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them.
+
+        Args:
+            node: The node.
+        """
         found: dict[fx.Node, None] = {}
         stack = list(node.all_input_nodes)[::-1]
         while stack:
@@ -72,13 +76,34 @@ class GraphFacts:
 
 
 def resolve_attribute(traced: TracedModel, name: str) -> object:
-    """The module, parameter, buffer or constant that a graph calls by this qualified name."""
+    """The module, parameter, buffer or constant that a graph calls by this qualified name.
+
+    Args:
+        traced: The traced model.
+        name: The qualified name.
+    """
     if name in traced.constants:
         return traced.constants[name]
     value: object = traced.model
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
+    """Parameters and buffers of the module that a node calls, and parameters that it is given.
+
+    Args:
+        traced: The traced model.
+        node: A node of one of its graphs.
+    """
+    found: list[torch.Tensor] = []
+    if node.op == "call_module":
+        module = resolve_attribute(traced, str(node.target))
+        assert isinstance(module, nn.Module)
+        found += [*module.parameters(), *module.buffers()]
+    given = (resolve_attribute(traced, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr")
+    return found + [value for value in given if isinstance(value, nn.Parameter)]
 
 
 def examine_graph(
@@ -91,6 +116,9 @@ def examine_graph(
         graph: One of its graphs; later uses of what it changes in place are bound to the result of the change.
         inputs: Example inputs at the true micro-batch, dtype and memory format.
         training: Mode to run in.
+
+    Returns:
+        The graph, with the facts of its nodes.
 
     Raises:
         UsageError: The model refuses the inputs.

@@ -2,7 +2,7 @@
 
 The dynamic programme then carries labels: for every place where a stage may end, the loads of the workers and the
 memory of the devices that will get more stages. A label that is nowhere better than another is dropped. That is
-exact while the labels fit the limit; beyond it only the most even ones are kept, and the result says so.
+exact while the labels fit the limit; beyond it only the most promising ones are kept.
 """
 
 from __future__ import annotations
@@ -35,25 +35,6 @@ class Sharing:
     limits: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Found:
-    """Result of a grouped search: the value, the cuts (None where nothing is allowed), and whether it is exact."""
-
-    value: float
-    cuts: Cuts | None
-    exact: bool
-
-
-def least_group_maximum(load: Sharing, memory: Sharing, limit: int = LABELS) -> Found:
-    """Cut an order so that the largest group load is least while every memory group stays within its limit."""
-    return _search(load, memory, None, limit)
-
-
-def least_group_sum(load: Sharing, memory: Sharing, price: Sequence[Matrix], limit: int = LABELS) -> Found:
-    """Cut an order so that the sum of `price` is least while load and memory groups stay within their limits."""
-    return _search(load, memory, price, limit)
-
-
 @dataclass
 class _Labels:
     """All labels of one place, one per row: value, loads and memory of the groups, and where each is from."""
@@ -71,13 +52,22 @@ class _Labels:
         return np.column_stack([self.value, self.loads, self.memory])
 
 
-def _search(load: Sharing, memory: Sharing, price: Sequence[Matrix] | None, limit: int) -> Found:
+def least_shared(load: Sharing, memory: Sharing, price: Sequence[Matrix] | None = None) -> tuple[float, Cuts | None]:
+    """Cut an order so that the largest group load is least while all groups stay within their limits.
+
+    Args:
+        load: Times, and the lanes that they add up on.
+        memory: Bytes, and the devices that they add up on.
+        price: One matrix per stage over all intervals, whose sum is to be least instead.
+
+    Returns:
+        The least largest load, or the least price, and the cuts; infinite and None where nothing is allowed.
+    """
     count = load.costs[0].shape[0] - 1
     reaches_end = _can_finish([load.costs[stage] + memory.costs[stage] for stage in range(len(load.costs))])
     empty = np.zeros((1, 2), dtype=np.int64)
     start = _Labels(np.zeros(1), np.zeros((1, len(load.limits))), np.zeros((1, len(memory.limits))), empty)
     layers: list[dict[int, _Labels]] = [{0: start}]
-    exact = True
     for stage, times in enumerate(load.costs):
         step = _Step(load, memory, stage, None if price is None else price[stage])
         ending: dict[int, list[_Labels]] = {}
@@ -94,18 +84,17 @@ def _search(load: Sharing, memory: Sharing, price: Sequence[Matrix] | None, limi
                 np.concatenate([part.memory for part in parts]),
                 np.concatenate([part.origin for part in parts]),
             )
-            layer[end], whole = _undominated(merged, limit)
-            exact = exact and whole
+            layer[end] = _undominated(merged)
         layers.append(layer)
     if count not in layers[-1]:
-        return Found(np.inf, None, exact)
+        return np.inf, None
     row = int(np.argmin(layers[-1][count].value))
     value = float(layers[-1][count].value[row])
     ends, place = [], count
     for layer in reversed(layers[1:]):
         place, row = (int(item) for item in layer[place].origin[row])
         ends.append(place)
-    return Found(value, tuple(reversed(ends[:-1])), exact)
+    return value, tuple(reversed(ends[:-1]))
 
 
 def _can_finish(costs: Sequence[Matrix]) -> list[NDArray[np.bool_]]:
@@ -145,20 +134,17 @@ class _Step:
         return _Labels(value, loads, memory, np.column_stack([np.full(len(rows), begin), rows]))
 
 
-def _undominated(labels: _Labels, limit: int) -> tuple[_Labels, bool]:
-    """Labels that no other beats everywhere, and whether all of them are kept."""
-    whole = len(labels.value) <= 8 * limit
-    if not whole:
-        labels = labels.take(_most_promising(labels.points, 8 * limit))
+def _undominated(labels: _Labels) -> _Labels:
+    """Labels that no other beats everywhere; of too many the most promising."""
+    if len(labels.value) > 8 * LABELS:
+        labels = labels.take(_most_promising(labels.points, 8 * LABELS))
     points, first = np.unique(labels.points, axis=0, return_index=True)  # sorted: only an earlier can beat a later
     beaten = np.zeros(len(points), dtype=bool)
     for index in range(len(points)):
         if not beaten[index]:
             beaten[index + 1 :] |= np.all(points[index] <= points[index + 1 :], axis=1)
     kept = labels.take(first[~beaten])
-    if len(kept.value) > limit:
-        return kept.take(_most_promising(kept.points, limit)), False
-    return kept, whole
+    return kept.take(_most_promising(kept.points, LABELS)) if len(kept.value) > LABELS else kept
 
 
 def _most_promising(points: Matrix, limit: int) -> NDArray[np.int64]:

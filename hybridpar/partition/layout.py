@@ -37,7 +37,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Wire:
-    """A value drawn from one block to another; `source` is None for an input of the model."""
+    """A value drawn from one block to another; `source` is None for an input of the model.
+
+    Attributes:
+        source: Index of the block that makes the value.
+        target: Index of a block that uses it.
+        bytes: Its size.
+    """
 
     source: int | None
     target: int
@@ -46,7 +52,13 @@ class Wire:
 
 @dataclass
 class Layout:
-    """Blocks and wires of a picture. Wires between neighbours in a row are left out: the boxes touch."""
+    """Blocks and wires of a picture. Wires between neighbours in a row are left out: the boxes touch.
+
+    Attributes:
+        blocks: By stage, and inside of it from left to right.
+        inner: Values between blocks of one stage.
+        cut: Values between stages.
+    """
 
     blocks: list[Block] = field(default_factory=list)
     inner: list[Wire] = field(default_factory=list)
@@ -59,6 +71,9 @@ def lay_out(graph: UnitGraph, stage_of: list[int]) -> Layout:
     Args:
         graph: Units with times.
         stage_of: Stage of every unit.
+
+    Returns:
+        Blocks and wires, in milliseconds on the time axis.
     """
     feeds: list[set[int]] = [set() for _ in graph.units]
     needs: list[set[int]] = [set() for _ in graph.units]
@@ -124,7 +139,11 @@ def _common(paths: list[list[str]]) -> list[str]:
 
 
 def readable_bytes(size: float) -> str:
-    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes."""
+    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes.
+
+    Args:
+        size: In bytes.
+    """
     for unit in ("B", "kB", "MB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ Path = tuple[Any, ...]
 
 
 def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All tensors in a nested value, each with the keys that lead to it, in order."""
+    """All tensors in a nested value, each with the keys that lead to it, in order.
+
+    Args:
+        value: Tensors in tuples, lists and dicts; anything else has none.
+        path: Keys that lead to the value.
+    """
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -33,6 +39,9 @@ def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Ten
 
 def as_inputs(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """One micro-batch as the tuple of a model's inputs; a single tensor is a single input.
+
+    Args:
+        inputs: One tensor, or one for each input of the model; the first dimension is the micro-batch.
 
     Raises:
         UsageError: There is none, something is no tensor, or the first dimension holds no samples.
@@ -55,7 +64,11 @@ def as_inputs(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
 
 
 def can_cross(value: Any) -> bool:
-    """Whether a value is made of tensors and plain containers alone, so that it can be sent tensor by tensor."""
+    """Whether a value is made of tensors and plain containers alone, so that it can be sent tensor by tensor.
+
+    Args:
+        value: What a node returned.
+    """
     if value is None or isinstance(value, torch.Tensor):
         return True
     if type(value) in (dict, OrderedDict):
@@ -70,7 +83,11 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def skeleton(value: Any) -> Any:
-    """The same nesting with every tensor replaced by its path, so that no memory is held."""
+    """The same nesting with every tensor replaced by its path, so that no memory is held.
+
+    Args:
+        value: Tensors in plain containers.
+    """
 
     def strip(item: Any, path: Path) -> Any:
         if isinstance(item, torch.Tensor):
@@ -84,19 +101,19 @@ def skeleton(value: Any) -> Any:
     return strip(value, ())
 
 
+@dataclass(frozen=True)
 class Nested:
     """One level of a skeleton.
 
-    Args:
+    Attributes:
         kind: Type of the container.
         keys: Its keys, for a dict.
         parts: Skeletons of what it holds: a path for a tensor, `None` for None, or another level.
     """
 
-    def __init__(self, kind: type, keys: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
-        self.kind = kind
-        self.keys = keys
-        self.parts = parts
+    kind: type
+    keys: tuple[Any, ...]
+    parts: tuple[Any, ...]
 
 
 def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
@@ -125,7 +142,12 @@ def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is."""
+    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is.
+
+    Args:
+        value: Tensors in plain containers.
+        change: What a tensor is replaced by.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

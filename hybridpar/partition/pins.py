@@ -11,16 +11,20 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable
 
-from torch import fx, nn
+from torch import fx
 
 from hybridpar.errors import TraceError
 from hybridpar.partition.example import describe_target
-from hybridpar.partition.graph_facts import GraphFacts, resolve_attribute
+from hybridpar.partition.graph_facts import GraphFacts, resolve_attribute, state_of
 from hybridpar.partition.trace import TracedModel
 
 
 def pinned_groups(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
     """Groups of nodes that must share a unit; they may overlap.
+
+    Args:
+        traced: The traced model.
+        facts: Of its training graph.
 
     Raises:
         TraceError: The model changes its input through a view and uses it again.
@@ -47,16 +51,8 @@ def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
 def _users_of_state(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
     users: dict[int, list[fx.Node]] = defaultdict(list)
     for node in facts.compute:
-        if node.op == "call_module":
-            module = resolve_attribute(traced, str(node.target))
-            assert isinstance(module, nn.Module)
-            for tensor in (*module.parameters(), *module.buffers()):
-                users[id(tensor)].append(node)
-        for argument in node.all_input_nodes:
-            if argument.op == "get_attr" and isinstance(
-                value := resolve_attribute(traced, str(argument.target)), nn.Parameter
-            ):
-                users[id(value)].append(node)
+        for tensor in state_of(traced, node):
+            users[id(tensor)].append(node)
     # A buffer changed in place is state as well; a constant buffer is not.
     for node in facts.compute:
         for argument in facts.facts[node].changes:
@@ -75,6 +71,15 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
 
     Those who read before the change as well: in another stage they would need the memory as it was, while the ones
     after it need it as it is now.
+
+    Args:
+        facts: Of one graph.
+
+    Returns:
+        Groups of nodes that must share a unit.
+
+    Raises:
+        TraceError: An input is changed through a view and used again.
     """
     place = facts.place
     by_storage: dict[int, list[fx.Node]] = defaultdict(list)

@@ -82,6 +82,9 @@ def partition_model(
         progress: Told after every pass of the measurement.
         announce: Told in one line what is being done.
 
+    Returns:
+        The plan and the stages, with what they were made from.
+
     Raises:
         TraceError: The model cannot be traced.
         PartitionError: No partition satisfies the request.
@@ -95,14 +98,15 @@ def partition_model(
     # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
     balance_graph(units.graph, problem, strategy=strategy, certify=False)
     if measure:
-        more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "announce": say}
-        times = measured_profile(units, given, **more)  # type: ignore[arg-type]
+        times = measured_profile(
+            units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
+        )
         problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
     say("balancing")
-    problem = _with_noise(problem, times.noise)
+    problem = replace(problem, noise=max(problem.noise, times.noise))
     balance = balance_graph(graph, problem, strategy=strategy)
     plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
     return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
@@ -124,10 +128,6 @@ def _with_co_run(
     return replace(problem, workers=tuple(workers))
 
 
-def _with_noise(problem: Problem, noise: float) -> Problem:
-    return replace(problem, noise=max(problem.noise, noise))
-
-
 def make_plan(
     units: ModelUnits,
     graph: UnitGraph,
@@ -139,26 +139,20 @@ def make_plan(
     name: str | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """The plan of a partition: its sections `partition`, `placement` and `measured`."""
-    sent = graph.cut_bytes(balance.stage_of)
-    saved = saved_bytes(graph, balance.stage_of)
-    stages = []
-    for index in range(problem.stages):
-        members = [unit for unit, stage in zip(graph.units, balance.stage_of, strict=True) if stage == index]
-        speed = problem.worker(index).lane_speed
-        forward = sum(unit.forward_ms for unit in members) / speed
-        backward = sum(unit.backward_ms for unit in members) / speed
-        stages.append(
-            StagePlan(
-                units=tuple(unit.name for unit in members),
-                ms=round(forward + backward, 4),
-                forward_ms=round(forward, 4),
-                backward_ms=round(backward, 4),
-                parameter_bytes=sum(unit.parameter_bytes for unit in members),
-                saved_bytes=saved[index],
-                cut_bytes=sent[index],
-            )
-        )
+    """The plan of a partition: its sections `partition`, `placement` and `measured`.
+
+    Args:
+        units: The model and its units.
+        graph: Units with times.
+        problem: What the partition was asked for.
+        balance: The partition.
+        times: Where the times of the graph come from.
+        inputs: The micro-batch that was measured.
+        name: What to call the model; default: its class.
+        threads: Intra-op threads that were measured with; None for as many as torch uses.
+    """
+    speeds = [problem.worker(stage).lane_speed for stage in range(problem.stages)]
+    stages = plan_stages(graph, balance.stage_of, speeds)
     single = inputs[0] if len(inputs) == 1 else None
     parameter = next(units.model.parameters(), inputs[0])
     return Plan(
@@ -169,7 +163,7 @@ def make_plan(
             input=None if single is None else tuple(single.shape[1:]),
         ),
         partition=Partition(
-            stages=tuple(stages),
+            stages=stages,
             strategy=balance.strategy,
             micro_batch=inputs[0].shape[0],
             balance=max(round(balance.balance, 6), 1.0),
@@ -177,7 +171,7 @@ def make_plan(
             gap_to_optimum=round(balance.gap, 6) if balance.certificate == "exact" else None,
             gap_to_bound=round(balance.gap, 6) if balance.certificate == "bound" else None,
             certificate=balance.certificate,
-            cut_bytes=sum(sent),
+            cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         ),
         placement=_placement(problem),
         measured=Measured(
@@ -194,6 +188,33 @@ def make_plan(
     )
 
 
+def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[float]) -> tuple[StagePlan, ...]:
+    """The stages of a partition, as a plan says them.
+
+    Args:
+        graph: Units with times and sizes of one micro-batch.
+        stage_of: Stage of every unit.
+        speeds: Of the lane of every stage, over the device of the times.
+    """
+    sent, saved, stages = graph.cut_bytes(stage_of), saved_bytes(graph, stage_of), []
+    for index, speed in enumerate(speeds):
+        members = [unit for unit, stage in zip(graph.units, stage_of, strict=True) if stage == index]
+        forward = sum(unit.forward_ms for unit in members) / speed
+        backward = sum(unit.backward_ms for unit in members) / speed
+        stages.append(
+            StagePlan(
+                units=tuple(unit.name for unit in members),
+                ms=round(forward + backward, 4),
+                forward_ms=round(forward, 4),
+                backward_ms=round(backward, 4),
+                parameter_bytes=sum(unit.parameter_bytes for unit in members),
+                saved_bytes=saved[index],
+                cut_bytes=sent[index],
+            )
+        )
+    return tuple(stages)
+
+
 def _placement(problem: Problem) -> Placement:
     places = []
     for stage in range(problem.stages):
@@ -203,7 +224,12 @@ def _placement(problem: Problem) -> Placement:
 
 
 def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
-    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage."""
+    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage.
+
+    Args:
+        graph: Units with what they keep.
+        stage_of: Stage of every unit.
+    """
     totals = [0] * (max(stage_of) + 1)
     for item in graph.saved:
         for stage in {stage_of[unit] for unit in item.units}:

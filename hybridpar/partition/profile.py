@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +19,7 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.state import untouched
-from hybridpar.partition.unit_runner import Clock, UnitRunner, whole_backward_ms, whole_step_ms
+from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -50,7 +49,11 @@ class UnitTimes:
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
-        """The graph with these times."""
+        """The graph with these times.
+
+        Args:
+            graph: Units in the same order.
+        """
         return graph.with_times(list(zip(self.forward_ms, self.backward_ms, strict=True)))
 
 
@@ -73,6 +76,9 @@ def measure_units(
         own_time: As for `Clock`; only with one thread.
         progress: Told after every pass.
 
+    Returns:
+        Times of all units, and how sure they are.
+
     Raises:
         UsageError: `passes` or `threads` is too small, or the model's training step fails.
     """
@@ -89,11 +95,12 @@ def measure_units(
     runner = UnitRunner(units, inputs)
     rows: list[list[tuple[float, float]]] = []
     steps: list[float] = []
-    with untouched(units.model, training=True), _threads(threads):
+    with untouched(units.model, training=True), intra_op_threads(threads):
         for parameter in units.model.parameters():
             # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        _first_step(units, inputs, clock)
+        why = "Units are measured in whole forward and backward passes of the model as it is."
+        _first_step(units.model, inputs, clock, why, "Mend the model, or plan without running it: --no-measure.")
         runner.step(clock)
         for done in range(passes):
             rows.append(runner.step(clock))
@@ -119,37 +126,20 @@ def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], 
     with untouched(model, training=True):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        try:
-            whole_backward_ms(model, inputs, clock)
-        except Exception as error:
-            raise UsageError(
-                f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}",
-                "What gradient sync can hide behind is measured by a backward pass of the model as it is.",
-                "Mend the model or the example of its inputs, or name a codec instead of `auto`.",
-            ) from error
+        why = "What gradient sync can hide behind is measured by a backward pass of the model as it is."
+        fix = "Mend the model or the example of its inputs, or name a codec instead of `auto`."
+        _first_step(model, inputs, clock, why, fix)
         return min(whole_backward_ms(model, inputs, clock) for _ in range(passes))
 
 
-def _first_step(units: ModelUnits, inputs: Sequence[torch.Tensor], clock: Clock) -> None:
+def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:
     """Warm up; whatever the model's own step raises, it raises here."""
     try:
-        whole_step_ms(units.model, inputs, clock)
+        whole_step_ms(model, inputs, clock)
     except Exception as error:
         raise UsageError(
-            f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
-            "Units are measured in whole forward and backward passes of the model as it is.",
-            "Mend the model, or plan without running it: --no-measure.",
+            f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}", why, fix
         ) from error
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
@@ -175,6 +165,9 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
 
     The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
     measurements that agree are right, however wrong a third one is.
+
+    Args:
+        tries: Measurements of the same units.
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)

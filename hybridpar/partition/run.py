@@ -25,16 +25,11 @@ def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
     Returns:
         What the model returns.
     """
-    values = dict(zip(input_names(stages), inputs, strict=True))
+    values = dict(zip(stages[0].model_inputs, inputs, strict=True))
     for stage in stages[:-1]:
         outputs = stage(*(values[tensor.name] for tensor in stage.inputs))
         values.update(zip((tensor.name for tensor in stage.outputs), outputs, strict=True))
     return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
-
-
-def input_names(stages: Sequence[Stage]) -> list[str]:
-    """Names of the model's inputs among the borders of its stages, in the order of `forward`."""
-    return list(stages[0].model_inputs)
 
 
 class StageRunner:
@@ -53,12 +48,23 @@ class StageRunner:
         self._result: Any = None
 
     def start(self, *inputs: torch.Tensor) -> None:
-        """Begin a micro-batch."""
-        self._values = dict(zip(input_names(self.stages), inputs, strict=True))
+        """Begin a micro-batch.
+
+        Args:
+            inputs: What the model takes.
+        """
+        self._values = dict(zip(self.stages[0].model_inputs, inputs, strict=True))
         self._gradients = {}
 
     def forward(self, index: int) -> Any:
-        """Run the forward pass of one stage; the last stage returns the model's output."""
+        """Run the forward pass of one stage; the last stage returns the model's output.
+
+        Args:
+            index: Number of the stage.
+
+        Returns:
+            What the stage returns.
+        """
         stage = self.stages[index]
         borders = stage.inputs
         received = {
@@ -76,7 +82,12 @@ class StageRunner:
         return result
 
     def backward(self, index: int, loss: torch.Tensor | None = None) -> None:
-        """Run the backward pass of one stage; the last takes the loss, or ones for every output without it."""
+        """Run the backward pass of one stage; the last takes the loss, or ones for every output without it.
+
+        Args:
+            index: Number of the stage.
+            loss: A scalar made from the model's output.
+        """
         if index == len(self.stages) - 1:
             if loss is not None:
                 torch.autograd.backward(loss)

@@ -14,12 +14,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.example import NodeFacts
-from hybridpar.partition.graph_facts import GraphFacts, resolve_attribute
+from hybridpar.partition.graph_facts import GraphFacts, state_of
 from hybridpar.partition.nest import Path, rebuild
 from hybridpar.partition.pins import aliases_under_change
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
@@ -66,6 +65,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
 
 def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
     """Check that an assignment of units to stages can run; returns the number of stages.
+
+    Args:
+        units: The model and its units.
+        stage_of: Stage of every unit.
 
     Raises:
         PartitionError: As for `split_model`.
@@ -226,11 +229,11 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
     it needs is there.
     """
     assert units.evaluate is not None
-    owner = {id(tensor): stage for node, stage in home.items() for tensor in _state(units, node)}
+    owner = {id(tensor): stage for node, stage in home.items() for tensor in state_of(units.traced, node)}
     stages: dict[fx.Node, int] = {}
     for node in units.evaluate.compute:
         earliest = max((stages.get(source, 0) for source in units.evaluate.sources(node)), default=0)
-        fixed = {owner[id(tensor)] for tensor in _state(units, node) if id(tensor) in owner}
+        fixed = {owner[id(tensor)] for tensor in state_of(units.traced, node) if id(tensor) in owner}
         stages[node] = max((earliest, *fixed))
         if fixed and (len(fixed) > 1 or min(fixed) < earliest):
             raise PartitionError(
@@ -246,18 +249,6 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
                 "Ask for fewer stages, or work on a copy there.",
             )
     return stages
-
-
-def _state(units: ModelUnits, node: fx.Node) -> list[torch.Tensor]:
-    """Parameters and module buffers that a node works with."""
-    if node.op == "call_module":
-        module = resolve_attribute(units.traced, str(node.target))
-        assert isinstance(module, nn.Module)
-        return [*module.parameters(), *module.buffers()]
-    attributes = (
-        resolve_attribute(units.traced, str(item.target)) for item in node.all_input_nodes if item.op == "get_attr"
-    )
-    return [value for value in attributes if isinstance(value, nn.Parameter)]
 
 
 def _leftover_state(units: ModelUnits, stage_graphs: Sequence[Sequence[StageGraph]]) -> list[list[str]]:

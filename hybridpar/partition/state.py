@@ -47,29 +47,32 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    drawn = python_random_state()
-    state = _State()
-    for module in model.modules():
-        state.keep_module(module)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            if training is not None:
-                model.train(training)
+    with _restored(model, values=True), torch.random.fork_rng(devices=devices):
+        for parameter, _ in gradients:
+            parameter.grad = None
+        if training is not None:
+            model.train(training)
+        try:
             yield
-    finally:
-        state.restore()
-        _set_python_random_state(drawn)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors."""
-    drawn = python_random_state()
-    state = _State(values=False)
+    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors.
+
+    Args:
+        model: The model whose code runs inside the block.
+    """
+    with _restored(model, values=False):
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module, values: bool) -> Iterator[None]:
+    drawn, state = python_random_state(), _State(values)
     for module in model.modules():
         state.keep_module(module)
     try:
@@ -93,7 +96,11 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
 
 
 def mutable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Values of a module's own Python attributes, without tensors, in a form that can be compared later."""
+    """Values of a module's own Python attributes, without tensors, in a form that can be compared later.
+
+    Args:
+        module: The module, without its sub-modules.
+    """
     return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
@@ -129,10 +136,10 @@ class _State:
         values: Copy tensors as well; else only which memory they use is kept.
     """
 
-    def __init__(self, values: bool = True) -> None:
+    def __init__(self, values: bool) -> None:
         self._values = values
         self._seen: dict[int, object] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def restore(self) -> None:
         """Put back what has changed, containers before what they hold."""
@@ -144,7 +151,8 @@ class _State:
         if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)):
             # Its attributes describe the graph; forward changes at most its tensors.
             flag = module.training
-            self._undo.append(lambda: setattr(module, "training", flag))
+            # A stage has a graph for each mode.
+            self._undo.append(lambda: None if module.training == flag else module.train(flag))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._keep(tensor)
             return

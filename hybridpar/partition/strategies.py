@@ -26,31 +26,56 @@ STRATEGIES: Registry[Strategy] = Registry("partition strategy")
 
 @STRATEGIES.register("time", "least largest compute time over the model's own order")
 def by_time(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest measured time."""
+    """Least largest measured time.
+
+    Args:
+        graph: Units with times and sizes, in the model's order.
+        stages: Number of stages, no more than units.
+    """
     return _least([unit.ms for unit in graph.units], stages)
 
 
 @STRATEGIES.register("units", "equal number of units")
 def by_units(graph: UnitGraph, stages: int) -> Cuts:
-    """Equal number of units in every stage, as PyTorch's examples cut by hand."""
+    """Equal number of units in every stage, as PyTorch's examples cut by hand.
+
+    Args:
+        graph: Units with times and sizes, in the model's order.
+        stages: Number of stages, no more than units.
+    """
     return tuple(round(len(graph) * stage / stages) for stage in range(1, stages))
 
 
 @STRATEGIES.register("parameters", "least largest parameter size")
 def by_parameters(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest parameter size, as DeepSpeed's `partition_method="parameters"`."""
+    """Least largest parameter size, as DeepSpeed's `partition_method="parameters"`.
+
+    Args:
+        graph: Units with times and sizes, in the model's order.
+        stages: Number of stages, no more than units.
+    """
     return _least([unit.parameter_bytes for unit in graph.units], stages)
 
 
 @STRATEGIES.register("flops", "least largest forward FLOPs")
 def by_flops(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest forward FLOPs."""
+    """Least largest forward FLOPs.
+
+    Args:
+        graph: Units with times and sizes, in the model's order.
+        stages: Number of stages, no more than units.
+    """
     return _least([unit.flops for unit in graph.units], stages)
 
 
 @STRATEGIES.register("single-tensor", "least largest compute time over cuts that one tensor crosses")
 def by_single_tensor(graph: UnitGraph, stages: int) -> Cuts:
-    """Cuts between blocks only: exactly one tensor crosses. Falls back to `time` where there are too few."""
+    """Cuts between blocks only: exactly one tensor crosses. Falls back to `time` where there are too few.
+
+    Args:
+        graph: Units with times and sizes, in the model's order.
+        stages: Number of stages, no more than units.
+    """
     crossing = np.zeros(len(graph) + 1, dtype=int)
     for value in graph.values:
         last = max((*value.consumers, len(graph) - 1 if value.is_output else -1))
@@ -70,6 +95,13 @@ def by_blocks(graph: UnitGraph, stages: int) -> Cuts:
 
     Sizes are scaled to [0, 1]. While the largest and the smallest block differ by more than 1, the borders between
     them move by one unit, from the smallest block towards the largest, stopping early where the largest changes.
+
+    Args:
+        graph: Units with times, in the model's order.
+        stages: Number of stages, no more than units.
+
+    Returns:
+        Ends of all stages but the last; stages may be empty.
     """
     sizes = np.array([unit.ms for unit in graph.units])
     scale = float(sizes.max() - sizes.min())

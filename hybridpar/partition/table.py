@@ -16,7 +16,11 @@ _BAR = 8
 
 
 def partition_table(plan: Plan) -> Group:
-    """The table of a plan and a line of its quality, for rich."""
+    """The table of a plan and a line of its quality, for rich.
+
+    Args:
+        plan: The plan.
+    """
     part = plan.partition
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for name, side in (
@@ -41,7 +45,12 @@ def partition_table(plan: Plan) -> Group:
 
 
 def print_partition(plan: Plan, console: Console | None = None) -> None:
-    """Print the table of a plan."""
+    """Print the table of a plan.
+
+    Args:
+        plan: The plan.
+        console: Where to; default: standard output.
+    """
     (console or Console()).print(partition_table(plan))
 
 

@@ -69,6 +69,9 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the comparison, and
             for the last rung of the ladder, which runs the model.
 
+    Returns:
+        The model with its graphs, which compute what it computes.
+
     Raises:
         TraceError: No rung of the ladder can trace the model, or its graph would compute something else. The message
             names the module and the operation.

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from hybridpar.partition.example import node_call
 from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.state import mutable_attributes, untouched
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
@@ -36,7 +36,13 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True)
 class Graphs:
-    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name."""
+    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name.
+
+    Attributes:
+        train: The graph of training.
+        evaluate: The graph of evaluation; it may be the same.
+        constants: Tensors by the name that the graphs use for them.
+    """
 
     train: fx.Graph
     evaluate: fx.Graph
@@ -275,38 +281,7 @@ def _seed(model: nn.Module, seed: int) -> None:
 
 
 def _graph_call(model: nn.Module, graphs: Graphs, training: bool) -> Callable[..., Any]:
-    """A graph as a function. Tensors are looked up once, as in a stage, which holds them."""
-    graph = graphs.train if training else graphs.evaluate
-
-    def resolve(name: str) -> Any:
-        if name in graphs.constants:
-            return graphs.constants[name]
-        value: Any = model
-        for part in name.split("."):
-            value = getattr(value, part)
-        return value
-
-    known = {node: resolve(str(node.target)) for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    last_use = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
-
-    def call(*inputs: torch.Tensor) -> Any:
-        given = iter(inputs)
-        values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            if node.op == "output":
-                return args[0]
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "get_attr":
-                values[node] = known[node]
-            else:
-                function = known[node] if node.op == "call_module" else node_call(node, resolve)
-                values[node] = function(*args, **kwargs)
-            del args, kwargs
-            for argument in node.all_input_nodes:
-                if last_use[argument] is node:
-                    del values[argument]
-        raise AssertionError("a graph without output")
-
-    return call
+    """A graph as a function; it holds the model's own tensors, as a stage does."""
+    graph = StageGraph(graphs.train if training else graphs.evaluate, (), ())
+    # Not called itself: fx would print where an error is.
+    return Stage(model, 0, graph, constants=graphs.constants).forward

@@ -37,7 +37,11 @@ _NUMBERS = METADATA_METHODS | {"item", "tolist"}
 
 
 def stop_gradient(value: Any) -> Any:
-    """What a `no_grad` block makes of the result of an operation: its tensors, detached."""
+    """What a `no_grad` block makes of the result of an operation: its tensors, detached.
+
+    Args:
+        value: Tensors in plain containers.
+    """
     return map_tensors(value, torch.Tensor.detach)
 
 
@@ -129,11 +133,25 @@ class ModelTracer(fx.Tracer):
         self.suspects.setdefault(owner, reason)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Refuse a branch on what is not known yet."""
+        """Refuse a branch on what is not known yet.
+
+        Args:
+            obj: The value that is asked.
+
+        Raises:
+            TraceError: Always, of torch.fx.
+        """
         raise FxTraceError(f"a branch or a loop condition depends on {_kind(obj.node)}")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Refuse a loop over what is not known yet."""
+        """Refuse a loop over what is not known yet.
+
+        Args:
+            obj: The value that is iterated.
+
+        Raises:
+            TraceError: Always, of torch.fx.
+        """
         raise FxTraceError(f"a loop, or *arguments, cannot be iterated: they depend on {_kind(obj.node)}")
 
     @contextmanager

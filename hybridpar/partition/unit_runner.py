@@ -9,7 +9,8 @@ the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +61,12 @@ class Clock:
         return event
 
     def between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        """Milliseconds from one mark to another; call `wait` before."""
+        """Milliseconds from one mark to another; call `wait` before.
+
+        Args:
+            start: The earlier mark.
+            end: The later mark.
+        """
         if isinstance(start, torch.cuda.Event):
             assert isinstance(end, torch.cuda.Event)
             return float(start.elapsed_time(end))
@@ -71,6 +77,21 @@ class Clock:
         """Wait until all work is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def intra_op_threads(count: int | None) -> Iterator[None]:
+    """So many intra-op threads on a CPU inside of the block, and as many as before afterwards.
+
+    Args:
+        count: How many; None keeps the present number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Arrival = tuple[fx.Node, list[list[torch.Tensor | None]]]
@@ -135,6 +156,9 @@ class UnitRunner:
 
     def step(self, clock: Clock) -> list[tuple[float, float]]:
         """One forward and backward pass; the gradient of every output is ones.
+
+        Args:
+            clock: Takes the times.
 
         Returns:
             Forward and backward milliseconds of every unit.
@@ -211,12 +235,24 @@ def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:
 
 
 def whole_step_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
+    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds.
+
+    Args:
+        model: The model, in the mode to run in.
+        inputs: One micro-batch.
+        clock: Takes the times.
+    """
     return sum(_whole_step(model, inputs, clock))
 
 
 def whole_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Of that the time of the backward pass."""
+    """Of that the time of the backward pass.
+
+    Args:
+        model: The model, in the mode to run in.
+        inputs: One micro-batch.
+        clock: Takes the times.
+    """
     return _whole_step(model, inputs, clock)[1]
 
 

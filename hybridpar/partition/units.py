@@ -17,7 +17,7 @@ from torch import fx, nn
 from hybridpar.errors import TraceError
 from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
-from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute
+from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of
 from hybridpar.partition.pins import pinned_groups
 from hybridpar.partition.trace import TracedModel
 
@@ -52,6 +52,9 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
     Args:
         traced: The traced model.
         inputs: Example inputs at the true micro-batch, dtype and memory format.
+
+    Returns:
+        The units, without times.
 
     Raises:
         UsageError: The model refuses the inputs.
@@ -150,13 +153,7 @@ def _saved(
 
 
 def _parameter_bytes(traced: TracedModel, nodes: tuple[fx.Node, ...]) -> int:
-    held: dict[int, nn.Parameter] = {}
-    for node in nodes:
-        for user in (node, *node.all_input_nodes):
-            if user.op in ("call_module", "get_attr") and (user is node or user.op == "get_attr"):
-                found = resolve_attribute(traced, str(user.target))
-                parameters = found.parameters() if isinstance(found, nn.Module) else [found]
-                held.update({id(item): item for item in parameters if isinstance(item, nn.Parameter)})
+    held = {id(one): one for node in nodes for one in state_of(traced, node) if isinstance(one, nn.Parameter)}
     return sum(parameter.numel() * parameter.element_size() for parameter in held.values())
 
 

@@ -162,7 +162,11 @@ class Agreement:
 
 
 def refused_by_others(count: int) -> UsageError:
-    """The error of a worker that could do the step, where others cannot."""
+    """The error of a worker that could do the step, where others cannot.
+
+    Args:
+        count: How many cannot.
+    """
     return UsageError(
         f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
         "All workers do a step, or none.",

@@ -43,7 +43,11 @@ class BorderFacts:
     saved_bytes: list[int] = field(default_factory=list)
 
     def bytes_of(self, name: str) -> int:
-        """Size of a tensor that crosses a border."""
+        """Size of a tensor that crosses a border.
+
+        Args:
+            name: Of the value.
+        """
         part = self.parts[name]
         return math.prod(part.shape) * part.dtype.itemsize
 
@@ -90,7 +94,12 @@ class BorderTable:
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
-        """What a stage uses of an earlier one, in the order in which it is sent."""
+        """What a stage uses of an earlier one, in the order in which it is sent.
+
+        Args:
+            source: The stage that makes it.
+            target: The stage that uses it.
+        """
         return self._consumers[source].get(target, [])
 
     def follow_trainable(self) -> None:
@@ -103,7 +112,11 @@ class BorderTable:
             self._known.clear()
 
     def knows(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether `at` can answer for a micro-batch without running the stages."""
+        """Whether `at` can answer for a micro-batch without running the stages.
+
+        Args:
+            inputs: The model's inputs by name.
+        """
         return self._is_whole or _key_of(inputs) in self._known
 
     def at(self, inputs: Mapping[str, Tensor], target: Any = None) -> BorderFacts:
@@ -126,7 +139,11 @@ class BorderTable:
         return self._known[key]
 
     def edges(self, facts: BorderFacts) -> tuple[Edge, ...]:
-        """All pairs of stages between which tensors flow, with their bytes."""
+        """All pairs of stages between which tensors flow, with their bytes.
+
+        Args:
+            facts: What crosses the borders for a micro-batch.
+        """
         edges = []
         for source, consumers in enumerate(self._consumers):
             for target, names in consumers.items():

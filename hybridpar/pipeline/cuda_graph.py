@@ -56,7 +56,11 @@ class Captured(Protocol[_Issued_co]):
         """
 
     def set_rates(self, factor: float) -> None:
-        """Set the learning rates, on the device and in the order of the current stream."""
+        """Set the learning rates, on the device and in the order of the current stream.
+
+        Args:
+            factor: What peak learning rates are multiplied with.
+        """
 
     def synchronize(self) -> None:
         """Let the host wait until everything that was issued is done."""

@@ -24,7 +24,7 @@ from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.executor import Executor
-from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
+from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.split_cost import keep_whole
@@ -71,6 +71,7 @@ class PipelineEngine:
         context: Context in which model and loss run, such as autocast.
         time_backward: Measures the milliseconds of a micro-batch's backward pass, where stage times are not known, for
             codec `auto`; called on rank 0.
+        after_step: Makes what is done on a stage's lane after a step: called with each stage that is trained here.
 
     Raises:
         ScheduleError: Stages, workers and options do not fit each other.
@@ -90,6 +91,7 @@ class PipelineEngine:
         *,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         time_backward: Callable[[], float] | None = None,
+        after_step: Callable[[nn.Module], AfterStep] | None = None,
     ) -> None:
         check_stages(stages)
         self.is_whole = isinstance(stages[0], WholeModel)
@@ -142,7 +144,7 @@ class PipelineEngine:
         self.stages: dict[int, LocalStage] = {}
         self._nodes: NodeWorlds | None = None
         try:
-            self._open(layout, loss, optimizer, time_backward)
+            self._open(layout, loss, optimizer, time_backward, after_step)
         except BaseException:
             self._release()
             raise
@@ -153,6 +155,7 @@ class PipelineEngine:
         loss: Loss,
         optimizer: Callable[[nn.Module], OptimizerStep | None],
         time_backward: Callable[[], float] | None,
+        after_step: Callable[[nn.Module], AfterStep] | None,
     ) -> None:
         options, lanes, replicas = self.options, self._lanes, self.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
@@ -228,6 +231,7 @@ class PipelineEngine:
                 optimizer(module_of(stage)),
                 norms.get(layout.lane_of[index]),
                 self._nodes,
+                after_step(module_of(stage)) if after_step is not None else None,
             )
             run.attach(local.after_forward, local.quiet)
             if options.devices:
@@ -305,7 +309,11 @@ class PipelineEngine:
         return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
     def adopt(self, step: StepState) -> LateOutcome:
-        """Count a step whose work the current stream does as a whole; see `issue`."""
+        """Count a step whose work the current stream does as a whole; see `issue`.
+
+        Args:
+            step: What `issue` returned.
+        """
         return self._executor.adopt(step)
 
     def give_up(self) -> None:
@@ -374,7 +382,11 @@ class PipelineEngine:
         return {"orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
+
+        Args:
+            state: Empty where nothing was saved.
+        """
         orders = state.get("orders", {})
         for index, stage in self.stages.items():
             if stage.reducer is not None:
@@ -382,7 +394,11 @@ class PipelineEngine:
                 stage.reducer.follow_trainable()
 
     def set_steps(self, steps: int) -> None:
-        """Number of the last step, on which dropout depends; for a resumed run."""
+        """Number of the last step, on which dropout depends; for a resumed run.
+
+        Args:
+            steps: From 1; 0 for none.
+        """
         self._executor.start_at(steps)
 
     def close(self) -> None:

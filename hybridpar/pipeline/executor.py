@@ -120,6 +120,9 @@ class Executor:
     def step(self, request: StepRequest) -> LateOutcome:
         """Issue a step. Waits only for the step before the last one.
 
+        Args:
+            request: What the step is to do.
+
         Raises:
             SyncError: A worker died or did not answer in time.
             HybridparError: Work of an earlier step failed.
@@ -129,7 +132,11 @@ class Executor:
         return self._outcome(self.issue(request))
 
     def issue(self, request: StepRequest) -> StepState:
-        """Issue the work of a step, without counting it as done."""
+        """Issue the work of a step, without counting it as done.
+
+        Args:
+            request: What the step is to do.
+        """
         self._rebuild_buckets()
         self.borders.follow_trainable()
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
@@ -165,7 +172,12 @@ class Executor:
         return step
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
-        """Start to sum the samples of the next step over the replicas; see `Agreement.count_samples`."""
+        """Start to sum the samples of the next step over the replicas; see `Agreement.count_samples`.
+
+        Args:
+            samples: Of this replica.
+            refusing: This replica cannot do the step.
+        """
         self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
         return self._agreement.count_samples(samples, refusing=refusing)
 
@@ -196,7 +208,11 @@ class Executor:
         return outcome
 
     def start_at(self, steps: int) -> None:
-        """Number of the last step, where training goes on from a checkpoint."""
+        """Number of the last step, where training goes on from a checkpoint.
+
+        Args:
+            steps: From 1; 0 for none.
+        """
         self.wait()
         self.steps = steps
 

@@ -30,6 +30,9 @@ from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, Sync
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 
+#: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
+AfterStep = Callable[[int, Tensor | None], None]
+
 
 class LocalStage:
     """A stage on its worker.
@@ -46,6 +49,8 @@ class LocalStage:
             device, the commit flag; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
         nodes: Which of the replicas are on which node, where codecs are used between nodes only.
+        after_step: Called on the lane when parameters and buffers of a step are final, unless the host knows that it
+            was rolled back.
 
     Attributes:
         gradients: Sums the gradients over the replicas, where there are any.
@@ -67,6 +72,7 @@ class LocalStage:
         step_optimizer: OptimizerStep | None,
         norm_group: SumGroup | None = None,
         nodes: NodeWorlds | None = None,
+        after_step: AfterStep | None = None,
     ) -> None:
         self.run = run
         self.lane = lane
@@ -77,6 +83,8 @@ class LocalStage:
         self._sync_lanes = sync_lanes
         self._nodes = nodes
         self._step_optimizer = step_optimizer
+        self._after_step = after_step
+        self._step = 0
         self.guarded = options.guard
         self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
@@ -105,6 +113,9 @@ class LocalStage:
         """From the next step on apply gradients one step late, or as they come; between steps, on all replicas alike.
 
         Gradients that were sent are dropped where they are no longer applied late.
+
+        Args:
+            delayed: Whether they come one step late.
         """
         before = self.reducer
         if before is None or self.options.delayed == delayed:
@@ -149,6 +160,7 @@ class LocalStage:
             step: Its number, from 1.
             flight: What will be known about its gradients.
         """
+        self._step = step
         self.run.start_step(step)
         self.gradients.start(flight)
         if self.batch_norm is not None:
@@ -207,6 +219,8 @@ class LocalStage:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=where)
+            if self._after_step is not None:
+                self._after_step(self._step, where)
         self.gradients.close_step()
         return bad
 
@@ -269,7 +283,11 @@ def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
 
 
 def first_bad_parameter(module: nn.Module) -> str | None:
-    """Name of the first parameter of a module, in its order, whose gradient is not finite."""
+    """Name of the first parameter of a module, in its order, whose gradient is not finite.
+
+    Args:
+        module: With gradients in `.grad`.
+    """
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             return name

@@ -44,6 +44,9 @@ class StageFacts:
 def gather_facts(pipeline: PipelineEngine) -> tuple[StageFacts, ...]:
     """The facts of all stages, after the first step. A collective; all workers get the result.
 
+    Args:
+        pipeline: Of this worker.
+
     Raises:
         SyncError: A peer died or did not answer in time.
     """
@@ -63,7 +66,12 @@ def gather_facts(pipeline: PipelineEngine) -> tuple[StageFacts, ...]:
 
 
 def whole_program(program: Program, facts: Sequence[StageFacts]) -> Program:
-    """A program with the sums of all stages; that of a worker has only those of its own."""
+    """A program with the sums of all stages; that of a worker has only those of its own.
+
+    Args:
+        program: Of one worker.
+        facts: Of all stages.
+    """
     return lower(program.schedule, program.layout, [len(one.bucket_bytes) for one in facts])
 
 

@@ -75,7 +75,12 @@ class RandomKeys:
 
     @contextmanager
     def of(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Inside, random operations of stages on this thread belong to a micro-batch of a step."""
+        """Inside, random operations of stages on this thread belong to a micro-batch of a step.
+
+        Args:
+            step: Number of the step.
+            micro_batch: Its number among those of this replica.
+        """
         own = self.device.type == "cpu" and not self.compiled
         _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}", own)
         _local.leave = None
@@ -129,7 +134,11 @@ def key_random_operations(graph: fx.Graph, modules: nn.Module) -> int:
 
 
 def enter_random(name: str) -> None:
-    """Seed the generator for one operation. Does nothing where no micro-batch is known."""
+    """Seed the generator for one operation. Does nothing where no micro-batch is known.
+
+    Args:
+        name: Of the operation.
+    """
     key = getattr(_local, "key", None)
     if key is None:
         return

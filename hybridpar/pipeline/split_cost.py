@@ -82,12 +82,20 @@ def measure_backward(
 
 
 def may_split(costs: Sequence[BackwardCost]) -> bool:
-    """Whether every stage's halves cost little enough over the whole."""
+    """Whether every stage's halves cost little enough over the whole.
+
+    Args:
+        costs: What the halves of each stage take, and what the whole does.
+    """
     return all(cost.ratio <= MOST_SPLIT_COST for cost in costs)
 
 
 def keep_whole(schedule: Schedule) -> Schedule:
-    """The same order with whole backward passes: each stands where its first half stood."""
+    """The same order with whole backward passes: each stands where its first half stood.
+
+    Args:
+        schedule: With backward passes in halves.
+    """
     rows = [
         [
             Action(action.stage, Kind.BACKWARD, action.index) if action.kind is Kind.BACKWARD_INPUT else action

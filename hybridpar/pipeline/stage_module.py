@@ -62,19 +62,33 @@ class WholeModel:
 
 
 def module_of(stage: StageModule) -> nn.Module:
-    """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say."""
+    """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say.
+
+    Args:
+        stage: The stage.
+    """
     module: nn.Module = stage.module if isinstance(stage, WholeModel) else stage  # type: ignore[assignment]
     return module
 
 
 def device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
+    """Where a stage computes: where its parameters or buffers are; a default for one that has neither.
+
+    Args:
+        module: The stage's module.
+        default: Where it is if it holds no tensor.
+    """
     held = next(module.parameters(), next(module.buffers(), None))
     return default if held is None else held.device
 
 
 def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:
-    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs."""
+    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs.
+
+    Args:
+        stages: All stages, in order.
+        index: The stage that makes it.
+    """
     made = {border.name for border in stages[index].outputs}
     uses = {
         other.index: [border.name for border in other.inputs if border.name in made] for other in stages[index + 1 :]
@@ -84,6 +98,9 @@ def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[st
 
 def check_stages(stages: Sequence[StageModule]) -> None:
     """Refuse a list of stages that is not all stages of one model, in order.
+
+    Args:
+        stages: All stages, in order.
 
     Raises:
         ScheduleError: A stage is missing or out of order.

@@ -103,7 +103,11 @@ class StageRun:
         self.peak_in_flight = 0
 
     def move_to(self, device: torch.device) -> None:
-        """Bring what comes from other devices to that of the stage's lane."""
+        """Bring what comes from other devices to that of the stage's lane.
+
+        Args:
+            device: Of the lane.
+        """
         self._device = device
 
     def attach(self, after_forward: Callable[[], None], quiet: Callable[[], Any]) -> None:
@@ -117,7 +121,11 @@ class StageRun:
         self._quiet = quiet
 
     def start_step(self, step: int) -> None:
-        """Forget the losses of the step before, and whatever a step that was given up has left."""
+        """Forget the losses of the step before, and whatever a step that was given up has left.
+
+        Args:
+            step: Its number.
+        """
         self._step = step
         self.loss_sum = None
         self._flights.clear()
@@ -187,7 +195,12 @@ class StageRun:
         self.in_flight -= 1
 
     def backward_input(self, index: int, keep: Keep) -> None:
-        """The first half of a split backward pass: gradients of what entered the stage."""
+        """The first half of a split backward pass: gradients of what entered the stage.
+
+        Args:
+            index: The micro-batch.
+            keep: `Lane.keep` of the lane this runs on.
+        """
         flight = self._flights[index]
         roots = self._roots(flight, index, keep)
         wanted = [leaf for leaf in flight.leaves.values() if leaf.requires_grad]
@@ -205,7 +218,12 @@ class StageRun:
         self._hand_back(flight, index)
 
     def backward_weight(self, index: int, keep: Keep) -> None:
-        """The second half: gradients of the stage's parameters."""
+        """The second half: gradients of the stage's parameters.
+
+        Args:
+            index: The micro-batch.
+            keep: `Lane.keep` of the lane this runs on.
+        """
         flight = self._flights.pop(index)
         keep(*flight.leaves.values(), *(gradient for _, gradient in flight.pending if gradient is not None))
         wanted = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

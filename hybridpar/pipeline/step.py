@@ -96,7 +96,11 @@ class StepRequest:
     flags: Tensor | None = None
 
     def share(self, samples: int) -> float:
-        """A micro-batch's part of the global batch, with which its mean loss is weighed."""
+        """A micro-batch's part of the global batch, with which its mean loss is weighed.
+
+        Args:
+            samples: Of the micro-batch.
+        """
         known = self.global_samples
         return samples / (known() if callable(known) else known)
 
@@ -117,7 +121,13 @@ class SpanRecorder:
         self._collected: StepSpans | None = None
 
     def timed(self, queue: Queue, action: Action, work: Callable[[], None]) -> Callable[[], None]:
-        """Work that notes its start and its end."""
+        """Work that notes its start and its end.
+
+        Args:
+            queue: Where it runs.
+            action: What it is.
+            work: What to do.
+        """
         if not self.enabled:
             return work
 
@@ -129,7 +139,11 @@ class SpanRecorder:
         return whole
 
     def ready(self, action: Action) -> None:
-        """Note that an action has what it needs of this worker; called by the work that made it."""
+        """Note that an action has what it needs of this worker; called by the work that made it.
+
+        Args:
+            action: The action.
+        """
         if self.enabled:
             self._ready[action] = self._now()
 
@@ -254,6 +268,10 @@ class LateOutcome(StepOutcome):
     """The outcome of a step that may still be running. Reading it waits.
 
     Once the step is over it holds numbers only, so keeping the outcomes of a whole run keeps no batch alive.
+
+    Args:
+        step: What is known of it.
+        world: The workers, by whose names errors are told.
     """
 
     def __init__(self, step: StepState, world: World) -> None:

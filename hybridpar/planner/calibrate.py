@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import PlanError, UsageError
+from hybridpar.formats.cache import forget_measurement, load_measurement, store_measurement, stored_measurements
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.compare import Comparison, slower_links
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
-from hybridpar.planner.store import entries, forget, load, store
 
 #: What is kept.
 KIND = "calibration"
@@ -96,22 +96,9 @@ def calibrated(inputs: PlannerInputs) -> PlannerInputs:
     keys = [("link", link_key(inputs))]
     if inputs.profile.source == "measured":
         keys.insert(0, ("compute", compute_key(inputs)))
-    factors = {name: value for name, key in keys if (value := _factor(load(KIND, key))) is not None}
+    factors = {name: value for name, key in keys if (value := _factor(load_measurement(KIND, key))) is not None}
     compute, link = factors.get("compute", 1.0), factors.get("link", 1.0)
-    variants = tuple(
-        replace(
-            variant,
-            sizes=tuple(
-                replace(
-                    one,
-                    forward_ms=tuple(compute * time for time in one.forward_ms),
-                    backward_ms=tuple(compute * time for time in one.backward_ms),
-                )
-                for one in variant.sizes
-            ),
-        )
-        for variant in inputs.profile.variants
-    )
+    variants = tuple(variant.scaled(compute) for variant in inputs.profile.variants)
     return replace(
         inputs,
         profile=replace(inputs.profile, variants=variants) if "compute" in factors else inputs.profile,
@@ -143,7 +130,7 @@ def calibrate(directories: Sequence[Path]) -> list[Factor]:
     factors = []
     for name, values in found.items():
         factor = Factor(keys[name], math.exp(statistics.median(math.log(value) for value in values)), len(values))
-        store(KIND, factor.key, {"factor": factor.value, "runs": factor.runs})
+        store_measurement(KIND, factor.key, {"factor": factor.value, "runs": factor.runs})
         factors.append(factor)
     return factors
 
@@ -152,14 +139,14 @@ def known_factors() -> list[Factor]:
     """All factors that are kept."""
     return [
         Factor(key, value, runs if isinstance(runs := data.get("runs"), int) else 1)
-        for key, data in entries(KIND)
+        for key, data in stored_measurements(KIND)
         if (value := _factor(data)) is not None
     ]
 
 
 def clear_factors() -> int:
     """Remove all factors; returns how many there were."""
-    return sum(forget(KIND, key) for key, _ in list(entries(KIND)))
+    return sum(forget_measurement(KIND, key) for key, _ in list(stored_measurements(KIND)))
 
 
 def run_calibrate(words: Sequence[str]) -> int:

@@ -7,15 +7,12 @@ memory, so a faster link or more memory never takes a candidate away.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
 from hybridpar.partition.cost import IntervalCosts, Link, Problem
-from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.linear import least_maximum, stages_of
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.planner.profile import ModelProfile, Parameter
@@ -156,27 +153,6 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
         tuple(saved_bytes(graph, cut.stage_of)),
         tuple(map(tuple, parameters)),
         {one.name: done[one.unit] for one in profile.parameters},
-        edges_of(graph, cut.stage_of),
+        tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(cut.stage_of).items()),
         tuple(largest),
     )
-
-
-def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
-    """What is sent between the stages of a cut: every tensor once to each later stage that uses it.
-
-    Args:
-        graph: Units of the model, with sizes.
-        stage_of: Stage of every unit.
-    """
-    ahead: dict[tuple[int, int], int] = defaultdict(int)
-    back: dict[tuple[int, int], int] = defaultdict(int)
-    last = max(stage_of)
-    for value in graph.values:
-        home = stage_of[value.producer] if value.producer >= 0 else 0
-        users = {stage_of[unit] for unit in value.consumers}
-        if value.is_output:
-            users.add(last)
-        for user in users - {home}:
-            ahead[home, user] += value.bytes
-            back[home, user] += value.gradient_bytes
-    return tuple(Edge(*pair, ahead[pair], back[pair]) for pair in sorted(ahead))

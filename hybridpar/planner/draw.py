@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridpar.errors import UsageError
+from hybridpar.partition.draw import save_picture
 from hybridpar.planner.scaling import KHat, Point
 
 if TYPE_CHECKING:
@@ -53,13 +53,7 @@ def draw_curve(points: Sequence[Point], equation: KHat, title: str, path: Path) 
     axes.set_ylabel("step, in time to the same result (ms)")
     axes.set_title(title)
     axes.legend()
-    metadata = {"Date": None} if path.suffix == ".svg" else {}
-    try:
-        figure.savefig(path, metadata=metadata)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
-        ) from error
+    save_picture(figure, path)
 
 
 def _label_times(axes: Axes) -> None:

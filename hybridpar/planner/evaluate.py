@@ -19,8 +19,9 @@ from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Shape, Space
-from hybridpar.schedule.actions import Kind, Layout, Schedule
+from hybridpar.schedule.actions import Layout, Schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.schedule.simulate import Simulation, simulate
@@ -424,19 +425,13 @@ class Evaluator:
         """
         figures = self._figures(cut, variant, self.samples(shape))
         layout, sizes = self._layout(shape, cut, variant), figures.saved_bytes
+        homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
+        if name is not None:
+            schedule = self._schedule(name, shape, cut, variant)
+            homes, held = list(layout.worker_of), most_held(schedule, layout, sizes).lane_bytes
         peaks = [0] * layout.workers
-        for stage, size in enumerate(sizes):
-            peaks[layout.home(stage)] = max(peaks[layout.home(stage)], size)
-        if name is None:
-            return tuple(peaks)
-        for lane, row in enumerate(self._schedule(name, shape, cut, variant).rows):
-            held, home = 0, layout.worker_of[lane]
-            for action in row:
-                if action.kind is Kind.FORWARD:
-                    held += sizes[action.stage]
-                    peaks[home] = max(peaks[home], held)
-                elif action.kind is not Kind.BACKWARD_INPUT:
-                    held -= sizes[action.stage]
+        for home, size in zip(homes, held, strict=True):
+            peaks[home] = max(peaks[home], size)
         return tuple(peaks)
 
 

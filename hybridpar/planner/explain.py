@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import PlanError
+from hybridpar.planner.codecs import left_out, planned_codecs
 from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate
-from hybridpar.planner.steps import left_out, planned_codecs
 
 #: Parts of a step, as they are told.
 PARTS = {
@@ -98,11 +98,7 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
-    space = answer.evaluator.space
-    codec = space.codec_choices[candidate.codec]
-    parts += [codec.name] if candidate.codec else []
-    variant = space.inputs.profile.variants[candidate.variant].name
-    return ", ".join(parts + ([variant] if variant else []))
+    return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
 def brief(candidate: Candidate, answer: Answer) -> str:
@@ -112,16 +108,21 @@ def brief(candidate: Candidate, answer: Answer) -> str:
         candidate: The candidate.
         answer: Of the search.
     """
-    shape, space = candidate.shape, answer.evaluator.space
+    shape = candidate.shape
     if shape.stages == 1:
         name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
     else:
         name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
         name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
     parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
-    parts += [space.codec_choices[candidate.codec].name] if candidate.codec else []
+    return ", ".join(parts + _codec_and_variant(candidate, answer))
+
+
+def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
+    """What gradients are sent as, and how the model is computed, where they are not torch's defaults."""
+    space = answer.evaluator.space
     variant = space.inputs.profile.variants[candidate.variant].name
-    return ", ".join(parts + ([variant] if variant else []))
+    return [space.codec_choices[candidate.codec].name] * (candidate.codec > 0) + [variant] * bool(variant)
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:

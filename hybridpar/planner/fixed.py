@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
+from hybridpar.schedule.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,8 @@ def fixed_by(
         names: Parameters of the model.
         named: Those that must have an effect in the plan.
     """
-
-    def chosen(option: str) -> Any:
-        return getattr(config, option) if option in decided else None
-
+    shape = ("stages", "replicas", "micro_batches", "schedule", "placement")
+    chosen = {option: getattr(config, option) for option in shape if option in decided}
     memory_format, kernels, codecs = None, None, None
     if "memory_format" in decided and config.memory_format != "auto":
         memory_format = config.memory_format
@@ -125,16 +123,12 @@ def fixed_by(
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
     return Fixed(
         workers=workers,
-        stages=chosen("stages"),
-        replicas=chosen("replicas"),
-        micro_batches=chosen("micro_batches"),
-        schedule=chosen("schedule"),
-        placement=chosen("placement"),
         memory_format=memory_format,
         kernels=kernels,
         codecs=codecs,
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
+        **chosen,
     )
 
 
@@ -149,7 +143,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--recompute": bool(config.recompute),
         "--cuda-graph": config.cuda_graph,
         "--batch-norm sync": config.batch_norm == "sync",
-        "--schedule zero_bubble": config.schedule == "zero_bubble",
+        f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",
         f"--sync {config.sync}": config.sync != "allreduce",
         f"--double-buffer {config.double_buffer}": config.double_buffer not in (None, "off"),
@@ -157,12 +151,3 @@ def not_modelled(config: TrainConfig) -> str:
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }
     return next((option for option, set_ in reasons.items() if set_), "")
-
-
-def optimizer_copies(config: TrainConfig) -> int:
-    """Tensors per parameter that the optimizer keeps.
-
-    Args:
-        config: Options of the run.
-    """
-    return state_copies(config)

@@ -51,6 +51,9 @@ class PlannerInputs:
         calibration: By what earlier runs corrected times of computing (`compute`) and speeds of links (`link`). These
             factors are in the profile and the cluster already.
         version: Of this record.
+
+    Raises:
+        UsageError: A value is out of its range; the message says which.
     """
 
     profile: ModelProfile
@@ -138,6 +141,9 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
     Args:
         data: What was read.
         source: What to call it in messages.
+
+    Returns:
+        The inputs, of the present version.
 
     Raises:
         PlanError: They are damaged, have an unknown key, or are of another version.

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import Collective, TorchGroup
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
+from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.network import log_rounds
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
@@ -66,6 +68,10 @@ def measure_level(
         pair: Two ranks of one party, between which messages are timed.
         seconds: Time for each way of using the link.
         ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`.
+
+    Returns:
+        Bandwidth in bytes per second, latency, and what each way reaches of it and takes of the cores; the same on
+        all workers.
     """
     party = world.split(parties, lanes=1)
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
@@ -100,8 +106,8 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
     go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
     with a token bucket fill the bucket again.
     """
-    size, rank = party.size, grid.world.rank
-    group = TorchGroup(party.control) if size > 1 else None
+    size, share, alone = party.size, (party.size - 1) / party.size, party.size == 1
+    adds, group = party.lane_sums[0], None if alone else TorchGroup(party.control)
 
     def all_to_all(message: Tensor) -> None:
         assert group is not None
@@ -113,33 +119,29 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         piece = message[: message.numel() // size]
         group.all_gather(message.new_empty(piece.numel() * size), piece)
 
-    def codec_sum(message: Tensor) -> None:
+    def sum_as(dtype: torch.dtype, message: Tensor) -> None:
         assert group is not None
-        group.all_reduce(message, Collective.SUM)
-
-    def half_sum(message: Tensor) -> None:
-        codec_sum(message.view(torch.float16))
-
-    def integer_sum(message: Tensor) -> None:
-        codec_sum(message.view(torch.int32))
+        group.all_reduce(message.view(dtype), Collective.SUM)
 
     def send(message: Tensor) -> None:
-        peer, part = pair[rank == pair[0]], [MessagePart(tuple(message.shape))]
+        peer, part = pair[grid.world.rank == pair[0]], [MessagePart(tuple(message.shape))]
         sending = threading.Thread(target=grid.senders[peer].send, args=([message], part))
         sending.start()
         grid.receivers[peer].receive(part)
         sending.join()
 
-    ways: dict[str, tuple[_Work | None, float]] = {"send": (send if rank in pair else None, 1.0)}
-    share, alone = (size - 1) / size, size == 1
-    ways["all_reduce"] = (None if alone else party.lane_sums[0].all_reduce, 2 * share)
-    ways["all_to_all"] = (None if alone else all_to_all, share)
-    ways["all_gather"] = (None if alone else all_gather, share)
-    if not isinstance(party.lane_sums[0], BackendSum):
-        ways["codec_sum"] = (None if alone else codec_sum, 2 * share)
-    ways["half_sum"] = (None if alone else half_sum, 2 * share)
-    ways["integer_sum"] = (None if alone else integer_sum, 2 * share)
-    return ways
+    ways: dict[str, tuple[_Work, float]] = {
+        "all_reduce": (adds.all_reduce, 2 * share),
+        "all_to_all": (all_to_all, share),
+        "all_gather": (all_gather, share),
+        "codec_sum": (partial(sum_as, torch.float32), 2 * share),
+        "half_sum": (partial(sum_as, torch.float16), 2 * share),
+        "integer_sum": (partial(sum_as, torch.int32), 2 * share),
+    }
+    if isinstance(adds, BackendSum):  # which is the sum that codecs use
+        del ways["codec_sum"]
+    own = {name: (None if alone else work, factor) for name, (work, factor) in ways.items()}
+    return {"send": (send if grid.world.rank in pair else None, 1.0), **own}
 
 
 def _slowest(ways: Sequence[Way]) -> Way:
@@ -210,9 +212,7 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
         world.barrier()
         work()
         return 0.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that one thread's account holds all of the computing
-    try:
+    with intra_op_threads(1):  # so that one thread's account holds all of the computing
         one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
         failures: list[Exception] = []
 
@@ -231,8 +231,6 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
         if failures:
             raise failures[0]
         return (time.process_time() - process) - (time.thread_time() - own)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def spare_cores(world: World, seconds: float) -> float:
@@ -244,18 +242,14 @@ def spare_cores(world: World, seconds: float) -> float:
         world: All workers.
         seconds: Time of each of six measurements, in seconds.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        gains = []
+    threads, gains = torch.get_num_threads(), []
+    with intra_op_threads(1):
         for _ in range(3):
             rates = []
             for count in (threads, threads + 1):
                 world.barrier()
                 rates.append(_products(count, seconds))
             gains.append(threads * (rates[1] / max(1, rates[0]) - 1))
-    finally:
-        torch.set_num_threads(threads)
     spare = statistics.median(gains)
     return round(min(1.0, spare), 2) if spare >= 0.25 else 0.0
 
@@ -292,19 +286,5 @@ def most_of_all(value: float, world: World) -> float:
         value: Of this worker.
         world: All workers.
     """
-    return max(_of_all(value, world))
-
-
-def least_of_all(value: float, world: World) -> float:
-    """The least of all workers' values.
-
-    Args:
-        value: Of this worker.
-        world: All workers.
-    """
-    return min(_of_all(value, world))
-
-
-def _of_all(value: float, world: World) -> list[float]:
     values: list[float] = world.gather(value)  # type: ignore[assignment]
-    return values
+    return max(values)

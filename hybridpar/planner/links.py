@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hybridpar.comm.world import World
+from hybridpar.formats.cache import forget_measurement, load_measurement, store_measurement
 from hybridpar.machine.cluster import BUSY_LOAD, cpu_name, machine_load
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
-from hybridpar.planner import store
 from hybridpar.planner.link_ways import (
     LEAST_BYTES,
     MOST_BYTES,
@@ -27,12 +27,12 @@ from hybridpar.planner.link_ways import (
     STRIPED_WAYS,
     WAYS,
     laps_of,
-    least_of_all,
     measure_level,
     most_of_all,
     spare_cores,
 )
 from hybridpar.planner.network import log_rounds
+from hybridpar.planner.store import MOST_TRIES
 
 _log = logging.getLogger(__name__)
 
@@ -88,8 +88,10 @@ def measure_cluster(
             return known
 
     def measure() -> ClusterSpec:
-        spare = least_of_all(spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
-        hosts = _hosts(told, world, spare)
+        spare: list[float] = [0.0]
+        if world.device.type == "cpu":
+            spare = world.gather(spare_cores(world, seconds / 2))  # type: ignore[assignment]
+        hosts = _hosts(told, world, min(spare))
         with world.named_errors("measuring the links between workers"):
             levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
         return ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
@@ -97,7 +99,7 @@ def measure_cluster(
     def doubt(tries: Sequence[ClusterSpec]) -> float:
         return float(not _still_true(tries[-1], world, CONFIRMED))
 
-    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, store.MOST_TRIES)
+    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, MOST_TRIES)
     if doubtful:
         _log.warning(
             "the links between workers change by more than %g times from one moment to the next: what was measured is "
@@ -154,7 +156,7 @@ def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, .
 def _remembered(key: Mapping[str, object], ways: Collection[str], load: float) -> ClusterSpec | None:
     """What was measured before in these ways at least; nothing that was taken on a much busier machine."""
     for one in _keys(key, ways):
-        kept: Any = store.load(KIND, one)
+        kept: Any = load_measurement(KIND, one)
         try:
             found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
         except (ValueError, KeyError, TypeError):
@@ -168,8 +170,8 @@ def _remember(key: Mapping[str, object], ways: Collection[str], load: float, spe
     """Keep what was measured; what was remembered of more ways is as old as the rest, and would be found first."""
     *more, own = _keys(key, ways)
     for one in more:
-        store.forget(KIND, one)
-    store.store(KIND, own, {"load": load, "cluster": spec.model_dump(mode="json")})
+        forget_measurement(KIND, one)
+    store_measurement(KIND, own, {"load": load, "cluster": spec.model_dump(mode="json")})
 
 
 def _keys(key: Mapping[str, object], ways: Collection[str]) -> list[dict[str, object]]:

@@ -17,20 +17,20 @@ from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.rates import measure_codec
 from hybridpar.errors import HybridparError
-from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import device_roofline, estimate_units
 from hybridpar.partition.co_run import measure_lanes
-from hybridpar.partition.graph_facts import resolve_attribute
+from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, UnitTimes
-from hybridpar.partition.profile_cache import device_name, measured_profile
+from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
 from hybridpar.partition.state import untouched
 from hybridpar.partition.trace import TracedModel, trace_model
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
-from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
+from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
 from hybridpar.planner.step_costs import StepCosts, measure_step_costs
 from hybridpar.planner.store import NOISE, remembered, steadied
 from hybridpar.tvm_kernels.database import default_database
@@ -82,6 +82,9 @@ def profile_model(
         progress: Told after every pass.
         announce: Told in a line what is being done.
 
+    Returns:
+        Units, parameters and times of the model, without its weights.
+
     Raises:
         TraceError: The model cannot be traced.
         UsageError: The model refuses the inputs, or its training step fails.
@@ -93,29 +96,31 @@ def profile_model(
     tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
     rest: dict[str, StepCosts] = {}
-    largest = max(examples, key=len)
+    ascending = sorted(examples, key=len)
+    first, largest = ascending[0], ascending[-1]
     try:
         ways = list(itertools.product(formats, tuned))
         for form, kernel in ways:
-            for example in sorted(examples, key=lambda one: one.shape[0]):
+            sizes, noises = [], []
+            for example in ascending:
                 given = _set_way(model, example, form, kernel)
-                say(f"profiling {form}, {kernel} kernels, micro-batches of {given.shape[0]}")
+                say(f"profiling {form}, {kernel} kernels, micro-batches of {len(given)}")
                 if kernel not in traced:
                     traced[kernel] = trace_model(model, (given,))
                 found = find_units(traced[kernel], (given,))
                 times = _times(found, given, measure, passes, progress)
-                sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
-                variants.append(Variant(form, kernel, (sized,), times.noise))
+                sizes.append(SizedTimes(len(given), times.forward_ms, times.backward_ms))
+                noises.append(times.noise)
                 units = units or found
             if measure and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
-                given = _set_way(model, largest, form, kernel)
                 rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
-        variants = list(merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]))
+            update_ms = rest[form].update_ms if form in rest else None
+            variants.append(Variant(form, kernel, tuple(sizes), max(noises), update_ms))
         if measure and len(ways) > 1:
             say("comparing memory formats and kernels in turns")
             steps = steadied("turns", partial(_steps_in_turns, model, largest, ways))
-            variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
+            variants = [one.scaled(steps[_way_name(one.memory_format, one.kernels)] / one.step_ms) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
@@ -123,7 +128,6 @@ def profile_model(
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
-    first = min(examples, key=lambda one: one.shape[0])
     return ModelProfile(
         info=ModelInfo(
             name=name or type(model).__name__,
@@ -142,7 +146,7 @@ def profile_model(
         source="measured" if measure else "analytic",
         co_run=co_run,
         crowd=dict(crowd or {}),
-        update_ms=_update_ms(rest, formats[0]),
+        update_ms=variants[0].update_ms,
         collect_ms=rest[formats[0]].collect_ms if rest else 0.0,
         accumulate_ms=rest[formats[0]].accumulate_ms if rest else 0.0,
         versions={"torch": str(torch.__version__)},
@@ -187,10 +191,6 @@ def _way_name(form: str, kernel: str) -> str:
     return f"{form}, {kernel}"
 
 
-def _update_ms(rest: Mapping[str, StepCosts], memory_format: str) -> float | None:
-    return rest[memory_format].update_ms if memory_format in rest else None
-
-
 def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
     """The trained parameters of a model, each with the first unit that uses it.
 
@@ -199,13 +199,8 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
     """
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
-        for node in nodes:
-            for user in (node, *node.all_input_nodes):
-                if user.op == "get_attr" or (user is node and user.op == "call_module"):
-                    found = resolve_attribute(units.traced, str(user.target))
-                    held = found.parameters() if isinstance(found, nn.Module) else [found]
-                    for one in held:
-                        home.setdefault(id(one), index)
+        for one in (one for node in nodes for one in state_of(units.traced, node)):
+            home.setdefault(id(one), index)
     # A parameter that no unit uses has no gradient to exchange.
     return tuple(
         Parameter(name, tuple(one.shape), home[id(one)])
@@ -241,10 +236,8 @@ def measure_rates(
         "shapes": shapes,
         "beside": beside,
         "workers": tried_by,
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
+        **machine_key(device),
     }
-    key |= {"allocator": describe_allocator(), "torch": str(torch.__version__)}
     rates: dict[str, dict[int, tuple[float, float]]] = {}
     for text in codecs:
         measure = partial(_rate, text, shapes, tried_by, device)
@@ -293,8 +286,9 @@ def _times(
 ) -> UnitTimes:
     if not measure:
         return estimate_units(units.graph, device_roofline(example.device, None))
-    more = {"passes": passes, "threads": None, "cache": None, "progress": progress, "seconds": MOST_SECONDS}
-    return measured_profile(units, (example,), **more)  # type: ignore[arg-type]
+    return measured_profile(
+        units, (example,), passes=passes, threads=None, cache=None, progress=progress, seconds=MOST_SECONDS
+    )
 
 
 def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, float]:

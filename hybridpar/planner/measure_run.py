@@ -27,17 +27,20 @@ from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
+from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.process import available_cores, describe_allocator, host_identity
+from hybridpar.machine.process import available_cores, host_identity
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.partition.profile import Progress
-from hybridpar.partition.profile_cache import device_name
+from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.calibrate import calibrated
-from hybridpar.planner.fixed import Fixed, optimizer_copies
+from hybridpar.planner.codecs import planned_codecs
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
@@ -45,8 +48,6 @@ from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, p
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
-from hybridpar.planner.steps import planned_codecs
-from hybridpar.planner.store import folder, load, store
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -123,7 +124,7 @@ class Question:
             config.fidelity,
             fixed,
             config.amp,
-            optimizer_copies(config),
+            state_copies(config),
             config.bucket_bytes,
             config.sync_lanes,
             steps,
@@ -223,8 +224,8 @@ def measure_inputs(
     if not world.gather(kept is not None)[0]:
         kept = _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
         if kept is not None and measure and cache and kept.profile.noise <= MOST_NOISE:  # else a warning has said so
-            store(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
-    directory = folder() if cache else None
+            store_measurement(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
+    directory = measurements_directory() if cache else None
     trained = [one for one in model.parameters() if one.requires_grad]
     alone = workers == 1 or not (cluster is not None or _carries_codecs(world) or asked.steps is None)
     codecs = [] if alone else asked.codecs
@@ -287,12 +288,9 @@ def _key(model: nn.Module, asked: Question, world: World) -> dict[str, object]:
         "divided": [asked.fixed.replicas, asked.fixed.micro_batches] if asked.fixed.micro_batches else None,
         "amp": asked.amp,
         "copies": asked.copies,
-        "devices": device_name(world.device),
+        **machine_key(world.device),
         "hosts": sorted(Counter(str(one) for one in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
-        "threads": torch.get_num_threads(),
-        "allocator": describe_allocator(),
-        "torch": str(torch.__version__),
     }
 
 
@@ -381,7 +379,7 @@ def _named(act: Callable[[], _T]) -> Callable[[], _T]:
 def _kept(key: Mapping[str, Any], scope: _Scope, steps: int | None) -> _Kept | None:
     """What was measured before; None where it is less than is asked for now."""
     try:
-        kept = _KEPT.validate_python(load(KIND, key))
+        kept = _KEPT.validate_python(load_measurement(KIND, key))
     except (ValidationError, HybridparError):  # a damaged file is measured again
         return None
     variants = [one for one in kept.profile.variants if (one.memory_format, one.kernels) in scope.ways]

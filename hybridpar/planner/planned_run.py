@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import BackendSum, World
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
@@ -32,7 +33,6 @@ from hybridpar.planner.fixed import (
     needs_replicas,
     needs_stages,
     not_modelled,
-    optimizer_copies,
 )
 from hybridpar.planner.resolve import resolve
 
@@ -129,7 +129,7 @@ def plan_run(
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
-            found = _follow_stored(model, config, world, _parsed(kept), decided)
+            found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
     elif why := _not_worth(sample_shape, steps):
         found = _unplanned(why) if "plan" in given else found
     elif option := not_modelled(config):
@@ -300,10 +300,8 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
     if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
         shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
         told.append("samples of {}, not {}".format(*shapes))
-    if inputs.optimizer_copies != optimizer_copies(config):
-        told.append(
-            f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {optimizer_copies(config)}"
-        )
+    if inputs.optimizer_copies != state_copies(config):
+        told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
     if plan.measured is not None and (plan.measured.dtype == "bfloat16") != (config.amp == "bf16"):
         told.append(f"computing in {plan.measured.dtype}")
     return ", ".join(told)
@@ -375,10 +373,6 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     return ""
 
 
-def _parsed(text: str) -> Plan:
-    return parse_plan(json.loads(text))
-
-
 def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
     """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
     from hybridpar.planner.measure_run import measure_inputs
@@ -403,7 +397,7 @@ def _search(model: nn.Module, world: World, question: Question, announce: Callab
         return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
-    return None if text is None else _parsed(text), lines
+    return None if text is None else parse_plan(json.loads(text)), lines
 
 
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:

@@ -42,7 +42,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class SizedTimes:
-    """Times of all units at one micro-batch size, in milliseconds."""
+    """Times of all units at one micro-batch size, in milliseconds.
+
+    Attributes:
+        samples: Of the micro-batch.
+        forward_ms: Of every unit.
+        backward_ms: Of every unit.
+    """
 
     samples: int
     forward_ms: tuple[float, ...]
@@ -73,14 +79,12 @@ class Variant:
         parts = [self.memory_format] if self.memory_format != "contiguous" else []
         return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
 
-    def scaled_to(self, step_ms: float) -> Variant:
-        """The same, whose units at the largest size add up to a step that was measured otherwise.
+    def scaled(self, factor: float) -> Variant:
+        """The same, whose units all take so many times as long.
 
         Args:
-            step_ms: Forward and backward pass of the whole model at that size, in milliseconds.
+            factor: 2 doubles all times.
         """
-        largest = self.sizes[-1]
-        factor = step_ms / (sum(largest.forward_ms) + sum(largest.backward_ms))
         sizes = [
             SizedTimes(
                 one.samples, tuple(factor * ms for ms in one.forward_ms), tuple(factor * ms for ms in one.backward_ms)
@@ -88,6 +92,11 @@ class Variant:
             for one in self.sizes
         ]
         return replace(self, sizes=tuple(sizes))
+
+    @property
+    def step_ms(self) -> float:
+        """Forward and backward pass of the whole model at the largest size."""
+        return sum(self.sizes[-1].forward_ms) + sum(self.sizes[-1].backward_ms)
 
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
         """Forward and backward time of every unit at a micro-batch size.
@@ -153,6 +162,9 @@ class ModelProfile:
         accumulate_ms: By how much backward passes that add gradients to those of the micro-batch before, as all that
             were timed do, take longer than those that make the first ones; it can be less than nothing.
         versions: Of what it was measured with.
+
+    Raises:
+        UsageError: Times or parameters do not fit the graph.
     """
 
     info: ModelInfo
@@ -250,23 +262,3 @@ class ModelProfile:
             ),
             saved=tuple(replace(one, bytes=round(one.bytes * factor)) for one in graph.saved),
         )
-
-
-def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Variants with all sizes of those that compute in the same way, in the order of their first ones.
-
-    Args:
-        variants: With one size each.
-    """
-    found: dict[tuple[str, str], list[Variant]] = {}
-    for one in variants:
-        found.setdefault((one.memory_format, one.kernels), []).append(one)
-    return tuple(
-        Variant(
-            *key,
-            tuple(sorted((size for one in same for size in one.sizes), key=lambda size: size.samples)),
-            max(one.noise for one in same),
-            next((one.update_ms for one in same if one.update_ms is not None), None),
-        )
-        for key, same in found.items()
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
 from hybridpar.errors import PlanError
+from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
     Kernels,
     Measured,
@@ -13,7 +14,6 @@ from hybridpar.plan import (
     Placement,
     Plan,
     Predicted,
-    Stage,
     Sync,
     SyncRule,
 )
@@ -69,13 +69,12 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     )
 
 
-def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> Candidate:
+def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
     """The candidate that a plan says, so that it can be predicted again.
 
     Args:
         plan: The plan, of the space that the evaluator is for.
         evaluator: What predicts.
-        source: What to call the plan in messages.
 
     Raises:
         PlanError: No candidate of the space is like it.
@@ -85,7 +84,7 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
         if _said_by(candidate, evaluator) == said:
             return candidate
     raise PlanError(
-        f"{source} is not one of the plans that its recorded inputs leave open",
+        "the plan is not one of the plans that its recorded inputs leave open",
         "What is predicted is a candidate of the search that the plan records.",
         "Plan again; a plan that was edited by hand cannot be compared with what was predicted.",
     )
@@ -157,32 +156,19 @@ def _placed(placement: Placement) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
-    candidate, graph = outcome.candidate, evaluator.space.inputs.profile.graph
-    figures, stages = evaluator.figures(candidate), []
-    for stage in range(candidate.shape.stages):
-        members = tuple(
-            unit.name for unit, home in zip(graph.units, candidate.cut.stage_of, strict=True) if home == stage
-        )
-        ahead, back = round(figures.forward_ms[stage], 4), round(figures.backward_ms[stage], 4)
-        stages.append(
-            Stage(
-                units=members if candidate.shape.stages > 1 else (),  # one stage holds everything
-                ms=round(ahead + back, 4),
-                forward_ms=ahead,
-                backward_ms=back,
-                parameter_bytes=figures.parameter_bytes[stage],
-                saved_bytes=figures.saved_bytes[stage],
-                cut_bytes=sum(edge.bytes for edge in figures.edges if edge.source == stage),
-            )
-        )
+    candidate, samples = outcome.candidate, evaluator.samples(outcome.candidate.shape)
+    graph = evaluator.space.inputs.profile.timed(candidate.variant, samples)
+    stages = plan_stages(graph, candidate.cut.stage_of, [1.0] * candidate.shape.stages)
+    if len(stages) == 1:  # it holds everything
+        stages = (stages[0].model_copy(update={"units": ()}),)
     times = [stage.ms or 0.0 for stage in stages]
     mean = sum(times) / len(times)
     return Partition(
-        stages=tuple(stages),
+        stages=stages,
         strategy=candidate.cut.name,
-        micro_batch=evaluator.samples(candidate.shape),
+        micro_batch=samples,
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
-        cut_bytes=sum(edge.bytes for edge in figures.edges),
+        cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
     )
 
 

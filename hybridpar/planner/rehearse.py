@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.steady import MOST_NOISE, halves_apart, repeat_until_steady
+from hybridpar.machine.steady import halves_apart
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
@@ -35,7 +34,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
-from hybridpar.planner.store import MOST_TRIES, load, store, tell_noise
+from hybridpar.planner.store import NOISE, remembered
 from hybridpar.sync.options import SyncOptions
 
 #: What is kept.
@@ -121,9 +120,26 @@ def measure_rehearsal(
         "transport": world.transport,
         "how": [copies, bucket_bytes, memory_format, steps, seconds, note],
     }
-    known = world.from_main(lambda: None if cache is None else _known(key, cache))
-    if known is not None:
-        return known
+
+    def measure() -> dict[str, float]:
+        return _step_times(model, example, world, cluster, copies, bucket_bytes, memory_format, steps, seconds)
+
+    found = remembered(KIND, key, cache, measure, world)
+    return tuple(Rehearsal(codec, len(example), step_ms) for codec, step_ms in found.items())
+
+
+def _step_times(
+    model: nn.Module,
+    example: Tensor,
+    world: World,
+    cluster: ClusterSpec,
+    copies: int,
+    bucket_bytes: int,
+    memory_format: str,
+    steps: int,
+    seconds: float,
+) -> dict[str, float]:
+    """Milliseconds of a step by codec, and the noise; a collective, so all workers know the same."""
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
@@ -137,35 +153,15 @@ def measure_rehearsal(
             codecs = ["none"] if exchange <= max(told) else []
             if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], BackendSum):
                 codecs.append(CODEC)
-            found, noise = [], 0.0
+            found, noises = {}, [0.0]
             for codec in codecs:
                 options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
                 optimizer = optimizer_like(model, copies)
-                run = partial(_steps, model, example, world, options, optimizer, steps, seconds / len(codecs))
-                # All workers know the same noise, so all do the same.
-                tries, apart = repeat_until_steady(run, _least_noise, MOST_NOISE, MOST_TRIES)
-                found.append(Rehearsal(codec, len(example), min(tries, key=lambda one: one[1])[0]))
-                noise = max(noise, apart)
+                found[codec], noise = _steps(model, example, world, options, optimizer, steps, seconds / len(codecs))
+                noises.append(noise)
         finally:
             model.to(memory_format=torch.contiguous_format)
-    if world.is_main and not tell_noise(KIND, noise) and cache is not None:
-        store(KIND, key, [asdict(one) for one in found], cache)
-    return tuple(found)
-
-
-def _least_noise(tries: Sequence[tuple[float, float]]) -> float:
-    return min(noise for _, noise in tries)
-
-
-def _known(key: Mapping[str, object], cache: Path) -> tuple[Rehearsal, ...] | None:
-    """What was found before; what is damaged is measured again."""
-    data = load(KIND, key, cache)
-    if data is None:
-        return None
-    try:
-        return tuple(Rehearsal(str(one["codec"]), int(one["samples"]), float(one["step_ms"])) for one in data)
-    except (TypeError, ValueError, KeyError, OverflowError):
-        return None
+    return found | {NOISE: max(noises)}
 
 
 def _steps(

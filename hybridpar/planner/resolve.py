@@ -139,6 +139,9 @@ def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | 
         given: Options that were named, though they may have their default's value.
         plan: What is followed; default: the file that the options name.
 
+    Returns:
+        All workers of the job, of which this process is one.
+
     Raises:
         LaunchError: The peers cannot be reached.
     """

@@ -29,6 +29,9 @@ class KHat:
         exchange_ms: Exchanging float32 gradients (T_float).
         ratio: By how much a codec makes them smaller (Z).
         update_ms: What every worker does with the result, undivided (T_upd).
+
+    Raises:
+        UsageError: A value is out of its range; the message says which.
     """
 
     samples: float

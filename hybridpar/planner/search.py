@@ -8,16 +8,16 @@ profile are equal, whatever the digits say; of all that are equal to the fastest
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from hybridpar.errors import PlanError
 from hybridpar.planner.bounds import lower_bound_ms
-from hybridpar.planner.cuts import CutLibrary
+from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.space import Candidate, Shape, Space
 
 #: Told how many candidates were looked at, and of how many.
 Progress = Callable[[int, int], None]
@@ -77,14 +77,17 @@ def find_plan(
         progress: Told now and then how far it is.
         advise: Where no plan fits, look for a batch with which one would.
 
+    Returns:
+        The chosen plan, those that are as good, and the others that were simulated.
+
     Raises:
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
             is decided leaves no plan.
     """
     evaluator = Evaluator(Space(inputs, workers, library))
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
-    bounded = _ByBound(evaluator)
-    if not bounded.total:
+    candidates = list(space.candidates())
+    if not candidates:
         raise _nothing_left(space)
     baselines: dict[str, Outcome | None] = {}
     known: dict[Candidate, Outcome] = {}
@@ -94,12 +97,12 @@ def find_plan(
     fitting = [outcome for outcome in known.values() if _fits(evaluator, outcome)]
     best = heapq.nsmallest(keep, (one.score for one in fitting))
     place = 0
-    for bound, candidate in bounded:
+    for bound, candidate in _by_bound(evaluator, candidates):
         if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
             break
         place += 1
         if progress is not None and place % 64 == 0:
-            progress(place, bounded.total)
+            progress(place, len(candidates))
         if candidate in known or not _may_fit(evaluator, candidate, make_order=True):
             continue
         known[candidate] = outcome = evaluator.outcome(candidate)
@@ -107,62 +110,43 @@ def find_plan(
             fitting.append(outcome)
             best = heapq.nsmallest(keep, (*best, outcome.score))
     if progress is not None:
-        progress(bounded.total, bounded.total)
+        progress(len(candidates), len(candidates))
     if not fitting:
-        raise _too_little_memory(evaluator, list(space.candidates()), advise)
+        raise _too_little_memory(evaluator, candidates, advise)
     ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
     equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
     ties = sorted(equal, key=lambda one: one.candidate.simplicity)
-    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, bounded.total, len(known), evaluator)
+    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(candidates), len(known), evaluator)
 
 
-class _ByBound:
-    """All candidates with what their score is at least, the least first.
+def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator[tuple[float, Candidate]]:
+    """Candidates that may fit into memory with what their score is at least, the least first.
 
     At first a candidate has the bound that holds for all codecs, which many share. Only when it is the
     next one by that, and may fit into memory, its own bound is made, and it waits for its turn by that one.
-
-    Args:
-        evaluator: Of the search.
-
-    Attributes:
-        total: How many there are.
     """
+    choices = evaluator.space.codec_choices
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._choices = evaluator.space.codec_choices
-        shared = cache(lambda shape, cut, variant: self._bound(Candidate(shape, cut, "", 0, variant), exchange=False))
-        self._own = cache(lambda shape, cut, codec, variant: self._bound(Candidate(shape, cut, "", codec, variant)))
-        self._heap = [
-            (
-                shared(one.shape, one.cut, one.variant) * self._choices[one.codec].steps,
-                place,
-                one,
-                False,
-            )
-            for place, one in enumerate(evaluator.space.candidates())
-        ]
-        self.total = len(self._heap)
-        heapq.heapify(self._heap)
+    @cache
+    def bound_of(shape: Shape, cut: Cut, codec: int, variant: int, exchange: bool) -> float:
+        candidate = Candidate(shape, cut, "", codec, variant)
+        costs = evaluator.costs(candidate, exchange=exchange)
+        return lower_bound_ms(evaluator.layout(candidate), costs, shape.micro_batches)
 
-    def __iter__(self) -> Iterator[tuple[float, Candidate]]:
-        while self._heap:
-            bound, place, one, final = heapq.heappop(self._heap)
-            if final:
-                yield bound, one
-                continue
-            if not _may_fit(self._evaluator, one):
-                continue
-            if one.shape.replicas == 1:  # nothing is exchanged, so the first bound is its own
-                yield bound, one
-                continue
-            own = self._own(one.shape, one.cut, one.codec, one.variant) * self._choices[one.codec].steps
-            heapq.heappush(self._heap, (max(bound, own), place, one, True))
-
-    def _bound(self, candidate: Candidate, exchange: bool = True) -> float:
-        costs = self._evaluator.costs(candidate, exchange=exchange)
-        return lower_bound_ms(self._evaluator.layout(candidate), costs, candidate.shape.micro_batches)
+    heap = [
+        (bound_of(one.shape, one.cut, 0, one.variant, False) * choices[one.codec].steps, place, one, False)
+        for place, one in enumerate(candidates)
+    ]
+    heapq.heapify(heap)
+    while heap:
+        bound, place, one, final = heapq.heappop(heap)
+        if not final and not _may_fit(evaluator, one):
+            continue
+        if final or one.shape.replicas == 1:  # where nothing is exchanged, the first bound is its own
+            yield bound, one
+            continue
+        own = bound_of(one.shape, one.cut, one.codec, one.variant, True) * choices[one.codec].steps
+        heapq.heappush(heap, (max(bound, own), place, one, True))
 
 
 def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:
@@ -174,7 +158,7 @@ def _may_fit(evaluator: Evaluator, candidate: Candidate, *, make_order: bool = F
     return evaluator.least_memory(candidate, make_order=make_order) <= evaluator.limit(candidate)
 
 
-def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate], advise: bool) -> PlanError:
+def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], advise: bool) -> PlanError:
     """The error that says how much is missing, and what would fit."""
     nearest = min(candidates, key=lambda one: (evaluator.least_memory(one) - evaluator.limit(one), one.simplicity))
     # What no schedule goes below may still be less than what the schedules at hand reach.

@@ -66,11 +66,6 @@ class Candidate:
             self.cut.name,
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """Data parallelism, or one device, without anything else."""
-        return self.shape.stages == self.shape.lanes == 1 and not self.codec and not self.variant
-
 
 class Space:
     """All candidates of a search, as far as nothing of them is decided (`PlannerInputs.fixed`).

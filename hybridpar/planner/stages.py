@@ -16,15 +16,16 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
+from hybridpar.formats.cache import measurements_directory
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import profiles_directory
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
+from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def cut_model(
                 optimizer_copies=state_copies(config),
             )
             threads = lane_threads(placement, device)
-            made = partition_model(model, example, problem, threads=threads, cache=profiles_directory())
+            made = partition_model(model, example, problem, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make)))
@@ -102,7 +103,9 @@ def pipeline_options(
         return tuple(found) if len(found) == len(values) else None
 
     saved = known([stage.saved_bytes for stage in sections])
-    halves = _measure_halves(stages, example, world) if pipeline.schedule == "zero_bubble" else None
+    halves = (
+        _measure_halves(stages, example, world, pipeline.schedule) if SCHEDULES.get(pipeline.schedule).splits else None
+    )
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     count = torch.cuda.device_count() if device.type == "cuda" and world.size == 1 else 1
@@ -128,7 +131,9 @@ def pipeline_options(
     )
 
 
-def _measure_halves(stages: Sequence[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
+def _measure_halves(
+    stages: Sequence[Stage], example: torch.Tensor, world: World, schedule: str
+) -> tuple[BackwardCost, ...]:
     """Whether splitting backward passes pays, as rank 0 finds it."""
 
     def measure() -> tuple[BackwardCost, ...]:
@@ -141,8 +146,9 @@ def _measure_halves(stages: Sequence[Stage], example: torch.Tensor, world: World
     if world.is_main and not may_split(costs):
         worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
         _log.warning(
-            "zero_bubble keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more "
-            "than %.2f times is not worth it",
+            "%s keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more than %.2f "
+            "times is not worth it",
+            schedule,
             worst,
             costs[worst].ratio,
             MOST_SPLIT_COST,

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
-from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import halves_apart
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.profile_cache import device_name
+from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.agreement import decide
@@ -81,6 +81,9 @@ def measure_step_costs(
         bucket_bytes: Size at which a bucket of gradients is full.
         steps: Steps to time, after one that is not counted.
 
+    Returns:
+        Medians over the steps.
+
     Raises:
         RuntimeError: The model's training step fails.
     """
@@ -131,7 +134,15 @@ def measure_step_costs(
 
 
 def any_loss(output: Any, target: Any = None) -> Tensor:
-    """Something to go backward from, for any kind of output that depends on a parameter."""
+    """Something to go backward from, for any kind of output that depends on a parameter.
+
+    Args:
+        output: What the model returns: tensors in tuples, lists or dicts.
+        target: Not used; a loss takes one.
+
+    Returns:
+        A scalar: the sum of the mean squares of all tensors with a gradient.
+    """
     leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.requires_grad]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
 
@@ -184,7 +195,7 @@ def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int
     most = max(Counter(places).values())
     if most == 1 or world.device.type == "cuda":
         return {}
-    return {most: steadied("crowd", lambda: _crowding(model, example, world, steps), tell=world.is_main)["slower"]}
+    return {most: steadied("crowd", lambda: _crowding(model, example, world, steps), world)["slower"]}
 
 
 def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> dict[str, float]:
@@ -206,20 +217,16 @@ def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> di
     return {"slower": slower, NOISE: max(halves_apart(slowest), halves_apart(first))}
 
 
-def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -> dict[str, object]:
+def figures_key(model: nn.Module, example: Tensor) -> dict[str, object]:
     """What figures of a model on a device depend on.
 
     Args:
         model: The model.
         example: A micro-batch.
-        threads: Intra-op threads on a CPU; default: as many as torch uses now.
     """
     return {
         "model": model_fingerprint(model),
         "input": list(example.shape),
         "dtype": str(example.dtype),
-        "device": device_name(example.device),
-        "threads": threads or torch.get_num_threads(),
-        "allocator": describe_allocator(),
-        "torch": str(torch.__version__),
+        **machine_key(example.device),
     }

@@ -70,6 +70,9 @@ def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequen
         answer: Of the search.
         outcomes: The finalists.
         times: Of each, milliseconds of its steps, in the same rounds.
+
+    Returns:
+        The finalists with their times, and the plan to use.
     """
     steps = [answer.evaluator.space.codec_choices[one.candidate.codec].steps for one in outcomes]
     scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]

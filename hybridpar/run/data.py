@@ -13,6 +13,7 @@ from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, parse_arguments, require_trained
+from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -171,6 +172,8 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
         UsageError: See `build_model`, `require_trained` and `check_outputs`.
     """
     model = configured_model(config, name, data.classes)
+    if config.batch_norm == "frozen":
+        freeze_batch_norm(model)
     require_trained(model, name)
     check_outputs(model, name, data.classes, data.sample_shape, config, device)
     return model

@@ -12,6 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,13 +128,17 @@ class RunLoop(ABC):
         if record.skipped:
             self.progress.warn(f"step {record.step} {skipped}")
 
-    def _note_epoch(self, epoch: int, step: int, evaluation: Evaluation, *, last: bool) -> bool:
+    def _note_epoch(
+        self, epoch: int, step: int, evaluation: Evaluation, averaged: Evaluation | None = None, *, last: bool
+    ) -> bool:
         """Show and write the end of an epoch; whether there is to be a checkpoint."""
         improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
         if improved:
             self.at.best = (evaluation.accuracy, step)
         seconds = time.monotonic() - self._epoch_began
         end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
+        if averaged is not None:
+            end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
         self._begin_epoch()
         self.progress.epoch(end)
         if (news := untested(evaluation.samples, self.test.total)) is not None:

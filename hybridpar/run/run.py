@@ -47,7 +47,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import usable
-from hybridpar.train.trainer import StepResult, Trainer
+from hybridpar.train.trainer import Evaluation, StepResult, Trainer
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
@@ -300,15 +300,23 @@ class Run(RunLoop):
                 break
             with self.clock.away():
                 evaluation = self.trainer.evaluate(self.test)
+                averaged = self._evaluate_average()
             self.trainer.note_metric(evaluation.accuracy)
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
                 at.epoch, at.epoch_step = epoch + 1, 0
             last = epoch == self.epochs - 1
-            if self._note_epoch(epoch, self.trainer.steps_done, evaluation, last=last):
+            if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
                 self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
         return self._stopping
+
+    def _evaluate_average(self) -> Evaluation | None:
+        """The result of the moving average (`--model-ema`), if one is kept."""
+        if not self.config.model_ema:
+            return None
+        with self.trainer.averaged():
+            return self.trainer.evaluate(self.test)
 
     def _steps_of(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.

@@ -73,6 +73,9 @@ class Action:
 def parse_action(text: str) -> Action:
     """An action from its text.
 
+    Args:
+        text: As an action is written: `2F0`, `0SEND_F1>2`.
+
     Raises:
         ScheduleError: The text is not an action.
     """
@@ -261,6 +264,10 @@ class Schedule:
 def read_schedule(source: str | Path, name: str = "file") -> Schedule:
     """A schedule from CSV text, or from a file. Empty cells are bubbles and mean nothing.
 
+    Args:
+        source: Text, or the file.
+        name: What to call the schedule.
+
     Raises:
         ScheduleError: The file cannot be read, a cell is not an action, or an action is not one of F, B, I, W.
     """
@@ -275,6 +282,10 @@ def read_schedule(source: str | Path, name: str = "file") -> Schedule:
 
 def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     """A schedule from lists of actions; the number of micro-batches is found in them.
+
+    Args:
+        name: What to call the schedule.
+        rows: For every lane its actions, in order.
 
     Raises:
         ScheduleError: There is no action, or one that computes nothing.

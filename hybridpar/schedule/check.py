@@ -42,7 +42,6 @@ def check(
     *,
     saved_bytes: Sequence[int] | None = None,
     memory_cap: int | None = None,
-    in_flight_cap: int | None = None,
 ) -> Proof:
     """Prove that a schedule computes everything once, cannot deadlock, and keeps its limits.
 
@@ -51,7 +50,9 @@ def check(
         layout: Where stages run.
         saved_bytes: For every stage what one micro-batch holds from its forward to its backward pass.
         memory_cap: Most bytes that a worker may hold of these.
-        in_flight_cap: Most micro-batches that a stage may hold.
+
+    Returns:
+        What was found on the way: peaks of memory, and the length in unit time.
 
     Raises:
         ScheduleError: It does not hold. The text has a picture of the schedule with the cell where it fails.
@@ -64,7 +65,6 @@ def check(
         raise _failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
     check_program(lower(schedule, layout))
     held = most_held(schedule, layout, saved_bytes)
-    _require_in_flight(schedule, layout, held, in_flight_cap)
     _require_memory(schedule, layout, held, saved_bytes, memory_cap)
     return Proof(held.in_flight, held.stage_bytes, held.worker_bytes, run.slots)
 
@@ -75,6 +75,9 @@ def check_program(program: Program) -> None:
     Every action is on its own worker, once; computation has the order of the schedule; what an action needs of its own
     worker is issued before it; and with queues that run in order, and transfers that block both ends until both have
     come, every queue comes to its end.
+
+    Args:
+        program: The lists, with the schedule and the layout that they are for.
 
     Raises:
         ScheduleError: It does not hold.
@@ -174,16 +177,6 @@ def _queue_name(program: Program, action: Action) -> str:
     if kind == "receive":
         return f"worker {worker}'s way from worker {other}"
     return f"lane {other}" if kind == "compute" else f"worker {worker}'s sync lane {other}"
-
-
-def _require_in_flight(schedule: Schedule, layout: Layout, held: Held, cap: int | None) -> None:
-    for stage, most in enumerate(held.in_flight):
-        if cap is not None and most > cap:
-            sizes = [int(one == stage) for one in range(layout.stages)]
-            cell = first_over(schedule.rows[layout.lane_of[stage]], sizes, cap)
-            what = f"stage {stage} holds {most} micro-batches at one time, and the cap is {cap}"
-            reason = "A micro-batch is held from its forward to its backward pass."
-            raise _failure(schedule, layout, what, cell, reason, "Let backward passes come earlier.")
 
 
 def _require_memory(

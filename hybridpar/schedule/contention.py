@@ -39,18 +39,34 @@ class Resource:
         self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
 
     def add(self, job: Job, amount: float) -> bool:
-        """A job comes; true if the share of the users changed with it."""
+        """A job comes; true if the share of the users changed with it.
+
+        Args:
+            job: The job.
+            amount: What it uses at full speed.
+        """
         self.jobs[job] = amount
         self.load += amount
         return self._divide()
 
     def remove(self, job: Job) -> bool:
-        """A job goes; true if the share of the users changed with it."""
+        """A job goes; true if the share of the users changed with it.
+
+        Args:
+            job: The job.
+        """
         self.load -= self.jobs.pop(job)
         return self._divide()
 
     def speed(self, amount: float) -> float:
-        """What a user of so much gets of its full speed."""
+        """What a user of so much gets of its full speed.
+
+        Args:
+            amount: What it uses at full speed.
+
+        Returns:
+            A factor from 0 to 1.
+        """
         return min(1.0, self.share / amount) if self._fair else self.share
 
     def _divide(self) -> bool:
@@ -118,8 +134,20 @@ class EventLoop:
         self._over: deque[Job] = deque()
 
     def start(self, job: Job) -> None:
-        """Begin a job now."""
-        self._begin(job)
+        """Begin a job now.
+
+        Args:
+            job: The job.
+        """
+        phase = job.phases[job.number]
+        if phase.ms <= 0:
+            self._over.append(job)
+            return
+        job.left, job.since, job.rate = phase.ms, self.now, 0.0
+        for resource, amount in phase.uses:
+            if resource.add(job, amount):
+                self._adjust(resource)
+        self._set_rate(job)
 
     def run(self) -> None:
         """Go on until no job is left; what `on_phase` starts is run too."""
@@ -138,18 +166,7 @@ class EventLoop:
             job.number += 1
             job.on_phase(ended)
             if job.number < len(job.phases):
-                self._begin(job)
-
-    def _begin(self, job: Job) -> None:
-        phase = job.phases[job.number]
-        if phase.ms <= 0:
-            self._over.append(job)
-            return
-        job.left, job.since, job.rate = phase.ms, self.now, 0.0
-        for resource, amount in phase.uses:
-            if resource.add(job, amount):
-                self._adjust(resource)
-        self._set_rate(job)
+                self.start(job)
 
     def _leave(self, job: Job) -> None:
         for resource, _ in job.phases[job.number].uses:

@@ -18,6 +18,9 @@ class Link:
     Attributes:
         latency_ms: Time from the start of a transfer to its first byte.
         bytes_per_second: Speed in each direction; None for a link on which bytes take no time.
+
+    Raises:
+        ScheduleError: A value is out of its range; the message says which.
     """
 
     latency_ms: float = 0.0
@@ -86,9 +89,6 @@ class Costs:
         sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
         co_run: How much slower a lane computes while all lanes of its worker compute. Fewer share the same total, so
             they are slowed less or not at all.
-        overlap: What computing keeps of the time that its worker communicates: at 1 they do not disturb each other, at
-            0 communication beside computation gains nothing. For one lane that is measured as step with sync minus
-            step without, over the sync alone, subtracted from 1.
         buckets: For every stage its gradient buckets.
         replicas: Workers that sum the gradients of a stage.
         sync_link: Connection of the all-reduce.
@@ -98,6 +98,9 @@ class Costs:
         sync_lanes: Collectives that a worker runs at one time.
         commit: Whether optimizers wait for all SYNCs of all workers, because a step commits or rolls back as a whole.
         control_ms: The message by which they agree on that.
+
+    Raises:
+        ScheduleError: A value is out of its range, or there are costs for different numbers of stages.
     """
 
     forward_ms: tuple[float, ...]
@@ -115,7 +118,6 @@ class Costs:
     receive_cpu: float = 0.0
     sync_cpu: float = 0.0
     co_run: float = 1.0
-    overlap: float = 1.0
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
     replicas: int = 1
     sync_link: Link = field(default_factory=Link)
@@ -130,7 +132,6 @@ class Costs:
             ("cores", self.cores, self.cores is None or self.cores > 0, "above 0"),
             ("compute_cores", self.compute_cores, self.compute_cores >= 0, "at least 0"),
             ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
-            ("overlap", self.overlap, 0 <= self.overlap <= 1, "between 0 and 1"),
             ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
             ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
         )
@@ -146,7 +147,12 @@ class Costs:
             )
 
     def compute_ms(self, stage: int, kind: Kind) -> float:
-        """Time of a computation or optimizer step that has its worker alone."""
+        """Time of a computation or optimizer step that has its worker alone.
+
+        Args:
+            stage: Number of the stage.
+            kind: Of the computation, or `STEP`.
+        """
         if kind is Kind.FORWARD:
             time = self.forward_ms[stage]
         elif kind is Kind.BACKWARD:
@@ -159,7 +165,11 @@ class Costs:
         return time + self.overhead_ms
 
     def sync_core_ms(self, bucket: BucketCost) -> float:
-        """Core time that the messages of a bucket take."""
+        """Core time that the messages of a bucket take.
+
+        Args:
+            bucket: The bucket.
+        """
         return 1e3 * bucket.bytes * self.sync_cpu if bucket.core_ms is None else bucket.core_ms
 
     @property

@@ -8,7 +8,15 @@ from hybridpar.schedule.queues import QueueRun, slots_of
 
 
 def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun[str]:
-    """Run the lanes of a schedule in unit time, with transfers that take none."""
+    """Run the lanes of a schedule in unit time, with transfers that take none.
+
+    Args:
+        schedule: The schedule; it may be wrong.
+        layout: Where its stages run.
+
+    Returns:
+        The run, whose queues are called `lane 0`, `lane 1`, ...
+    """
     needs = dependencies(layout, schedule)
 
     def source(action: Action) -> Action:

@@ -38,7 +38,11 @@ class Program:
     needs: Mapping[Action, tuple[Action, ...]]
 
     def queue_of(self, action: Action) -> tuple[str, int, int]:
-        """The queue that runs an action: kind of queue, worker, and lane, other worker or stage."""
+        """The queue that runs an action: kind of queue, worker, and lane, other worker or stage.
+
+        Args:
+            action: An action of the program.
+        """
         layout = self.layout
         home = layout.home(action.stage)
         if action.kind in SENDS or action.kind in RECEIVES:
@@ -99,6 +103,10 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
 
 def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
     """Refuse a schedule that was made for another layout.
+
+    Args:
+        schedule: The order of computation.
+        layout: Where stages run.
 
     Raises:
         ScheduleError: There are more or fewer rows than lanes, or a row has a stage that is not on its lane.

@@ -103,7 +103,11 @@ class QueueRun(Generic[K]):
 
 
 def slots_of(action: Action) -> int:
-    """How long an action takes in unit time."""
+    """How long an action takes in unit time.
+
+    Args:
+        action: The action.
+    """
     if action.kind is Kind.BACKWARD:
         return 2
     return 1 if action.kind in COMPUTE else 0

@@ -16,7 +16,7 @@ _Uses = tuple[tuple[Resource, float], ...]
 
 
 class _Worker:
-    """The resources of a worker, and how much of them computing and communicating use."""
+    """The resources of a worker, and how much of them computing uses."""
 
     def __init__(self, lanes: int, costs: Costs) -> None:
         self.cores = None if costs.cores is None else Resource(costs.cores, fair=True)
@@ -24,14 +24,9 @@ class _Worker:
         #: What all-reduces share, out of the worker and into it.
         self.sync = (Resource(1), Resource(1)) if costs.sync_own_link else (self.out, self.into)
         self.compute = self.core_time(costs.compute_cores)
-        self.communicate: _Uses = ()
         if costs.co_run > 1 and lanes > 1:
             # All lanes together want co_run times what there is, whatever it is that they share.
             self.compute += ((Resource(1), costs.co_run / lanes),)
-        if costs.overlap < 1:
-            beside = Resource(1)
-            self.compute += ((beside, 1 / lanes),)
-            self.communicate = ((beside, 1 - costs.overlap),)
 
     def core_time(self, part: float) -> _Uses:
         """So many cores."""
@@ -64,7 +59,11 @@ class Machine:
         return [Phase(time * (end - start), uses) for start, end in zip(starts, (*marks, 1.0), strict=True)]
 
     def transfer_bytes(self, send: Action) -> int:
-        """What a send sends."""
+        """What a send sends.
+
+        Args:
+            send: A send; its receive is the same transfer.
+        """
         assert send.peer is not None
         if send.kind is Kind.SEND_FORWARD:
             return self._edges[send.stage, send.peer].bytes
@@ -74,6 +73,9 @@ class Machine:
         """Phases of a send together with its receive: the latency, then the bytes.
 
         The bytes take as long as the wire needs for them or a processor at either end, whichever is slower.
+
+        Args:
+            send: A send; its receive is the same transfer.
         """
         assert send.peer is not None
         layout, costs = self._layout, self._costs
@@ -89,15 +91,23 @@ class Machine:
             uses = source.core_time(send_cpu / time) + target.core_time(receive_cpu / time)
             if pair not in costs.links and wire > 0:
                 uses += ((source.out, wire / time), (target.into, wire / time))
-            phases.append(Phase(time, uses + source.communicate + target.communicate))
+            phases.append(Phase(time, uses))
         return phases
 
     def sync_bytes(self, action: Action) -> float:
-        """What a worker sends, and receives, in an all-reduce."""
+        """What a worker sends, and receives, in an all-reduce.
+
+        Args:
+            action: A sum of one bucket.
+        """
         return self._costs.sync_factor * self._costs.buckets[action.stage][action.index or 0].bytes
 
     def sync(self, action: Action) -> list[Phase]:
-        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do."""
+        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do.
+
+        Args:
+            action: A sum of one bucket.
+        """
         costs = self._costs
         if costs.replicas == 1:
             return [Phase(0.0)]
@@ -110,7 +120,7 @@ class Machine:
         time = max(wire, cpu)
         bytes_phase = Phase(0.0)
         if time > 0:
-            uses = worker.core_time(cpu / time) + worker.communicate
+            uses = worker.core_time(cpu / time)
             on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else bucket.link_part * wire
             shared = min(1.0, on_wire / time)
             if costs.sync_shares_link and shared > 0:

@@ -30,8 +30,6 @@ class Simulation:
         busy_ms: For every lane the time of its forward and backward passes.
         sync_ms: For every stage the time of its all-reduces.
         exposed_sync_ms: For every stage how long its last all-reduce outlasts the last computation of anyone.
-        hideable_sync_ms: For every stage how much of its all-reduces' time could lie beside computation: for each
-            bucket no more than what is left of `compute_ms` when it is ready.
         peak_saved_bytes: For every worker the most that its forward passes held for backward passes at one time; zero
             where the costs do not say.
         bytes_sent: For every worker what it sends: transfers, and its part of the all-reduces.
@@ -44,7 +42,6 @@ class Simulation:
     busy_ms: tuple[float, ...]
     sync_ms: tuple[float, ...]
     exposed_sync_ms: tuple[float, ...]
-    hideable_sync_ms: tuple[float, ...]
     peak_saved_bytes: tuple[int, ...]
     bytes_sent: tuple[float, ...]
     timeline: tuple[Span, ...]
@@ -56,6 +53,9 @@ def simulate(program: Program, costs: Costs) -> Simulation:
     Args:
         program: What every worker does.
         costs: What it takes.
+
+    Returns:
+        Times of the step and of its parts, and its timeline.
 
     Raises:
         ScheduleError: The costs are for other stages or buckets than the program's, or its workers wait for each other
@@ -100,7 +100,6 @@ class _Run:
         self.machine = Machine(program.layout, costs)
         self.loop = EventLoop()
         self.spans: list[Span] = []
-        self.ready_ms: dict[Action, float] = {}
         self.actions = [action for actions in program.workers for action in actions]
         number = {action: place for place, action in enumerate(self.actions)}
         self._control_ms = costs.control_ms
@@ -221,7 +220,6 @@ class _Run:
         if place == len(self.actions):
             self.loop.start(Job([Phase(self._control_ms)], self._agree))
             return
-        self.ready_ms[self.actions[place]] = self.loop.now
         self._try(self._queue_of[place])
 
     def _agree(self, _: int) -> None:
@@ -236,14 +234,13 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
     busy = [0.0] * layout.lanes
     for span in compute:
         busy[span.lane] += span.duration_ms
-    sync, exposed, hideable = ([0.0] * layout.stages for _ in range(3))
+    sync, exposed = [0.0] * layout.stages, [0.0] * layout.stages
     sent = [0.0] * layout.workers
     for span in run.spans:
         stage = span.action.stage
         if span.action.kind is Kind.SYNC:
             sync[stage] += span.duration_ms
             exposed[stage] = max(exposed[stage], span.end_ms - compute_ms)
-            hideable[stage] += min(span.duration_ms, max(0.0, compute_ms - run.ready_ms[span.action]))
             sent[span.worker] += run.machine.sync_bytes(span.action)
         elif span.action.kind in SENDS:
             sent[span.worker] += run.machine.transfer_bytes(span.action)
@@ -254,7 +251,6 @@ def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
         busy_ms=tuple(busy),
         sync_ms=tuple(sync),
         exposed_sync_ms=tuple(exposed),
-        hideable_sync_ms=tuple(hideable),
         peak_saved_bytes=_peak_saved_bytes(compute, costs, layout.workers),
         bytes_sent=tuple(sent),
         timeline=tuple(sorted(run.spans, key=lambda span: (span.start_ms, span.end_ms))),

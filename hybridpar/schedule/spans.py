@@ -39,7 +39,11 @@ class Span:
         return self.end_ms - self.start_ms
 
     def shifted(self, by_ms: float) -> Span:
-        """The same so much later."""
+        """The same so much later.
+
+        Args:
+            by_ms: How much later, in milliseconds.
+        """
         ready = None if self.ready_ms is None else self.ready_ms + by_ms
         return replace(self, start_ms=self.start_ms + by_ms, end_ms=self.end_ms + by_ms, ready_ms=ready)
 

@@ -28,8 +28,8 @@ from hybridpar.compress import (
     format_codec,
     parse_codec,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, KeptResidual, Residual, Scratch
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.codec import NO_RESIDUAL, Residual, Scratch
+from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server.stripes import Piece, Stripe

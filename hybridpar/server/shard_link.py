@@ -147,6 +147,9 @@ class ShardLink:
         Args:
             call: What to call, on the thread; the arguments follow.
             *arguments: What it is called with.
+
+        Returns:
+            The result of the call, once it is there.
         """
         return self._thread.submit(call, *arguments)
 

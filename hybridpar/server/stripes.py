@@ -133,6 +133,9 @@ def cut_model(parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: i
         parameters: Name, shape, and whether weight decay applies, in the model's order.
         shards: Number of stripes.
 
+    Returns:
+        The stripes, one for each shard.
+
     Raises:
         UsageError: There are more shards than parameters.
     """

@@ -187,7 +187,11 @@ class BufferRollback:
 
 @contextmanager
 def without_replicas(module: nn.Module) -> Iterator[None]:
-    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training."""
+    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training.
+
+    Args:
+        module: Whose BatchNorm layers.
+    """
     pools = {scratch.pool for layer in module.modules() if (scratch := getattr(layer, "_pool", None)) is not None}
     groups = [(pool, pool.group, pool._paused) for pool in pools]
     for pool in pools:

@@ -8,6 +8,7 @@ The cut is a pure function of the order and the sizes, so that agreeing on the o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.errors import SyncError
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +126,12 @@ class Bucket:
 
 
 def view_like(buffer: Tensor, slot: Slot) -> Tensor:
-    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format."""
+    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format.
+
+    Args:
+        buffer: The flat tensor of the bucket, 1-D.
+        slot: The parameter's place.
+    """
     parameter = slot.parameter
     if is_dense(parameter):
         return buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
@@ -159,10 +166,51 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
 
 
 def layout_fingerprint(buckets: Sequence[Bucket]) -> int:
-    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal."""
+    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal.
+
+    Args:
+        buckets: All of them, in order.
+    """
     digest = hashlib.sha256()
     for bucket in buckets:
         for slot in bucket.slots:
             parameter = slot.parameter
             digest.update(f"{bucket.index}:{slot.name}:{tuple(parameter.shape)}:{parameter.stride()}".encode())
     return int.from_bytes(digest.digest()[:2], "big")
+
+
+def check_layout(layouts: Tensor, workers: int) -> None:
+    """Refuse to go on where workers cut different buckets.
+
+    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
+
+    Args:
+        layouts: sum(h) and sum(h^2) over the workers, float64, on a CPU.
+        workers: K.
+
+    Raises:
+        SyncError: They differ.
+    """
+    total, squares = layouts.tolist()
+    if workers * squares != total**2:
+        raise SyncError(
+            "the workers do not train the same parameters",
+            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
+            "Build and freeze the model in the same way on every worker.",
+        )
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """Sum of squares of a 1-D tensor, 0-d float64; not finite exactly where an element is not.
+
+    One pass at the speed of memory in float32. Where that overflows, as it does from a norm of 1.8e19 on, the sum is
+    taken again in float64; on a GPU it stays infinite, because asking would stall it.
+
+    Args:
+        flat: 1-D, floating point.
+    """
+    values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    total = torch.dot(values, values).double()
+    if flat.device.type == "cpu" and not math.isfinite(total.item()):
+        total = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    return total

@@ -46,7 +46,13 @@ class Part:
     after_ms: float = 0.0
 
     def layers(self, workers: int, bucket_bytes: int, lanes: int) -> Layers:
-        """Their buckets as the first step cuts them."""
+        """Their buckets as the first step cuts them.
+
+        Args:
+            workers: That exchange gradients.
+            bucket_bytes: Size at which a bucket is full.
+            lanes: Number of sync lanes.
+        """
         buckets = []
         for group in self.groups:
             order = [(name, _without_memory(one)) for name, one in list(group.items())[::-1] if one.requires_grad]
@@ -143,7 +149,11 @@ def _names(policy: Policy) -> str:
 
 
 def proof_lines(policy: Policy) -> list[str]:
-    """What is known of the accuracy with codecs that lose something, where some were chosen."""
+    """What is known of the accuracy with codecs that lose something, where some were chosen.
+
+    Args:
+        policy: What was chosen.
+    """
     lossy = {format_codec(parse_codec(text)) for text in PROVEN}
     if lossy.isdisjoint(format_codec(rule.codec) for rule in policy.rules):
         return []

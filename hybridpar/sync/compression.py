@@ -113,7 +113,11 @@ class Compression(ParameterCoders):
         self._undecided: tuple[Decision, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
+        """Follow how the buckets are cut; no step is under way. Only float32 is compressed.
+
+        Args:
+            buckets: All of them, in order.
+        """
         self.catch_up()
         self._buckets, self._exchanges = tuple(buckets), {}
         if self._on_one_node:
@@ -183,6 +187,11 @@ class Compression(ParameterCoders):
 
         What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
         has that step's forward pass to do, so that it does not wait for the host, which waits for it.
+
+        Args:
+            decision: On its way to the host.
+            unused: Names of parameters that no worker had a gradient for.
+            costs: Where the size of what is kept goes.
         """
         self._undecided = (decision, list(unused), costs)
 
@@ -245,6 +254,9 @@ class Compression(ParameterCoders):
         means nothing to this one, and is left with a warning; so it is where all workers are on one of several nodes,
         which send nothing compressed. One worker's state that does not fit is left, too.
 
+        Args:
+            state: Empty where nothing was saved.
+
         Raises:
             CheckpointError: A parameter's state does not fit it.
         """
@@ -274,6 +286,9 @@ class Compression(ParameterCoders):
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on all workers of a run, be there as many of them now or not.
 
+        Args:
+            states: Of all workers, in any order.
+
         Raises:
             CheckpointError: The state of a worker is missing, or a parameter's does not fit it.
         """
@@ -286,7 +301,17 @@ class Compression(ParameterCoders):
 
 
 def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
-    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
+    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted.
+
+    Args:
+        bucket: The bucket.
+        flat: Its gradients, 1-D; replaced by their sum.
+        group: What adds.
+        workers: Number of replicas.
+
+    Returns:
+        Bytes sent and, on a CPU, times.
+    """
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
     if timer is not None:
@@ -296,7 +321,11 @@ def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> 
 
 
 def codec_states(state: Any) -> list[Mapping[str, Any]]:
-    """What codecs kept, found in what an engine's `state_dict` returned on a worker; one entry per stage."""
+    """What codecs kept, found in what an engine's `state_dict` returned on a worker; one entry per stage.
+
+    Args:
+        state: Nested dictionaries.
+    """
     if not isinstance(state, Mapping):
         return []
     if "parameters" in state and "codec" in state:

@@ -82,7 +82,12 @@ def layer_bytes(model: nn.Module, known: Mapping[str, tuple[str, int, int]]) -> 
 
 
 def kind_of(module: nn.Module, name: str) -> str:
-    """What a parameter of a module is, by the parameter's own name."""
+    """What a parameter of a module is, by the parameter's own name.
+
+    Args:
+        module: The layer.
+        name: As in `module.named_parameters`.
+    """
     if isinstance(module, _NORMS):
         return "norm"
     if "bias" in name:
@@ -95,7 +100,11 @@ def kind_of(module: nn.Module, name: str) -> str:
 
 
 def table_csv(rows: Sequence[LayerBytes]) -> bytes:
-    """All rows as CSV."""
+    """All rows as CSV.
+
+    Args:
+        rows: One per parameter.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(LayerBytes))

@@ -81,7 +81,11 @@ class SyncCosts:
 
 
 def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
-    """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync."""
+    """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync.
+
+    Args:
+        parts: Of each stage of this worker.
+    """
     parts = list(parts)
     costs = [cost for part in parts for cost in part.buckets.values()]
     timer = [cost.timer for cost in costs if cost.timer is not None]
@@ -103,7 +107,11 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans."""
+    """Length of the union of spans.
+
+    Args:
+        spans: Starts and ends, in any order.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -23,7 +23,11 @@ AUTO = "auto"
 
 
 def is_auto(codec: str | Policy) -> bool:
-    """Whether the policy is to be measured."""
+    """Whether the policy is to be measured.
+
+    Args:
+        codec: A policy or its text.
+    """
     return isinstance(codec, str) and codec.strip() == AUTO
 
 

@@ -14,7 +14,6 @@ order that rank 0 observed (Li et al. 2020, "PyTorch Distributed", section 3.2.3
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
-from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
+from hybridpar.sync.buckets import Bucket, Slot, check_layout, layout_fingerprint, make_buckets, sum_of_squares
 from hybridpar.sync.compression import Compression, add_plainly, make_compression
 from hybridpar.sync.figures import SyncCosts
 
@@ -330,7 +329,11 @@ class GradientReducer(LocalGradients):
     # ----------------------------------------------------------------- sending
 
     def gradient_ready(self, name: str) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated."""
+        """Called by autograd when a parameter's gradient has been accumulated.
+
+        Args:
+            name: The parameter's name in the model.
+        """
         flight = self._flight
         if flight is None or name not in self._places:
             return
@@ -470,7 +473,11 @@ class GradientReducer(LocalGradients):
         return state if self.compression is None else {**state, "codec": self.compression.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries."""
+        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries.
+
+        Args:
+            state: Empty where nothing was saved.
+        """
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
@@ -494,42 +501,8 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
     return hook
 
 
-def check_layout(layouts: Tensor, workers: int) -> None:
-    """Refuse to go on where workers cut different buckets.
-
-    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
-
-    Args:
-        layouts: sum(h) and sum(h^2) over the workers, float64, on a CPU.
-        workers: K.
-
-    Raises:
-        SyncError: They differ.
-    """
-    total, squares = layouts.tolist()
-    if workers * squares != total**2:
-        raise SyncError(
-            "the workers do not train the same parameters",
-            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
-            "Build and freeze the model in the same way on every worker.",
-        )
-
-
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     norms = torch._foreach_norm(gradients, 2, dtype)
     if any(norm.device != device for norm in norms):
         norms = tuple(norm.to(device) for norm in norms)
     return torch.stack(norms).double().square().sum()
-
-
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Sum of squares of a 1-D tensor, 0-d float64; not finite exactly where an element is not.
-
-    One pass at the speed of memory in float32. Where that overflows, as it does from a norm of 1.8e19 on, the sum is
-    taken again in float64; on a GPU it stays infinite, because asking would stall it.
-    """
-    values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    total = torch.dot(values, values).double()
-    if flat.device.type == "cpu" and not math.isfinite(total.item()):
-        total = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    return total

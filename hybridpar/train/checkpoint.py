@@ -3,6 +3,7 @@
 A checkpoint is a directory `step-N`:
 
     model.pt       the unsplit model's plain state dict; any PyTorch program can load it
+    model_ema.pt   the same of the moving average of its weights, where one is kept (`--model-ema`)
     training.pt    optimizer state by parameter name, position in the data, best accuracy
     rank-K.pt      what belongs to one worker: random number generators, state of its gradient sync
     manifest.json  step, model fingerprint, worker count, and each file's size and SHA-256
@@ -47,6 +48,7 @@ class CheckpointData:
         training: Tensors and plain values common to all workers.
         local: This worker's own part; None where the checkpoint has none for this rank.
         workers: How many workers wrote it.
+        average: State dict of the moving average; None where none was kept.
     """
 
     step: int
@@ -55,6 +57,7 @@ class CheckpointData:
     training: dict[str, Any]
     local: dict[str, Any] | None
     workers: int = 1
+    average: dict[str, torch.Tensor] | None = None
 
 
 def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path:
@@ -62,7 +65,7 @@ def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path
 
     Args:
         directory: The run's checkpoint directory, on a file system that all workers share.
-        data: What to save; `model` and `training` are taken from rank 0, `local` from every rank.
+        data: What to save; `model` and `training` are taken from rank 0 (`average`, too), `local` from every rank.
         world: The workers.
 
     Returns:
@@ -80,6 +83,8 @@ def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path
         files = {f"rank-{world.rank}.pt": data.local or {}}
         if world.is_main:
             files |= {"model.pt": data.model, "training.pt": data.training}
+            if data.average is not None:
+                files["model_ema.pt"] = data.average
         wrote = _attempt(lambda: written.update({name: _write(aside / name, item) for name, item in files.items()}))
         answers = world.gather((wrote, written))
         problem = _first_problem([answer[0] for answer in answers])  # type: ignore[index]
@@ -121,23 +126,20 @@ def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
         path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
         rank: Whose own part to read.
 
+    Returns:
+        What it holds, on the CPU.
+
     Raises:
         CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
     """
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
     own = f"rank-{rank}.pt"
-    model = _read(path, "model.pt", manifest)
-    for name, tensor in model.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(
-                f"{shortened(path / 'model.pt')} has a {type(tensor).__name__} under {shortened(name)}",
-                "It is the state dict of a model, all tensors.",
-                "Use another checkpoint of the run.",
-            )
+    model = _read_tensors(path, "model.pt", manifest)
+    average = _read_tensors(path, "model_ema.pt", manifest) if "model_ema.pt" in manifest["files"] else None
     training = _read(path, "training.pt", manifest)
     local = _read(path, own, manifest) if own in manifest["files"] else None
-    return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"])
+    return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
 
 @contextlib.contextmanager
@@ -177,7 +179,11 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
+    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python.
+
+    Args:
+        device: The worker's device, whose generator is taken too.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -197,7 +203,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` returned."""
+    """Put back what `random_state` returned.
+
+    Args:
+        state: What `random_state` returned.
+        device: The worker's device.
+    """
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -205,6 +216,18 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _read_tensors(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    state = _read(path, name, manifest)
+    for key, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{shortened(path / name)} has a {type(tensor).__name__} under {shortened(key)}",
+                "It is the state dict of a model, all tensors.",
+                "Use another checkpoint of the run.",
+            )
+    return state
 
 
 def _read(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,9 @@ _MANIFEST = {"step": int, "model": str, "workers": int, "files": dict}
 def resolve_checkpoint(path: Path) -> Path:
     """The checkpoint that a path names: itself, or the newest whole one below a run directory.
 
+    Args:
+        path: A `step-N` directory, a directory of them, or a run directory.
+
     Raises:
         CheckpointError: Nothing there is a checkpoint.
     """
@@ -36,7 +39,11 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All whole checkpoints of a directory, oldest first."""
+    """All whole checkpoints of a directory, oldest first.
+
+    Args:
+        directory: Where they lie; it need not exist.
+    """
     if not directory.is_dir():
         return []
     whole: dict[int, Path] = {}
@@ -52,7 +59,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
+    """The newest whole checkpoint, or None.
+
+    Args:
+        directory: Where checkpoints lie.
+    """
     found = list_checkpoints(directory)
     return found[-1] if found else None
 
@@ -61,6 +72,11 @@ def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the one of step `best`, and what crashes left behind.
 
     Nobody may be writing a checkpoint there meanwhile.
+
+    Args:
+        directory: Where they lie.
+        keep: How many of the newest to keep.
+        best: Step of the best one; None where there is none.
     """
     found = list_checkpoints(directory)
     kept = {*found[-keep:], directory / f"step-{best}"}
@@ -72,7 +88,11 @@ def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint was made after, by its name; 0 where that does not say."""
+    """The step that a checkpoint was made after, by its name; 0 where that does not say.
+
+    Args:
+        checkpoint: Its directory.
+    """
     match = _WHOLE.match(checkpoint.name)
     return int(match[1]) if match is not None else 0
 

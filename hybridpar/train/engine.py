@@ -29,10 +29,11 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
+from hybridpar.optim.ema import ModelAverage
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
+from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome, StepState
@@ -67,6 +68,7 @@ class Engine:
 
     Attributes:
         optimizers: Of each stage that this worker trains.
+        averages: Moving averages of each stage that this worker trains; empty without `model_ema`.
         pipeline: Runs the steps.
         graph: Replays steps as CUDA graphs, where that is asked for.
         late: A step may still be running when `step` returns.
@@ -95,6 +97,7 @@ class Engine:
         self._factory = optimizer
         self._example = example
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.averages: list[ModelAverage] = []
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
@@ -138,6 +141,7 @@ class Engine:
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
+            after_step=self._average_of if config.model_ema else None,
         )
 
     def _make_graph(self) -> StepGraph[StepState]:
@@ -200,6 +204,15 @@ class Engine:
         self.optimizers.append(optimizer)
         return optimizer
 
+    def _average_of(self, module: nn.Module) -> AfterStep:
+        """What keeps the moving average of a stage or of the model."""
+        config = self._config
+        average = ModelAverage(
+            module, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
+        )
+        self.averages.append(average)
+        return average.update
+
     # ------------------------------------------------------------------ a step
 
     def step(self, given: StepInput) -> StepOutcome:
@@ -237,7 +250,17 @@ class Engine:
     def issue(
         self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor
     ) -> StepState:
-        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
+        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`.
+
+        Args:
+            micro_batches: Inputs and targets, on the device.
+            samples: Samples of this worker.
+            global_samples: Samples of all workers.
+            flags: `stop` and `save`, two float64 numbers on the device.
+
+        Returns:
+            What is known of the step; `PipelineEngine.adopt` makes an outcome of it.
+        """
         return self.pipeline.issue(micro_batches, global_samples, flags)
 
     def refuse(self) -> None:
@@ -247,12 +270,20 @@ class Engine:
             counted()
 
     def set_rates(self, factor: float) -> None:
-        """Set the learning rates to `factor` times their peaks, on the device where steps are captured."""
+        """Set the learning rates to `factor` times their peaks, on the device where steps are captured.
+
+        Args:
+            factor: What the peak rates are multiplied with.
+        """
         for rates in self._rates:
             rates.set(factor)
 
     def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
+        """Say how many samples the coming steps have, as a multiple of those that momentum was given for.
+
+        Args:
+            samples: Samples of a step over those of the first batch size.
+        """
         self._momentum_power = samples
         for optimizer in self.optimizers:
             if isinstance(optimizer, AdaGradSGD):
@@ -288,7 +319,11 @@ class Engine:
         return None
 
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
-        """Name of a parameter of this worker's stages whose gradient was not finite."""
+        """Name of a parameter of this worker's stages whose gradient was not finite.
+
+        Args:
+            outcome: Of the step.
+        """
         found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
         return found or (None if self.plan.is_staged else first_bad_parameter(self.model))
 
@@ -315,6 +350,18 @@ class Engine:
                 average_buffers(stage.module, self.pipeline.replica_world)
         self.pipeline.collect()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, `model` holds the moving average, once `synchronize_buffers` has made it whole; a collective."""
+        self.pipeline.wait()
+        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for average in self.averages:
+            average.copy_to_module()
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(own)
+
     @property
     def codecs(self) -> list[Compression]:
         """What compresses gradients here, for each of this worker's stages that has replicas."""
@@ -330,6 +377,30 @@ class Engine:
         """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
         return dict(self.model.state_dict())
 
+    def average_state(self) -> dict[str, Tensor] | None:
+        """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective.
+
+        Returns:
+            It, on every worker; None without `model_ema`.
+        """
+        if not self._config.model_ema:
+            return None
+        with self.averaged():
+            self.synchronize_buffers()
+            state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
+        return state
+
+    def load_average_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put a saved average back, where this worker keeps it.
+
+        Args:
+            state: What `average_state` returned; or the state dict of a model, from which the average begins anew.
+        """
+        self.pipeline.wait()
+        for average in self.averages:
+            average.load_state_dict(state)
+
     def optimizer_state(self) -> dict[str, Any]:
         """State of all stages' optimizers by parameter name, on rank 0; a collective."""
         self.pipeline.wait()
@@ -343,7 +414,11 @@ class Engine:
         }
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Put saved state back by name, where this worker trains it."""
+        """Put saved state back by name, where this worker trains it.
+
+        Args:
+            saved: What `optimizer_state` returned.
+        """
         self.pipeline.wait()
         if self.graph is not None:
             self.graph.forget()
@@ -358,7 +433,11 @@ class Engine:
         return {"pipeline": self.pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         pipeline = state.get("pipeline")
         if pipeline is None:  # of a model that is not cut, as former versions wrote it
             former = state.get("sync", state)
@@ -366,7 +445,11 @@ class Engine:
         self.pipeline.load_state_dict(pipeline)
 
     def go_on_from(self, step: int) -> None:
-        """Number of the last step, on which the random operations of stages depend."""
+        """Number of the last step, on which the random operations of stages depend.
+
+        Args:
+            step: The number; the first step has 1.
+        """
         self.pipeline.set_steps(step)
 
     def close(self) -> None:
@@ -401,7 +484,12 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
 
 
 def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
-    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
+    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read.
+
+    Args:
+        optimizer: The optimizer, with `fused=True`.
+        commit: 1 where the step counts, else 0.
+    """
     optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()

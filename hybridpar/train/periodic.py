@@ -69,5 +69,9 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in memory of its own; tensors that share memory share it no longer."""
+    """A state dict in memory of its own; tensors that share memory share it no longer.
+
+    Args:
+        state: A state dict.
+    """
     return {name: tensor.detach().clone() for name, tensor in state.items()}

@@ -77,6 +77,9 @@ class BadSteps:
     def watch(self, result: StepResult) -> None:
         """Look at the latest step.
 
+        Args:
+            result: The step; results are shown in their order.
+
         Raises:
             TrainingError: There were `MAX_BAD_STEPS` bad ones in a row.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, model_fingerprint
+from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import undecayed_names
 from hybridpar.optim.losses import make_loss
@@ -152,6 +153,8 @@ class Trainer:
         self.pace: Pace | None = None
         try:
             check_recipe(self.config)
+            if self.config.batch_norm == "frozen":
+                freeze_batch_norm(model)
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
@@ -349,10 +352,28 @@ class Trainer:
 
     # -------------------------------------------------------------- evaluation
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, `model` holds the moving average of `model_ema` on every worker; a collective. Train outside.
+
+        Raises:
+            UsageError: There is no average.
+        """
+        if not self.config.model_ema:
+            raise UsageError(
+                "Trainer.averaged without model_ema",
+                "An average is kept from the first step on, where it is asked for.",
+                "Use TrainConfig(model_ema=True).",
+            )
+        with self.engine.averaged():
+            self.engine.synchronize_buffers()
+            yield
+
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
         """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
 
-        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole.
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Inside
+        `averaged` it is the moving average that is tested.
 
         Args:
             batches: This worker's share. Every sample counts once, so shares must not overlap.
@@ -403,6 +424,9 @@ class Trainer:
             directory: On a file system that all workers share.
             extra: More plain values and tensors to keep, read back by `load`.
 
+        Returns:
+            The directory that was written.
+
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
@@ -412,7 +436,8 @@ class Trainer:
             training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
-        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
+        average = self.engine.average_state()
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -437,6 +462,7 @@ class Trainer:
         self.engine.wait()
         with usable(Path(path)):
             self.model.load_state_dict(data.model)
+            self.engine.load_average_state(data.model if data.average is None else data.average)
             self.engine.load_optimizer_state(data.training["optimizer"])
             if self._plateau is not None and "plateau" in data.training:
                 self._plateau.load_state_dict(data.training["plateau"])

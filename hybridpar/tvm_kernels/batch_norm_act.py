@@ -41,7 +41,17 @@ class SecondDerivativeError(HybridparError):
 
 
 def stock_batch_norm_act(*given: *Given) -> Tensor:
-    """What `torch.ops.hybridpar.batch_norm_act` is defined as, by torch's own operations; see `batch_norm_then`."""
+    """`torch.ops.hybridpar.batch_norm_act` by torch's own operations.
+
+    Args:
+        given: As the arguments of `batch_norm_then`.
+
+    Returns:
+        (N, C, H, W), laid out as x is.
+
+    Raises:
+        UsageError: No such activation.
+    """
     x, weight, bias, mean, variance, training, momentum, eps, act = given
     if act not in STOCK:
         raise UsageError(f"{act!r} is no activation of batch_norm_act", fix=nearest(act, ACTIVATIONS))
@@ -50,26 +60,10 @@ def stock_batch_norm_act(*given: *Given) -> Tensor:
     return functional.relu_(z) if act == "relu" else STOCK[act](z)
 
 
-def fusable(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
-) -> bool:
-    """Whether the kernels can do it, and can be had; arguments as those of the operation.
-
-    Args:
-        x: (N, C, H, W).
-        weight: (C), or None.
-        bias: (C), or None.
-        mean: Running mean, (C), or None.
-        variance: Running variance, (C), or None.
-        training: Whether to normalise by the batch.
-    """
-    return kernels_fit(x, weight, bias, mean, variance, training) and bool(norm_kernels.table())
-
-
 def kernels_fit(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether kernels could do it; none are loaded to find out.
+    """Whether dtypes, sizes and layouts are such that kernels can compute `batch_norm_act`. It loads no kernels.
 
     Args:
         x: (N, C, H, W).
@@ -78,6 +72,9 @@ def kernels_fit(
         mean: Running mean, (C), or None.
         variance: Running variance, (C), or None.
         training: Whether to normalise by the batch.
+
+    Returns:
+        Whether they are.
     """
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
@@ -92,6 +89,11 @@ def kernels_fit(
         ):
             return False
     return True
+
+
+def _fusable(*six: Any) -> bool:
+    """Whether kernels could do it, and are there."""
+    return kernels_fit(*six) and bool(norm_kernels.table())
 
 
 def batch_norm_then(
@@ -132,24 +134,29 @@ def batch_norm_then(
 
 
 def _eager(*given: *Given) -> Tensor:
-    can = given[-1] in ACTIVATIONS and fusable(*given[:6])
+    can = given[-1] in ACTIVATIONS and _fusable(*given[:6])
     return fused_batch_norm_act(*given) if can else stock_batch_norm_act(*given)
 
 
 def fused_batch_norm_act(*given: *Given) -> Tensor:
-    """`batch_norm_then` by the kernels, for what is known to be `fusable`.
+    """`batch_norm_then` by the kernels, for operands that `kernels_fit` accepts.
 
-    In training it takes the moments that a convolution has left on x, see `moments`.
+    In training it uses the moments that a convolution has attached to x, as `moments` describes.
+
+    Args:
+        given: As the arguments of `batch_norm_then`.
+
+    Returns:
+        (N, C, H, W), laid out as x is.
     """
-    x, weight, bias, mean, variance, training, momentum, eps, act = given
+    x, weight, bias, _, _, training, *_ = given
     moments = take_moments(x) if training else None
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
         result: Tensor = _BatchNormThen.apply(*given, moments)
         return result
-    running = None if mean is None or variance is None else (mean, variance)
-    return norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)[0]
+    return norm_kernels.forward(*given, moments)[0]
 
 
 class _BatchNormThen(torch.autograd.Function):
@@ -157,11 +164,10 @@ class _BatchNormThen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: *tuple[*Given, Tensor | None]) -> Tensor:
-        x, weight, bias, mean, variance, training, momentum, eps, act, moments = given
-        running = None if mean is None or variance is None else (mean, variance)
-        y, statistics = norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)
+        x, *_, training, _, _, ctx.act, _ = given
+        y, statistics = norm_kernels.forward(*given)
         ctx.save_for_backward(x, statistics)
-        ctx.act, ctx.fixed = act, not training
+        ctx.fixed = not training
         return y
 
     @staticmethod
@@ -182,7 +188,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> list[Tensor | None]:
 def _batch_norm_act(*given: *Given) -> Tensor:
     """As `batch_norm_then`; what is traced becomes functional operations, which compilers can see."""
     x, weight, bias, mean, variance, training, momentum, eps, act = given
-    if type(x) in (Tensor, torch.nn.Parameter) or act not in ACTIVATIONS or not fusable(*given[:6]):
+    if type(x) in (Tensor, torch.nn.Parameter) or act not in ACTIVATIONS or not _fusable(*given[:6]):
         return _eager(*given)
     used = (None, None) if training else (mean, variance)
     y, statistics = torch.ops.hybridpar.batch_norm_act_forward(x, weight, bias, *used, eps, act)
@@ -209,14 +215,13 @@ def _forward(
     act: str,
 ) -> tuple[Tensor, Tensor]:
     training = mean is None or variance is None
-    if act not in ACTIVATIONS or not fusable(x, weight, bias, mean, variance, training):
+    if act not in ACTIVATIONS or not _fusable(x, weight, bias, mean, variance, training):
         raise UsageError(
             f"batch_norm_act_forward cannot take {_described(x)} with activation {act!r}",
             "The kernels take float32 on a CPU, channels last, with at least two values per channel.",
             "Call torch.ops.hybridpar.batch_norm_act, which falls back to torch.",
         )
-    running = None if mean is None or variance is None else (mean, variance)
-    return norm_kernels.forward(x, weight, bias, running, training, 0.0, eps, act)
+    return norm_kernels.forward(x, weight, bias, mean, variance, training, 0.0, eps, act)
 
 
 def _forward_fake(
@@ -229,9 +234,9 @@ def _backward(grad_y: Tensor, x: Tensor, statistics: Tensor, act: str, fixed: bo
     form = (TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
     if (
         act not in ACTIVATIONS
-        or not fusable(x, None, None, None, None, True)
+        or not _fusable(x, None, None, None, None, True)
         or grad_y.shape != x.shape
-        or not fusable(grad_y, None, None, None, None, True)
+        or not _fusable(grad_y, None, None, None, None, True)
         or tuple(statistics.shape) != form
         or statistics.dtype is not torch.float32
         or not statistics.is_contiguous()

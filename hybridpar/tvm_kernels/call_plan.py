@@ -1,6 +1,6 @@
-"""Call plans: what all calls of one form run on, decided at the first of them.
+"""Call plans: which kernels a call of the depthwise convolution runs on, decided at the first of all equal calls.
 
-The form of a call is everything but the values and addresses of its tensors: sizes, strides, dtypes, devices, threads
+Calls are equal if everything but the values and addresses of their tensors is: sizes, strides, dtypes, devices, threads
 and which gradients are wanted. A plan holds the kernels of all directions and the sizes of the results. Calls that run
 on torch in every direction have no plan: they are torch's own operation, with its one backward for both gradients.
 
@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import Choices, choose_moments, kernel_for
+from hybridpar.tvm_kernels.choice import Choices, kernel_for
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.moments import moments_in
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
 
-#: Plans that are kept; images of ever other sizes must not fill the memory.
+#: Most plans that are kept, so that images of many sizes do not fill the memory.
 _MOST_PLANS = 4096
 
 _NOTHING = (False, False, False)
@@ -34,10 +36,13 @@ Wanted = Sequence[bool]
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """How a dense tensor lies in memory; None where it is not dense, or could be either.
+    """The memory format of an image.
 
     Args:
         tensor: Any tensor.
+
+    Returns:
+        The format; None for a tensor that is not four-dimensional, not dense, or dense in both formats.
     """
     if tensor.ndim != 4:
         return None
@@ -54,6 +59,9 @@ def usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
         layout: Of the image; None where it is not dense.
         image: (N, C, H, W).
         others: Tensors that are read beside it, such as the weights.
+
+    Returns:
+        Whether all have one device and a dtype that kernels read, and the others are contiguous.
     """
     dtype = image.dtype
     if layout is None or not (dtype is torch.float32 if image.is_cpu else image.is_cuda):
@@ -63,39 +71,34 @@ def usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
 
 
 def fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
-    """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
+    """Whether weights are one filter per channel whose strides make torch's result lie in the layout of the image.
 
-    They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
+    Contiguous weights may have any stride of the channel axis, of size 1, and torch derives a layout from it.
 
     Args:
         weight: (C, 1, KH, KW).
         channels: C.
         layout: Of the image; None where it is not dense.
+
+    Returns:
+        Whether they are.
     """
     plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
     return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
 
 
-def kernel_of(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
-    """The kernel of a call on the device of the image, or None for torch.
-
-    Args:
-        direction: What is computed.
-        image: (N, C, H, W).
-        rest: As `kernel_for` takes it, from the sizes to the layout.
-    """
-    return kernel_for(direction, *rest, on=None if image.is_cpu else (image.device, image.dtype))
-
-
 def out_sizes(sizes: Sequence[int], taps: Sequence[int], stride: Any, padding: Any, dilation: Any) -> tuple[int, ...]:
-    """N, C, H, W of the output.
+    """The sizes of the output.
 
     Args:
         sizes: N, C, H, W of the input.
         taps: Rows and columns of a filter.
         stride: Vertical and horizontal, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
+        padding: Zeros on each side.
+        dilation: Input elements from one tap to the next.
+
+    Returns:
+        N, C, OH, OW.
     """
     rows, columns = (
         (sizes[2 + axis] + 2 * padding[axis] - dilation[axis] * (taps[axis] - 1) - 1) // stride[axis] + 1
@@ -132,20 +135,23 @@ class CallPlan:
     summing: TunedKernel | None = None
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, moments: list[Tensor] | None = None) -> Tensor:
-        """The output; its moments, (2, C) float64, are appended to what is given where there is a kernel for both.
+        """Compute the output, and its moments where there is a kernel that computes both.
 
         Args:
             x: (N, C, H, W).
             weight: (C, 1, KH, KW).
             bias: (C), or None.
-            moments: Where moments are appended; None where they are not wanted.
+            moments: Gets the moments, (2, C) float64, appended; None where they are not wanted.
+
+        Returns:
+            (N, C, OH, OW), in the layout of x.
         """
         kernel = self.forward
         if kernel is None or not kernel.takes(x, weight):
             return F.conv2d(x, weight, bias, *self.numbers, self.sizes[1])
         out = x.new_empty_strided(self.sizes, self.strides)
         if moments is not None and self.summing is not None and self.summing.takes(x, weight):
-            moments.append(moments_in(self.summing.run(x, weight, bias, out), out.shape[1]))
+            moments.append(moments_in(self.summing(x, weight, bias, out), out.shape[1]))
         else:
             kernel(x, weight, bias, out)
         return out
@@ -153,13 +159,16 @@ class CallPlan:
     def gradients(
         self, x: Tensor, weight: Tensor, gradient: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those of input and weights that are wanted; what has no kernel by one call of torch.
+        """Compute the gradients of input and weights, those without a kernel by one call of torch.
 
         Args:
             x: (N, C, H, W).
             weight: (C, 1, KH, KW).
             gradient: Of the output.
             wanted: Whether the gradients of input and weights are wanted.
+
+        Returns:
+            Gradient of the input, (N, C, H, W), and of the weights, (C, 1, KH, KW); None for one that is not wanted.
         """
         if gradient.stride() != self.strides:
             gradient = gradient.contiguous(memory_format=FORMATS[self.layout])
@@ -184,7 +193,7 @@ class CallPlan:
 def stock_gradients(
     x: Tensor, weight: Tensor, gradient: Tensor, numbers: Sequence[Any], wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of input and weights that are wanted, by one call of torch.
+    """Compute the gradients of input and weights by one call of torch.
 
     Args:
         x: (N, C, H, W).
@@ -192,6 +201,9 @@ def stock_gradients(
         gradient: Of the output.
         numbers: Stride, padding and dilation.
         wanted: Whether the gradients of input and weights are wanted.
+
+    Returns:
+        Gradient of the input, (N, C, H, W), and of the weights, (C, 1, KH, KW); None for one that is not wanted.
     """
     found = torch.ops.aten.convolution_backward(
         gradient, x, weight, None, *numbers, False, [0, 0], x.shape[1], [*wanted[:2], False]
@@ -210,18 +222,21 @@ def plan_of(
     wanted: Wanted | None = None,
     act: str | None = None,
 ) -> CallPlan | None:
-    """The plan of a call; None where torch's own operation computes all of it.
+    """The plan of a call, made at the first of all equal calls.
 
     Args:
         choices: What decides.
         x: (N, C, H, W).
         weight: (C, 1, KH, KW).
         bias: (C), or None.
-        stride: Vertical and horizontal, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-        wanted: Gradients that will be; None for those that autograd would compute.
+        stride: Of rows and columns.
+        padding: Zeros on each side, of rows and columns.
+        dilation: Of rows and columns.
+        wanted: Whether the gradients of input, weights and bias will be computed; None for what autograd would compute.
         act: The activation of a norm behind it that would take moments; None for none.
+
+    Returns:
+        The plan; None where torch's own operation computes all of it.
 
     Raises:
         KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
@@ -262,7 +277,7 @@ def _made(
         return None
     taps = weight.shape[2:]
     kernels = [
-        kernel_of(direction, x, x.shape, taps, *numbers, layout) if needed else None
+        kernel_for(x.device, x.dtype, direction, x.shape, taps, *numbers, layout) if needed else None
         for direction, needed in zip(Direction, (True, *wanted), strict=False)
     ]
     if all(kernel is None for kernel in kernels):
@@ -271,6 +286,8 @@ def _made(
     strides = torch.empty(sizes, device="meta", memory_format=FORMATS[layout]).stride()
     summing = None
     if act is not None and x.is_cpu and layout is Layout.CHANNELS_LAST:
-        summing = choose_moments(choices, x.shape, taps, *numbers, act)
+        pairs = ((int(one[0]), int(one[1])) for one in (taps, *numbers))
+        shape = ConvNormShape(ConvShape(*map(int, x.shape), *pairs), act)  # type: ignore[arg-type]
+        summing = choices.decide(conv_norm_key(shape, torch.get_num_threads(), cpu_fingerprint())).kernel
     forward, to_x, to_weight = kernels
     return CallPlan(layout, numbers, sizes, strides, any(wanted), forward, to_x, to_weight, summing)

@@ -1,11 +1,11 @@
-"""Chooses what an operation runs on: a tuned kernel only where a record says that it beats torch, here and now.
+"""Chooses what an operation runs on: a tuned kernel where a record says that it is faster than torch on this device.
 
-Everything else runs on torch, and one log line per key says why. What was decided is kept, so a call costs one look
-into a dictionary; other records, and another `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
+Everything else runs on torch, and one log line per key says why. Decisions are kept, so a call costs one look into a
+dictionary; other records, and another value of `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
 
-`HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution or norm
-in float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is
-used in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
+With `HYBRIDPAR_KERNELS=off` everything runs on torch; with `strict` it is an error where a convolution or norm in
+float32 on the CPU has no record, or its kernel cannot be built. Where a record says that torch is faster, torch is used
+in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels.conv_bench import DTYPES
 from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel, make_kernels
+from hybridpar.tvm_kernels.kernel import AnyKernel, make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, find_operation, operation_of
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.record import Record, why_unused
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape, ShapeError
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape, ShapeError
 
 _log = logging.getLogger(__name__)
 
@@ -69,29 +68,32 @@ KernelMaker = Callable[[Sequence[Record]], Sequence[Any]]
 
 
 class Choices:
-    """Decides and remembers.
+    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions.
 
     Args:
         database: The records.
-        make: Makes kernels of records; default: they are compiled and kept, see `kernel.make_kernels`.
+        make: Makes kernels of records; None for `kernel.make_kernels`, which compiles them and keeps what it compiled.
     """
 
-    def __init__(self, database: Database, make: KernelMaker = make_kernels) -> None:
+    def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
         self.database = database
-        self._make = make
+        self._make = make or make_kernels
         self._decided: dict[KernelKey, Decision] = {}
         self._lock = threading.RLock()
-        #: Kernels by what a call knows of itself; only `find` and `choose_norm` write it.
+        #: Kernels by the arguments of a call; only `find` and `choose_norm` write it.
         self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
         #: What calls run on, by their form; only `call_plan.plan_of` writes it.
         self.plans: dict[tuple[Any, ...], Any] = {}
 
     def find(self, call: tuple[Any, ...]) -> AnyKernel | None:
-        """The kernel of a convolution's call, and remember it.
+        """Find the kernel of a convolution's call, and remember it.
 
         Args:
             call: Direction, sizes of the input, taps, stride, padding, dilation, layout; then on the CPU threads, on a
                 GPU its number and the dtype.
+
+        Returns:
+            The kernel; None where torch is to compute.
 
         Raises:
             KernelError: There is none, and HYBRIDPAR_KERNELS is `strict`.
@@ -109,10 +111,13 @@ class Choices:
         return kernel
 
     def decide(self, key: KernelKey) -> Decision:
-        """What an operation runs on.
+        """Decide what an operation runs on.
 
         Args:
             key: The operation.
+
+        Returns:
+            The decision.
 
         Raises:
             KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
@@ -131,7 +136,7 @@ class Choices:
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for operations before they run, and load their kernels together; each is told in one log line.
+        """Decide for operations before they run, and load their kernels together; each decision is one line of the log.
 
         Args:
             keys: The operations.
@@ -150,7 +155,7 @@ class Choices:
                     self._enter(Decision(key, None, record if wanted() else None, why))
                 else:
                     winners[key] = record
-            made = self._made([*winners.values()]) if winners else ()
+            made = self._make([*winners.values()]) if winners else ()
             for (key, record), kernel in zip(winners.items(), made, strict=True):
                 if isinstance(kernel, KernelsUnavailable):
                     _log.warning("no kernel for %s, torch is used: %s", key.text, kernel)
@@ -177,9 +182,6 @@ class Choices:
         self._decided[decision.key] = decision
         _log.info("%s", decision.text)
 
-    def _made(self, records: Sequence[Record]) -> Sequence[Any]:
-        return self._make(records)
-
     @cached_property
     def digest(self) -> str:
         """Eight digits that tell these records, and whether they are used at all, from others."""
@@ -187,14 +189,14 @@ class Choices:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
     def measure_saving(self, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
-        """Milliseconds that kernels take less than what would run in their place, added over some operations.
-
-        Both are timed in pairs, on the same random operands and in the layout that the model uses; both allocate their
-        results. The difference of the medians counts.
+        """Measure how much time kernels save over some operations.
 
         Args:
             keys: Operations, and how often each one runs; those that are left to torch save nothing.
             pairs: Pairs of calls of each, after one that does not count.
+
+        Returns:
+            Milliseconds.
         """
         saved = 0.0
         for key, count in keys.items():
@@ -210,11 +212,14 @@ class Choices:
 
 
 def why_no_record(database: Database, key: KernelKey) -> str:
-    """What the nearest record of another key differs in.
+    """Say why there is no record to use: what the nearest record of another key differs in.
 
     Args:
         database: It has no record of the key that may be used.
         key: What is to be computed.
+
+    Returns:
+        A reason in words.
     """
     near: list[tuple[int, str]] = []
     if (own := database.best(key, current=False)) is not None:
@@ -235,10 +240,13 @@ def why_no_record(database: Database, key: KernelKey) -> str:
 
 
 def how_to_tune(key: KernelKey) -> str:
-    """How to get a record, in words for an error.
+    """Say how to get a record, for an error.
 
     Args:
         key: What is to be computed.
+
+    Returns:
+        Sentences.
     """
     layout = "" if key.layout is Layout.CHANNELS_LAST else f" --memory-format {key.layout}"
     return (
@@ -254,12 +262,12 @@ _active: Choices | None = None
 
 
 def active_choices() -> Choices | None:
-    """What decides; None where no database is in use, and everything runs on torch."""
+    """The choices in use; None where no database is in use, and everything runs on torch."""
     return _active
 
 
 def use_choices(choices: Choices | None) -> Choices | None:
-    """Choose by something else from now on, in the whole process.
+    """Set what the whole process chooses kernels by.
 
     Args:
         choices: What decides; None leaves everything to torch.
@@ -272,41 +280,35 @@ def use_choices(choices: Choices | None) -> Choices | None:
     return before
 
 
-def kernel_for(
-    direction: Direction,
-    sizes: Sequence[int],
-    taps: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    layout: Layout,
-    *,
-    on: tuple[torch.device, torch.dtype] | None = None,
-) -> AnyKernel | None:
-    """The kernel of a convolution's call, or None for torch.
+def kernel_for(device: torch.device, dtype: torch.dtype, direction: Direction, *call: Any) -> AnyKernel | None:
+    """The kernel of a convolution's call.
 
     Args:
+        device: Of all tensors.
+        dtype: Of all tensors; float32 where they are on the CPU.
         direction: What is computed.
-        sizes: Of the input: N, C, H, W.
-        taps: Rows and columns of a filter.
-        stride: Two numbers, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-        layout: Of input and output.
-        on: A GPU and the dtype of all tensors; None for float32 on the CPU.
+        call: Sizes of the input (N, C, H, W), taps of a filter, stride, padding and dilation, each of rows and columns;
+            then the layout of input and output.
+
+    Returns:
+        The kernel; None where torch is to compute.
+
+    Raises:
+        KernelError: There is none, and HYBRIDPAR_KERNELS is `strict`.
     """
     choices = _active
-    if choices is None or (on is not None and on[1] not in _DTYPES):
+    on_cpu = device.type == "cpu"
+    if choices is None or not (on_cpu or dtype in _DTYPES):
         return None
-    where = (torch.get_num_threads(),) if on is None else (on[0].index or 0, _DTYPES[on[1]])
+    where = (torch.get_num_threads(),) if on_cpu else (device.index or 0, _DTYPES[dtype])
     try:  # most calls come with tuples, which need not be made again
-        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, *where]
+        return choices.found[direction, *call, *where]
     except (KeyError, TypeError):
-        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, *where)
+        known = (direction, *map(tuple, call[:-1]), call[-1], *where)
     try:
-        return choices.found[call]
+        return choices.found[known]
     except KeyError:
-        return choices.find(call)
+        return choices.find(known)
 
 
 def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:
@@ -317,6 +319,9 @@ def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:
         channels: Channels.
         act: Activation.
         threads: Of torch.
+
+    Returns:
+        Whether kernels run.
 
     Raises:
         KernelError: There is no record, or no kernel, and HYBRIDPAR_KERNELS is `strict`.
@@ -331,29 +336,3 @@ def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:
         key = norm_key(NormShape(rows, channels, act), threads, cpu_fingerprint())
         choices.found[call] = choices.decide(key).kernel
         return choices.found[call] is not None
-
-
-def choose_moments(
-    choices: Choices,
-    sizes: Sequence[int],
-    taps: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    act: str,
-) -> TunedKernel | None:
-    """The kernel that computes a convolution and leaves its moments, or None; on the CPU, float32, channels_last.
-
-    Args:
-        choices: What decides.
-        sizes: Of the input: N, C, H, W.
-        taps: Rows and columns of a filter.
-        stride: Two numbers, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-        act: Activation behind the norm behind it.
-    """
-    pairs = ((int(one[0]), int(one[1])) for one in (taps, stride, padding, dilation))
-    shape = ConvNormShape(ConvShape(*map(int, sizes), *pairs), act)  # type: ignore[arg-type]
-    kernel: TunedKernel | None = choices.decide(conv_norm_key(shape, torch.get_num_threads(), cpu_fingerprint())).kernel
-    return kernel

@@ -11,8 +11,8 @@ from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
+from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.operations.depthwise_cuda import compile_unspilled
 from hybridpar.tvm_kernels.search import KEPT, SearchReport, search_all
 
 _log = logging.getLogger(__name__)
@@ -20,7 +20,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """A candidate that was compiled and not measured; attributes as `KernelRecord` has them."""
+    """A candidate that was compiled and not measured, with what a `KernelRecord` takes from it.
+
+    Attributes:
+        parameters: Of the schedule, by name.
+        predicted_ms: Milliseconds that the cost model predicts.
+        floor_ms: Milliseconds that neither arithmetic nor memory can beat; None where they are not known.
+        cubin: File of the machine code, relative to the database's directory.
+        align: What the addresses of all tensors are multiples of.
+        ms: None: nothing was measured.
+        stock_ms: Likewise.
+        noise: 0, as there are no measurements that could differ.
+        final: True, so that it is recorded.
+    """
 
     parameters: dict[str, int]
     predicted_ms: float
@@ -95,7 +107,7 @@ def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterato
         request = operation.request(key, parameters)
         assert request is not None, "sources of a GPU are always written"
         try:
-            code = compile_unspilled(builder.build(request).image, key.device.rpartition(" ")[2]).code
+            code = cuda_kernel.compile_unspilled(builder.build(request).image, key.device.rpartition(" ")[2])
         except KernelsUnavailable as error:
             failed += 1
             _log.info("%s %s %s: %s", key.direction, key.shape.text, parameters, error)

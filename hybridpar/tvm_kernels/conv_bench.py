@@ -72,28 +72,23 @@ class ConvBench(Bench):
         return x, gradient, self._weight.to(device)
 
     def run(self, kernel: Any) -> Tensor:
-        """What a kernel computes, with all that a caller has to do.
-
-        Args:
-            kernel: Called with two operands, None and the result.
-        """
+        """Call a kernel as a caller would, and allocate its result."""
         out = torch.empty_like(self._like)
         kernel(self._first, self._second, None, out)
         return out
 
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's.
-
-        Args:
-            kernel: Called with two operands, None and the result.
-        """
+        """Largest difference from float64 of a kernel's result and of torch's."""
         return self.error(kernel), self.stock_error
 
     def error(self, kernel: Any) -> float:
-        """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN.
+        """Largest difference of a kernel's result from float64.
 
         Args:
             kernel: Called with two operands, None and the result.
+
+        Returns:
+            The error, relative to the largest value; infinite for NaN.
         """
         return self._error_of(self.run(kernel))
 
@@ -164,6 +159,9 @@ def stock_call(
         x: The image, (N, C, H, W).
         gradient: Of the output, (N, C, OH, OW).
         weight: (C, 1, KH, KW).
+
+    Returns:
+        A function without arguments.
     """
     wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
     if not any(wanted):
@@ -182,6 +180,9 @@ def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: T
         image: (N, C, H, W).
         gradient: (N, C, OH, OW), of the output.
         weight: (C, 1, KH, KW).
+
+    Returns:
+        The result, float64.
     """
     (top, left), (down, right) = shape.padding, shape.dilation
     room = F.pad(image.double(), (left, left, top, top))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.cuda_space import registers, written_out
@@ -29,29 +28,6 @@ _LEVEL2, _START, _LAUNCH = 2.2, 600.0, 2e-6
 _PLACE = 14.0
 
 
-@dataclass(frozen=True)
-class CudaCost:
-    """What a call takes, by parts that overlap.
-
-    Attributes:
-        memory_s: For traffic with memory and the last cache.
-        arithmetic_s: For instructions.
-        shared_s: For shared memory.
-        conflicts: Times that shared memory is accessed for one access, 1 without conflicts.
-        halo: Bytes that are read, relative to those of the input.
-        occupancy: Threads that an SM holds, relative to the most.
-        seconds: Of a call.
-    """
-
-    memory_s: float
-    arithmetic_s: float
-    shared_s: float
-    conflicts: float
-    halo: float
-    occupancy: float
-    seconds: float
-
-
 def wavefronts(addresses: Iterable[int], width: int) -> int:
     """How many times shared memory is accessed for one access of a warp.
 
@@ -61,6 +37,9 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
     Args:
         addresses: In bytes, of each lane, multiples of `width`.
         width: Bytes of each lane.
+
+    Returns:
+        Number of accesses.
     """
     places = list(addresses)
     together = WARP * _WORD // max(width, _WORD)
@@ -77,11 +56,14 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
 
 
 def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
-    """Where each lane of a warp reads from shared memory first, in bytes from the input's tile.
+    """Where each lane of a warp reads from shared memory first.
 
     Args:
         tile: Of the candidate.
         warp: Number of the warp in its block.
+
+    Returns:
+        Bytes from the start of the input's tile, of each lane.
     """
     own = tile.parameters
     sizes = {"c": own["threads_c"], "x": own["threads_x"], "y": own["threads_y"]}
@@ -97,10 +79,13 @@ def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
 
 
 def bank_conflicts(tile: Tile) -> float:
-    """Accesses of shared memory for one of a warp, relative to those that it takes at least.
+    """How often shared memory is accessed for one access of a warp, relative to an access without conflicts.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        1 without conflicts, else more.
     """
     width = tile.vector * ITEM[tile.dtype]
     return _wavefronts(tuple(lane_addresses(tile)), width) / max(1, WARP * width // (_BANKS * _WORD))
@@ -110,11 +95,14 @@ _wavefronts = functools.lru_cache(4096)(wavefronts)
 
 
 def resident_blocks(tile: Tile, gpu: Gpu) -> int:
-    """Blocks that an SM holds at a time; 0 where it cannot hold one.
+    """How many blocks an SM holds at a time.
 
     Args:
         tile: Of the candidate.
         gpu: That it runs on.
+
+    Returns:
+        Number of blocks; 0 where it cannot hold one.
     """
     per_warp = -(-registers(tile) * WARP // 256) * 256  # registers are given out by 256 to a warp
     limits = (
@@ -128,8 +116,8 @@ def resident_blocks(tile: Tile, gpu: Gpu) -> int:
 
 def estimate(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int], gpu: Gpu
-) -> CudaCost:
-    """What a candidate costs.
+) -> float:
+    """Predict how long a call takes.
 
     Args:
         shape: The convolution.
@@ -138,18 +126,21 @@ def estimate(
         dtype: Of all tensors.
         parameters: Of the candidate.
         gpu: That it runs on.
+
+    Returns:
+        Seconds; infinite where an SM cannot hold a block.
     """
     tile = Tile(shape, direction, layout, dtype, parameters)
     blocks = tile.grid[0] * tile.grid[1] * tile.grid[2]
     resident = resident_blocks(tile, gpu)
     if not resident:
-        return CudaCost(0, 0, 0, 1, 1, 0, float("inf"))
+        return float("inf")
     # Tiles of the image, each brought once for each group of rows of taps.
     tiles = shape.batch * tile.channel_blocks * tile.vertical.tiles * tile.horizontal.tiles
     tiles *= tile.tap_groups if tile.weight else 1
     held = min(resident, -(-blocks // gpu.processors))
-    memory_s, halo = _memory(tile, tiles, blocks, held, gpu)
-    instructions, accesses, conflicts = _work(tile)
+    memory_s = _memory(tile, tiles, blocks, held, gpu)
+    instructions, accesses = _work(tile)
     # Blocks come in waves; the last one takes as long as the others.
     waves = -(-blocks // (gpu.processors * resident)) * gpu.processors * resident / blocks
     tail = max(1.0, min(waves, 2.0)) if blocks > gpu.processors else gpu.processors / blocks
@@ -163,8 +154,7 @@ def estimate(
     start = -(-blocks // (gpu.processors * resident)) * _START / gpu.clock
     launches = 2 if tile.weight else 1
     merged = 8.0 * tile.scratch_bytes / 4 / gpu.bandwidth
-    seconds = parts[2] + 0.35 * (parts[0] + parts[1]) + start + merged + launches * _LAUNCH
-    return CudaCost(memory_s, arithmetic_s, shared_s, conflicts, halo, resident * tile.threads / gpu.threads, seconds)
+    return parts[2] + 0.35 * (parts[0] + parts[1]) + start + merged + launches * _LAUNCH
 
 
 def _sectors(run: int, aligned: bool) -> float:
@@ -174,8 +164,8 @@ def _sectors(run: int, aligned: bool) -> float:
     return float(run + _SECTOR - 1)
 
 
-def _memory(tile: Tile, tiles: int, blocks: int, held: int, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of traffic, and bytes read relative to the input's."""
+def _memory(tile: Tile, tiles: int, blocks: int, held: int, gpu: Gpu) -> float:
+    """Seconds of traffic."""
     shape, item = tile.shape, ITEM[tile.dtype]
     down, across = tile.vertical, tile.horizontal
     if tile.last:
@@ -196,10 +186,10 @@ def _memory(tile: Tile, tiles: int, blocks: int, held: int, gpu: Gpu) -> tuple[f
     wanted = gpu.bandwidth * _LATENCY / gpu.processors
     under_way = held * min(tile.threads * BATCH * tile.vector * item, tile.input_elements * item)
     busy = min(1.0, under_way / wanted) * min(1.0, blocks / gpu.processors)
-    return max(from_memory, through_cache) / max(busy, 0.05), brought / source
+    return max(from_memory, through_cache) / max(busy, 0.05)
 
 
-def _work(tile: Tile) -> tuple[float, float, float]:
+def _work(tile: Tile) -> tuple[float, float]:
     """Of a thread and a tile: instructions, accesses of shared memory, and what conflicts multiplied those by."""
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     per_lane = tile.vector * ITEM[tile.dtype]
@@ -221,4 +211,4 @@ def _work(tile: Tile) -> tuple[float, float, float]:
     instructions = multiply_adds + loads * (1 + widen * vector) + taps + brought * _PLACE
     instructions += results * (4 + widen * vector) + 60
     accesses = loads * least * conflicts + taps * max(1, vector) + brought * least
-    return instructions, accesses, conflicts
+    return instructions, accesses

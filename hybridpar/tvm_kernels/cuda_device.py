@@ -22,7 +22,6 @@ class Gpu:
         architecture: As in `sm_90`.
         processors: Streaming multiprocessors (SM).
         shared_bytes: Shared memory of an SM.
-        level2: Bytes of the last cache.
         bandwidth: Of memory, bytes a second.
         multiply_adds: Float32 multiply-adds a second.
         registers: 32-bit registers of an SM.
@@ -34,7 +33,6 @@ class Gpu:
     architecture: str
     processors: int
     shared_bytes: int
-    level2: int
     bandwidth: float
     multiply_adds: float
     registers: int = 65536
@@ -43,7 +41,7 @@ class Gpu:
 
     @property
     def fingerprint(self) -> str:
-        """What tells kinds of GPU apart in records."""
+        """Name and architecture, by which records tell kinds of GPU apart."""
         return f"{self.name} {self.architecture}"
 
     @property
@@ -52,20 +50,23 @@ class Gpu:
         return self.multiply_adds / (128 * self.processors)
 
     def floor_ms(self, multiply_adds: int, size: int) -> float:
-        """What neither arithmetic nor memory can beat.
+        """The time that neither arithmetic nor memory can beat.
 
         Args:
             multiply_adds: Of a call.
             size: Bytes that it touches.
+
+        Returns:
+            Milliseconds.
         """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
 
 
 #: GPUs that need not be there, by what `--gpu` calls them. SXM modules, clocks of the data sheets.
 KNOWN = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 40 << 20, 2.039e12, 9.75e12),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 50 << 20, 3.35e12, 33.5e12),
-    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 50 << 20, 4.8e12, 33.5e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 2.039e12, 9.75e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 3.35e12, 33.5e12),
+    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 4.8e12, 33.5e12),
 }
 
 _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
@@ -76,15 +77,21 @@ def is_gpu(fingerprint: str) -> bool:
 
     Args:
         fingerprint: Of a record's device.
+
+    Returns:
+        Whether it is.
     """
     return _FINGERPRINT.fullmatch(fingerprint) is not None
 
 
 def gpu_of(fingerprint: str) -> Gpu:
-    """The GPU of a record's device: one of `KNOWN`, else the current one.
+    """The GPU of a record's device.
 
     Args:
         fingerprint: Of a record's device.
+
+    Returns:
+        One of `KNOWN`, else the current GPU.
     """
     known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
     return known or gpu_at(torch.cuda.current_device())
@@ -92,10 +99,13 @@ def gpu_of(fingerprint: str) -> Gpu:
 
 @functools.cache
 def gpu_at(index: int) -> Gpu:
-    """A GPU of this machine, by torch's number.
+    """Figures of a GPU of this machine.
 
     Args:
         index: Of the GPU, by torch's number.
+
+    Returns:
+        Those of `KNOWN` where it is one of these, else what torch says; the A100's for what torch does not say.
     """
     found = torch.cuda.get_device_properties(index)
     architecture = f"sm_{found.major}{found.minor}"
@@ -113,7 +123,6 @@ def gpu_at(index: int) -> Gpu:
         architecture=architecture,
         processors=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
-        level2=getattr(found, "L2_cache_size", a100.level2),
         bandwidth=bandwidth,
         multiply_adds=128 * found.multi_processor_count * own_clock,
         threads=found.max_threads_per_multi_processor,

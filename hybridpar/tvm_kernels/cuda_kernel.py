@@ -37,7 +37,6 @@ _IMPORTED = (
 
 #: What each kernel is launched with: pointers alone.
 POINTERS = {"rows": "PPPP", "merge": "PP"}
-_PTXAS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores")
 
 Launch = tuple[str, tuple[int, int, int], tuple[int, int, int]]
@@ -53,7 +52,7 @@ class CudaVariant:
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
         dtype: Of all tensors: float32, bfloat16 or float16.
-        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.cuda_space`.
+        parameters: By name, as `hybridpar.tvm_kernels.cuda_space` describes them.
     """
 
     shape: ConvShape
@@ -103,36 +102,26 @@ class CudaVariant:
         return (rows, ("merge", (merged, 1, 1), (MERGE_THREADS * MERGE_PARTS, 1, 1)))
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Machine code of one source.
-
-    Attributes:
-        code: A cubin.
-        registers: Of a thread, the most of its kernels; None where the compiler did not say.
-        spilled: Bytes that a thread keeps in memory for want of registers; None where the compiler did not say.
-    """
-
-    code: bytes
-    registers: int | None
-    spilled: int | None
-
-
-def compile_source(text: str, architecture: str) -> Compiled:
-    """Machine code, by the compiler and not from the cache.
+def compile_unspilled(source: bytes, architecture: str) -> bytes:
+    """Compile a source without looking into the cache; no thread may keep values in memory for want of registers.
 
     Args:
-        text: CUDA C.
+        source: CUDA C.
         architecture: As in `sm_90`.
 
+    Returns:
+        The machine code, a cubin.
+
     Raises:
-        KernelsUnavailable: There is no compiler, or it reports an error.
+        KernelsUnavailable: Threads would; or there is no compiler, or it reports an error.
     """
     _, run = compiler(CONTRACTED)
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
-        code, log = run(text.encode(), architecture, Path(aside))
-    registers, spills = ([int(one) for one in found.findall(log)] for found in (_PTXAS, _SPILLS))
-    return Compiled(code, max(registers, default=None), max(spills, default=None))
+        code, log = run(source, architecture, Path(aside))
+    spilled = max(map(int, _SPILLS.findall(log)), default=0)
+    if spilled:
+        raise KernelsUnavailable(f"a thread would keep {spilled} bytes in memory for want of registers")
+    return code
 
 
 class CudaKernel:
@@ -153,7 +142,14 @@ class CudaKernel:
         self._loading = threading.Lock()
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be."""
+        """Whether the addresses are aligned as they must be.
+
+        Args:
+            tensors: Operands and result.
+
+        Returns:
+            Whether all addresses are multiples of `align`.
+        """
         return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
 
     def prepare(self, index: int) -> None:
@@ -190,49 +186,28 @@ class CudaKernel:
         """
         # Freed while it is still in use on the stream, and given out again only to what comes later on it.
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else None
-        self.launch(
-            out.device.index or 0,
-            first.data_ptr(),
-            second.data_ptr(),
-            0 if third is None else third.data_ptr(),
-            out.data_ptr(),
-            0 if scratch is None else scratch.data_ptr(),
-        )
-
-    def launch(self, index: int, first: int, second: int, third: int, out: int, scratch: int) -> None:
-        """As a call, by addresses.
-
-        Args:
-            index: Of the device, by torch's number.
-            first: As of a call, and the next ones; `third` may be 0.
-            second: Likewise.
-            third: Likewise.
-            out: Likewise.
-            scratch: Address of `scratch_bytes` bytes, which nothing else uses meanwhile on the device.
-
-        Raises:
-            CudaError: The driver refuses.
-        """
+        given, result, index = (first, second, third), out.data_ptr(), out.device.index or 0
+        operands = [0 if one is None else one.data_ptr() for one in given]
         steps = self._loaded.get(index)
         if steps is None:
             self.prepare(index)
             steps = self._loaded[index]
-        function, grid, block = steps[0]
-        if len(steps) == 1:
-            function(grid, block, first, second, third, out)
-            return
-        function(grid, block, first, second, third, scratch)
-        function, grid, block = steps[1]
-        function(grid, block, scratch, out)
+        (function, grid, block), *merge = steps
+        function(grid, block, *operands, result if scratch is None else scratch.data_ptr())
+        for function, grid, block in merge:
+            function(grid, block, 0 if scratch is None else scratch.data_ptr(), result)
 
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
-    """A variant, loaded on a device.
+    """Load a variant's machine code on a device.
 
     Args:
         variant: What was compiled.
         code: For the device's architecture.
         index: Of the device, by torch's number.
+
+    Returns:
+        The kernel.
 
     Raises:
         KernelsUnavailable: There is no driver, or it refuses the code.

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
+from hybridpar.tvm_kernels.schedules.geometry import axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _COMMON = ("vector", "threads_c", "threads_x", "threads_y", "virtual", "columns", "rows", "skew")
@@ -42,12 +43,15 @@ _MOST_ELEMENTS = 1 << 31
 
 
 def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution, or None.
+    """Why there are no kernels for a convolution.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
         dtype: Of all tensors.
+
+    Returns:
+        A reason in words; None where there are kernels.
     """
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
@@ -60,10 +64,13 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
 
 
 def registers(tile: Tile) -> int:
-    """Registers that a thread is estimated to need.
+    """Estimate the registers of a thread.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        Number of 32-bit registers.
     """
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     row = across.used
@@ -75,10 +82,13 @@ def registers(tile: Tile) -> int:
 
 
 def written_out(tile: Tile) -> int:
-    """Multiply-adds without a loop.
+    """Count the multiply-adds of a thread that are not in a loop.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        Their number.
     """
     rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
     return rows * tile.horizontal.uses * tile.vector
@@ -87,7 +97,7 @@ def written_out(tile: Tile) -> int:
 def reject(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
 ) -> str | None:
-    """Why parameters make no kernel, or None; nothing else may be compiled.
+    """Why parameters make no kernel; nothing else may be compiled.
 
     Args:
         shape: The convolution.
@@ -95,15 +105,16 @@ def reject(
         layout: Of the images.
         dtype: Of all tensors.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they make a kernel.
     """
-    reason = outside(shape, direction, dtype)
-    if reason is not None:
+    if reason := outside(shape, direction, dtype):
         return reason
     names = WEIGHT if direction is Direction.WEIGHT_GRADIENT else GATHER
     if set(parameters) != set(names) or not all(type(value) is int for value in parameters.values()):
         return f"the parameters are {', '.join(names)}, all whole numbers"
-    reason = _reject_numbers(shape, direction, layout, dtype, parameters)
-    if reason is not None:
+    if reason := _reject_numbers(shape, direction, layout, dtype, parameters):
         return reason
     tile = Tile(shape, direction, layout, dtype, parameters)
     if tile.shared_bytes > MOST_SHARED:
@@ -150,7 +161,7 @@ def _reject_numbers(
 def candidates(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
 ) -> Iterator[dict[str, int]]:
-    """Parameters worth a thought: those that fit into registers and shared memory and keep a GPU busy.
+    """Parameters that fit into registers and shared memory and keep a GPU busy.
 
     Args:
         shape: The convolution.
@@ -158,6 +169,9 @@ def candidates(
         layout: Of the images.
         dtype: Of all tensors.
         gpu: That it is for.
+
+    Yields:
+        Parameters by name.
     """
     if outside(shape, direction, dtype) is not None:
         return
@@ -197,7 +211,9 @@ def _blocks(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[
             continue
         if not last and column > (2 if transposed else 1) * shape.stride[1]:
             continue  # neighbouring threads would write far apart
-        if not (_fits(_height(shape, direction), row, y) and _fits(_width(shape, direction), column * virtual, x)):
+        if not (
+            _fits(axis(shape, direction, 0).out, row, y) and _fits(axis(shape, direction, 1).out, column * virtual, x)
+        ):
             continue
         own = {"vector": vector, "threads_c": c, "threads_x": x, "threads_y": y}
         yield own | {"virtual": virtual, "columns": column, "rows": row, "skew": skew}
@@ -220,14 +236,6 @@ def _further(shape: ConvShape, direction: Direction, own: Mapping[str, int], gpu
 
 def _tiles(size: int, tile: int) -> int:
     return -(-size // tile)
-
-
-def _height(shape: ConvShape, direction: Direction) -> int:
-    return shape.height if direction is Direction.INPUT_GRADIENT else shape.out_height
-
-
-def _width(shape: ConvShape, direction: Direction) -> int:
-    return shape.width if direction is Direction.INPUT_GRADIENT else shape.out_width
 
 
 def _fits(size: int, own: int, threads: int) -> bool:

@@ -85,22 +85,35 @@ class Database:
         Args:
             key: What is to be computed.
             current: Only records that may be used: of the versions that are installed, and without a `doubt`.
+
+        Returns:
+            The record; None where there is none.
         """
         found = [one for one in self._by_key.get(key, ()) if not current or (one.current and not one.doubt)]
         measured = [(-one.tuned_at, one.ms, place) for place, one in enumerate(found) if one.ms is not None]
         return found[min(measured)[-1]] if measured else None
 
     def count(self, *ops: str) -> int:
-        """How many records there are of some operations."""
+        """How many records there are of some operations.
+
+        Args:
+            ops: Names of operations.
+
+        Returns:
+            The number of their records.
+        """
         return sum(record.op in ops for record in self.records)
 
 
 def parse_records(text: str, name: str = "the database") -> Database:
-    """The database in a text; lines that are no records are counted, not an error.
+    """Read the lines of a database; lines that are no records are counted and skipped.
 
     Args:
         text: Lines of JSON.
         name: What to call it in messages.
+
+    Returns:
+        The database.
     """
     found: list[Record] = []
     damaged = versions = operations = 0
@@ -126,10 +139,13 @@ def parse_records(text: str, name: str = "the database") -> Database:
 
 
 def read_database(path: str | Path) -> Database:
-    """Read a database. What is damaged in it, or of another version, is counted and told in one line.
+    """Read a database file. One log line says how many lines are damaged or of another version.
 
     Args:
         path: The file.
+
+    Returns:
+        The database.
 
     Raises:
         UsageError: There is no such file, it cannot be read, or it holds nothing but damage.
@@ -168,7 +184,7 @@ def _warn(database: Database) -> None:
 
 
 def user_database() -> Path:
-    """Where `hybridpar tune` writes unless told otherwise, and what `--kernels auto` reads."""
+    """Where `hybridpar tune` writes by default, and what `--kernels auto` reads."""
     return cache_directory() / "kernels.jsonl"
 
 

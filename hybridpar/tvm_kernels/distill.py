@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.operation import operation_of, whole_numbers
 from hybridpar.tvm_kernels.record import KernelRecord, Record
 
 #: Bytes that the packaged database may have.
@@ -33,7 +32,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
     for path in paths:
         merged.add(one for one in read_database(path).records if type(one) is KernelRecord)
     best = [merged.best(key, current=False) for key in merged]
-    winners = [one for one in best if one is not None and one.wins and _is_kernel(one)]
+    winners = [one for one in best if one is not None and one.wins and one.rejected is None]
     size, kept = 0, []
     for record in sorted(winners, key=lambda one: (one.ms or 0.0) - (one.stock_ms or 0.0)):
         size += len(record.line().encode()) + 1
@@ -41,9 +40,3 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
             break
         kept.append(record)
     return sorted(kept, key=lambda one: one.key)
-
-
-def _is_kernel(record: Record) -> bool:
-    parameters = getattr(record, "parameters", {})
-    numbers = whole_numbers(parameters)
-    return len(numbers) == len(parameters) and operation_of(record.key).reject(record.key, numbers) is None

@@ -5,8 +5,8 @@ not name one. Parameters of all of them:
     lanes: values that are computed side by side; strip: output rows that are done before the next ones.
 Forward and input gradient:
     tile_rows, tile_columns or tile_vectors: outputs held in registers; unroll: 1 if rows of taps are written out where
-    none meets a border; columns_outer: 1 if all channels of a tile come before the next tile; stream: 1 if results are
-    written past the caches; parts: units of work.
+    none crosses a border; columns_outer: 1 if all channels of a tile come before the next tile; stream: 1 if results
+    are written past the caches; parts: units of work.
 Weight gradient:
     tap_rows, tap_columns: taps whose sums are held in registers; tile_columns, tile_rows: columns or rows of the
     gradient that pass by at a time; parts, groups: units of work, by images (and strips) and by channels.
@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hybridpar.tvm_kernels import candidates as candidates_of
 from hybridpar.tvm_kernels import space
-from hybridpar.tvm_kernels.cost_channels import Cost, gather_cost, weight_cost
-from hybridpar.tvm_kernels.cost_planes import rows_cost, rows_weight_cost, turned_cost
+from hybridpar.tvm_kernels.cost import Cost, gather_cost, rows_cost, rows_weight_cost, turned_cost, weight_cost
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.cpu_gather_moments import scratch_floats
 from hybridpar.tvm_kernels.schedules.geometry import PREPARED, axis
@@ -33,18 +31,19 @@ _FLOAT = 4
 
 Parameters = Mapping[str, int]
 Phases = tuple[tuple[str, int], ...]
+Work = tuple[Phases, int]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule.
+    """A schedule for the CPU, and how its candidates are listed, checked and compared.
 
     Attributes:
         source: Its file, without folder and ending.
         names: Its parameters.
         imports: Schedules that it is made of besides.
-        phases: Functions in the order in which they run, and how far each counts.
-        scratch: Floats that all threads together need.
+        work: Functions in the order in which they run, each with the end of its range; and the floats of scratch
+            memory that all threads together need.
         reject: Why parameters make no kernel, or None.
         candidates: Parameters worth a try for some threads of a machine; some may not be allowed.
         cost: Predicts what a candidate costs.
@@ -54,8 +53,7 @@ class Family:
     source: str
     names: tuple[str, ...]
     imports: tuple[str, ...]
-    phases: Callable[[ConvShape, Direction, Parameters], Phases]
-    scratch: Callable[[ConvShape, Direction, Parameters], int]
+    work: Callable[[ConvShape, Direction, Parameters], Work]
     reject: Callable[[ConvShape, Direction, Parameters], str | None]
     candidates: Callable[[ConvShape, Direction, int, Machine], Iterator[dict[str, int]]]
     cost: Callable[[ConvShape, Direction, Parameters, int, Machine], Cost]
@@ -70,12 +68,15 @@ class Family:
 
 
 def family_of(direction: Direction, layout: Layout, names: Iterable[str]) -> Family | None:
-    """The schedule that has these parameters, or None.
+    """The schedule that has some parameters.
 
     Args:
         direction: Which of its three directions.
         layout: Of the images.
         names: Names of parameters.
+
+    Returns:
+        The schedule; None where there is none.
     """
     given = set(names)
     return next((one for one in FAMILIES[layout, _is_sum(direction)] if set(one.names) == given), None)
@@ -87,6 +88,9 @@ def families(direction: Direction, layout: Layout) -> tuple[Family, ...]:
     Args:
         direction: Which of its three directions.
         layout: Of the images.
+
+    Returns:
+        Schedules, in the order in which they are tried.
     """
     return FAMILIES[layout, _is_sum(direction)]
 
@@ -99,65 +103,44 @@ def _blocks(shape: ConvShape, own: Parameters) -> int:
     return -(-shape.channels // own["lanes"])
 
 
-def _gather_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
+def _gather_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
     units = shape.batch * -(-axis(shape, direction, 0).out // own["strip"])
-    return ("prepare", -(-shape.channels // PREPARED)), ("rows", units)
+    phases = ("prepare", -(-shape.channels // PREPARED)), ("rows", units)
+    return phases, (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
 
 
-def _gather_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    return (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
+def _moments_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
+    phases, _ = _gather_work(shape, direction, own)
+    return (*phases, ("merge", _blocks(shape, own))), scratch_floats(
+        shape, own["lanes"], own["strip"], own["tile_rows"]
+    )
 
 
-def _moments_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return (*_gather_phases(shape, direction, own), ("merge", _blocks(shape, own)))
+def _weight_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
+    floats = own["parts"] * shape.kernel[0] * shape.kernel[1] * _blocks(shape, own) * own["lanes"]
+    return (("rows", own["parts"] * own["groups"]), ("merge", _blocks(shape, own))), floats
 
 
-def _moments_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    return scratch_floats(shape, own["lanes"], own["strip"], own["tile_rows"])
-
-
-def _weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return ("rows", own["parts"] * own["groups"]), ("merge", _blocks(shape, own))
-
-
-def _weight_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    return own["parts"] * shape.kernel[0] * shape.kernel[1] * _blocks(shape, own) * own["lanes"]
-
-
-def _rows_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return (("planes", own["parts"]),)
-
-
-def _rows_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
+def _rows_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
     padded = padded_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"])
-    return own["parts"] * padded.places
+    return (("planes", own["parts"]),), own["parts"] * padded.places
 
 
-def _rows_weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return ("planes", own["parts"] * own["groups"]), ("merge", shape.channels)
-
-
-def _rows_weight_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
+def _rows_weight_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
     sums = own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * own["lanes"]
-    return whole_lines(sums) + own["groups"] * _rows_scratch(shape, direction, own)
+    floats = whole_lines(sums) + own["groups"] * _rows_work(shape, direction, own)[1]
+    return (("planes", own["parts"] * own["groups"]), ("merge", shape.channels)), floats
 
 
-def _turned_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return ("prepare", -(-shape.channels // PREPARED)), ("blocks", own["parts"])
-
-
-def _turned_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
+def _turned_work(shape: ConvShape, direction: Direction, own: Parameters) -> Work:
     _, padded = turned_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
-    return whole_lines(_gather_scratch(shape, direction, own)) + own["parts"] * padded
-
-
-def _turned_weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
-    return ("blocks", own["parts"] * own["groups"]), ("merge", _blocks(shape, own))
-
-
-def _turned_weight_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    _, padded = turned_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
-    return whole_lines(_weight_scratch(shape, direction, own)) + own["parts"] * own["groups"] * padded
+    if direction is Direction.WEIGHT_GRADIENT:
+        ((_, units), merge), floats = _weight_work(shape, direction, own)
+        phases: Phases = ("blocks", units), merge
+    else:
+        (prepare, _), floats = _gather_work(shape, direction, own)
+        units, phases = own["parts"], (prepare, ("blocks", own["parts"]))
+    return phases, whole_lines(floats) + units * padded
 
 
 def _alike_in_row(shape: ConvShape, direction: Direction) -> int:
@@ -170,49 +153,36 @@ GATHER = Family(
     "cpu_gather",
     ("lanes", "tile_rows", "tile_columns", "strip", "columns_outer", "unroll", "stream"),
     (),
-    *(_gather_phases, _gather_scratch, space.reject_gather, candidates_of.gather, gather_cost),
+    *(_gather_work, space.reject_gather, space.gather, gather_cost),
 )
 #: The forward of `GATHER` that also leaves the moments of its result, for a norm; no search comes to it by itself.
-GATHER_MOMENTS = replace(
-    GATHER,
-    source="cpu_gather_moments",
-    imports=("cpu_gather", "planes"),
-    phases=_moments_phases,
-    scratch=_moments_scratch,
-)
+GATHER_MOMENTS = replace(GATHER, source="cpu_gather_moments", imports=("cpu_gather", "planes"), work=_moments_work)
 WEIGHT = Family(
     "cpu_weight",
     ("lanes", "tap_rows", "tap_columns", "tile_columns", "strip", "parts", "groups"),
     (),
-    *(_weight_phases, _weight_scratch, space.reject_weight, candidates_of.weight, weight_cost),
+    *(_weight_work, space.reject_weight, space.weight, weight_cost),
 )
 ROWS = Family(
     "cpu_rows",
     ("lanes", "tile_rows", "tile_vectors", "strip", "parts"),
     ("planes",),
-    *(_rows_phases, _rows_scratch, space.reject_rows, candidates_of.rows, rows_cost, _alike_in_row),
+    *(_rows_work, space.reject_rows, space.rows, rows_cost, _alike_in_row),
 )
 ROWS_WEIGHT = Family(
     "cpu_rows_weight",
     ("lanes", "tap_rows", "tap_columns", "tile_rows", "strip", "parts", "groups"),
     ("planes",),
-    *(_rows_weight_phases, _rows_weight_scratch, space.reject_rows_weight, candidates_of.rows_weight, rows_weight_cost),
+    *(_rows_weight_work, space.reject_rows_weight, space.rows_weight, rows_weight_cost),
     most_lanes=lambda shape, _: shape.out_width,
 )
 TURNED = Family(
     "cpu_turned",
     ("lanes", "tile_rows", "tile_columns", "strip", "unroll", "parts"),
-    ("turning", "planes", "cpu_gather", "cpu_weight"),
-    *(_turned_phases, _turned_scratch, space.reject_turned, candidates_of.turned, turned_cost),
+    ("planes", "cpu_gather", "cpu_weight"),
+    *(_turned_work, space.reject_turned, space.turned, turned_cost),
 )
-TURNED_WEIGHT = replace(
-    WEIGHT,
-    source=TURNED.source,
-    imports=TURNED.imports,
-    phases=_turned_weight_phases,
-    scratch=_turned_weight_scratch,
-    cost=turned_cost,
-)
+TURNED_WEIGHT = replace(WEIGHT, source=TURNED.source, imports=TURNED.imports, work=_turned_work, cost=turned_cost)
 
 #: Schedules by layout, and whether it is the weight gradient that they compute.
 FAMILIES: dict[tuple[Layout, bool], tuple[Family, ...]] = {
@@ -224,16 +194,18 @@ FAMILIES: dict[tuple[Layout, bool], tuple[Family, ...]] = {
 
 
 def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: Parameters) -> str | None:
-    """Why parameters make no kernel, or None; nothing else may be compiled.
+    """Why parameters make no kernel; nothing else may be compiled.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
         layout: Of the images.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they make a kernel.
     """
-    reason = space.outside(shape, direction)
-    if reason is not None:
+    if reason := space.outside(shape, direction):
         return reason
     family = family_of(direction, layout, parameters)
     if family is None or not all(type(value) is int for value in parameters.values()):
@@ -248,7 +220,7 @@ def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: P
 def candidates(
     shape: ConvShape, direction: Direction, layout: Layout, threads: int, machine: Machine
 ) -> Iterator[dict[str, int]]:
-    """Parameters that fit the registers of a machine and give each thread enough to do, of all schedules.
+    """Parameters that fit the registers of a CPU and give each thread enough to do, of all schedules.
 
     Args:
         shape: The convolution.
@@ -256,6 +228,9 @@ def candidates(
         layout: Of the images.
         threads: That will share the work.
         machine: The CPU.
+
+    Yields:
+        Parameters by name.
     """
     if space.outside(shape, direction) is None:
         for family in families(direction, layout):
@@ -272,7 +247,7 @@ def estimate(
     machine: Machine,
     layout: Layout = Layout.CHANNELS_LAST,
 ) -> Cost:
-    """What a candidate costs.
+    """Predict what a candidate costs.
 
     Args:
         shape: The convolution.
@@ -281,6 +256,9 @@ def estimate(
         threads: That share the work.
         machine: The CPU.
         layout: Of the images.
+
+    Returns:
+        The cost.
     """
     family = family_of(direction, layout, parameters)
     assert family is not None, "only candidates are compared"

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import Session, contents_of, kernel_paths, parted, session
-from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Request
+from hybridpar.codegen.build import Session, contents_of, kernel_paths, session
+from hybridpar.codegen.cache import KernelsUnavailable, first_line
+from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
-from hybridpar.tvm_kernels.operation import operation_of, whole_numbers
+from hybridpar.tvm_kernels.operation import operation_of
 from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.spread import run_ranges
@@ -40,7 +40,7 @@ class Variant:
         shape: What is computed.
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
-        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.families`.
+        parameters: By name, as `hybridpar.tvm_kernels.families` describes them.
     """
 
     shape: ConvShape
@@ -71,13 +71,10 @@ class Variant:
         told = {"shape": self.shape.text, "direction": str(self.direction)}
         return {**told, "parameters": dict(sorted(self.parameters.items()))}
 
-    def request(self, text: str = "") -> Request:
-        """What builds it; see `Request` for the text.
-
-        Args:
-            text: As `Request.text`.
-        """
-        return Request((self.source,), self.arguments, text)
+    @property
+    def request(self) -> Request:
+        """What compiles it."""
+        return Request((self.source,), self.arguments)
 
     @property
     def path(self) -> Path:
@@ -91,7 +88,7 @@ class Variant:
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
-        return self.family.phases(self.shape, self.direction, self.parameters)
+        return self.family.work(self.shape, self.direction, self.parameters)[0]
 
     @property
     def align_out(self) -> int:
@@ -100,8 +97,8 @@ class Variant:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory for all threads together that a call needs; its content is of no matter before and after."""
-        return _FLOAT * self.family.scratch(self.shape, self.direction, self.parameters)
+        """Bytes of memory that a call needs, for all threads together; what they hold before and after is not used."""
+        return _FLOAT * self.family.work(self.shape, self.direction, self.parameters)[1]
 
 
 class MomentsVariant(Variant):
@@ -140,34 +137,27 @@ class TunedKernel:
     align_out: int = 4
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be."""
+        """Whether the addresses are aligned as they must be.
+
+        Args:
+            tensors: Operands.
+
+        Returns:
+            Whether all addresses are multiples of `align`.
+        """
         for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
             if tensor.data_ptr() % self.align:
                 return False
         return True
 
-    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
-        """Compute.
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
+        """Run the kernel.
 
         Args:
             first: Input, or the output's gradient where the input's is computed.
             second: Weights, or the output's gradient where theirs is computed.
             third: Bias, or None.
             out: The result.
-
-        Raises:
-            KernelError: The result is not aligned, as torch's own allocator aligns it.
-        """
-        self.run(first, second, third, out)
-
-    def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
-        """As a call.
-
-        Args:
-            first: As of a call, and the next ones.
-            second: Likewise.
-            third: Likewise.
-            out: Likewise.
 
         Returns:
             The scratch memory, with what the kernel left there; None where there is none.
@@ -197,22 +187,22 @@ class TunedKernel:
         return scratch
 
 
-def load_image(
-    variant: Variant, names: Sequence[str], image: bytes, into: Session | None = None, threads: int = 1
-) -> TunedKernel:
+def load_image(variant: Variant, built: Built, into: Session | None = None, threads: int = 1) -> TunedKernel:
     """The kernel in an object file.
 
     Args:
         variant: What was built.
-        names: Its functions.
-        image: The object file.
+        built: The object file, and the names of its functions.
         into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
         threads: On how many threads it runs.
+
+    Returns:
+        The kernel.
 
     Raises:
         RuntimeError: It is no object file for this machine.
     """
-    functions = session().load(image, names) if into is None else into.load(image, names, keep=False)
+    functions = session().load(built) if into is None else into.load(built, keep=False)
     phases = tuple((functions[name], count) for name, count in variant.phases)
     return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out)
 
@@ -227,53 +217,51 @@ def make_kernels(records: Sequence[Record]) -> list[Any]:
         For each record its kernel, or a `KernelsUnavailable` that says why there is none, for instance because its
         parameters are no kernel's: a database may come from anywhere, and only what its operation allows is compiled.
     """
-    made: dict[int, Any] = {}
+    built: dict[int, Built | KernelsUnavailable] = {}
     paths: dict[int, Path] = {}
-    requests: dict[int, Request] = {}
+    requests: list[Request] = []
     for place, record in enumerate(records):
-        parameters = _parameters_of(record)
         try:
+            if reason := record.rejected:
+                raise KernelsUnavailable(reason)
             operation = operation_of(record.key)
-            reason = operation.reject(record.key, parameters)
-            if reason is not None or len(parameters) < len(getattr(record, "parameters", ())):
-                raise KernelsUnavailable(reason or "its parameters are not whole numbers")
-            request = operation.request(record.key, parameters)
-            if request is not None:
-                paths[place], requests[place] = operation.path(record.key, parameters), request
+            request = operation.request(record.key, record.numbers)
+            if request is None:
+                built[place] = Built((), b"")
+            else:
+                paths[place] = operation.path(record.key, record.numbers)
+                requests.append(request)
         except KernelsUnavailable as error:
-            made[place] = error
+            built[place] = error
     try:
-        contents = contents_of([*paths.values()], [*requests.values()], len(available_cores()))
+        contents = contents_of([*paths.values()], requests, len(available_cores()))
     except (KernelsUnavailable, OSError) as error:
         contents = [KernelsUnavailable(str(error)) for _ in paths]
-    built = dict(zip(paths, contents, strict=True))
-    return [
-        made[place] if place in made else _loaded(record, built.get(place, b"[]\n"))
-        for place, record in enumerate(records)
-    ]
+    built |= zip(paths, contents, strict=True)
+    return [_loaded(record, built[place]) for place, record in enumerate(records)]
 
 
-def _loaded(record: Record, content: bytes | KernelsUnavailable) -> Any:
-    if isinstance(content, KernelsUnavailable):
-        return content
+def _loaded(record: Record, built: Built | KernelsUnavailable) -> Any:
+    if isinstance(built, KernelsUnavailable):
+        return built
     try:
-        names, image = parted(content)
-        kernel = operation_of(record.key).load(record.key, _parameters_of(record), names, image, None)
+        kernel = operation_of(record.key).load(record.key, record.numbers, built, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return KernelsUnavailable(reason[-1])
+        return KernelsUnavailable(first_line(error))
     return replace(kernel, align=getattr(record, "align", _FLOAT)) if isinstance(kernel, TunedKernel) else kernel
 
 
-def _parameters_of(record: Record) -> dict[str, int]:
-    return whole_numbers(getattr(record, "parameters", {}))
-
-
 class AnyKernel(Protocol):
-    """What the op runs, on the CPU or a GPU; `TunedKernel` says what its methods do."""
+    """A kernel for the CPU or a GPU, as the operation `depthwise_conv2d` runs it."""
 
-    def takes(self, *tensors: Tensor) -> bool: ...  # noqa: D102
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the addresses are aligned as the kernel needs it.
 
-    def __call__(  # noqa: D102
-        self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor
-    ) -> None: ...
+        Args:
+            tensors: Operands.
+        """
+        ...
+
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> object:
+        """Compute, as `TunedKernel` does it."""
+        ...

@@ -1,8 +1,7 @@
 """Finds the layers of a model that can be tuned, with the shapes and layouts that reach them.
 
-A forward pass without values costs neither time nor memory, and shows every convolution and every norm with the shape
-and the layout that reach it. The fastest way is `outline`; a model that does not run like that is run on torch's fake
-tensors, and one that needs values for real.
+A forward pass on torch's fake tensors, which have no values, costs a fraction of a second, and shows every convolution
+and every norm with the shape and the layout that reach it. A model that needs values is run for real.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.call_plan import layout_of
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.moments import behind
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
-from hybridpar.tvm_kernels.outline import run_outlined
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
@@ -57,12 +57,15 @@ class NormLayer:
 
 
 def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is a convolution with one filter per channel that the op can take the place of.
+    """Whether a module is a convolution with one filter per channel that the operation can replace.
 
-    Subclasses have a forward of their own, and so have parametrised and lazy layers: none of these is touched.
+    Subclasses, parametrised and lazy layers have a forward of their own and are left as they are.
 
     Args:
         module: Of a model.
+
+    Returns:
+        Whether it is.
     """
     return (
         (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
@@ -84,6 +87,9 @@ def number_padding(module: nn.Conv2d) -> tuple[int, int]:
 
     Args:
         module: Of a model.
+
+    Returns:
+        Zeros on each side, of rows and columns.
     """
     padding: Any = module.padding
     if padding == "valid":
@@ -107,6 +113,9 @@ def depthwise_layers(
         layout: Of its input.
         dtype: Of its input.
 
+    Returns:
+        Layers in the order in which they run.
+
     Raises:
         UsageError: The model does not run on such an input.
     """
@@ -129,6 +138,9 @@ def tunable_layers(
         layout: Of its input.
         dtype: Of its input.
         norms: Whether to look for norms.
+
+    Returns:
+        Convolutions and norms, in the order in which they run.
 
     Raises:
         UsageError: The model does not run on such an input.
@@ -164,12 +176,6 @@ def _look(
     Raises:
         UsageError: It allows none.
     """
-    try:
-        with torch.random.fork_rng(devices=[]):
-            run_outlined(model, _input(sizes, layout, dtype, "meta"))
-        return
-    except Exception:  # any error of the model is raised again below
-        forget()
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()
@@ -194,23 +200,15 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
         x = inputs[0]
         if x.ndim != 4:
             return
-        batch, channels, height, width = map(int, x.shape)
-        shape = ConvShape(
-            batch,
-            channels,
-            height,
-            width,
-            (module.kernel_size[0], module.kernel_size[1]),
-            (module.stride[0], module.stride[1]),
-            number_padding(module),
-            (module.dilation[0], module.dilation[1]),
-        )
+        pairs = (module.kernel_size, module.stride, number_padding(module), module.dilation)
+        shape = ConvShape(*map(int, x.shape), *((rows, columns) for rows, columns in pairs))  # type: ignore[arg-type]
         needs = [Direction.FORWARD]
         if x.requires_grad:
             needs.append(Direction.INPUT_GRADIENT)
         if module.weight.requires_grad:
             needs.append(Direction.WEIGHT_GRADIENT)
-        seen.append(DepthwiseLayer(name, shape, _layout_of(x), tuple(needs)))
+        # Images of one pixel lie either way; torch takes them for contiguous ones.
+        seen.append(DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, tuple(needs)))
 
     return note
 
@@ -225,11 +223,14 @@ def _fronts(model: nn.Module) -> dict[str, str]:
 def conv_norm_shapes(
     convolutions: Sequence[DepthwiseLayer], norms: Sequence[NormLayer]
 ) -> list[tuple[DepthwiseLayer, ConvNormShape]]:
-    """The convolutions that could leave their moments to the norms behind them.
+    """Find the convolutions that could compute the moments for the norms behind them.
 
     Args:
         convolutions: Of a training step, as `tunable_layers` finds them.
         norms: Of the same step.
+
+    Returns:
+        Convolutions, each with the shape of convolution and norm.
     """
     acts = {norm.convolution: norm.shape.act for norm in norms if norm.layout is Layout.CHANNELS_LAST}
     return [
@@ -251,15 +252,8 @@ def _noting_norm(name: str, act: str, convolution: str | None, seen: list[NormLa
     return note
 
 
-def _layout_of(x: Tensor) -> Layout:
-    """Where both would be right, as with images of one pixel, it is what torch takes it for."""
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS
-
-
 def _input(sizes: Sequence[int], layout: Layout, dtype: torch.dtype, device: Any) -> Tensor:
-    form = torch.channels_last if layout is Layout.CHANNELS_LAST else torch.contiguous_format
-    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=form)
+    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=FORMATS[layout])
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

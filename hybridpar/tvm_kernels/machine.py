@@ -1,8 +1,9 @@
-"""What this CPU has and does: registers, caches, multiply-adds a second, and the speed of copies."""
+"""What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +12,30 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.build import Session
+from hybridpar.codegen.build import Session, cpu_info
 from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.machine.cluster import cpu_name
 from hybridpar.tvm_kernels.measure import torch_threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the CPU, as Linux names them; empty where they are not known."""
+    return frozenset((cpu_info().get("flags") or cpu_info().get("Features", "")).split())
+
+
+@functools.cache
+def cpu_fingerprint() -> str:
+    """The CPU's name and eight digits over its instruction sets, which differ between kinds of CPU.
+
+    Records of kernels hold for one fingerprint.
+    """
+    digest = hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest()[:8]
+    return f"{cpu_name()} {digest}"
 
 
 @dataclass(frozen=True)
@@ -53,30 +70,39 @@ class Speed:
     copies: tuple[tuple[int, float], ...]
 
     def bandwidth(self, size: int) -> float:
-        """Bytes a second where so many are touched.
+        """The speed of memory for operands of a size.
 
         Args:
             size: Bytes.
+
+        Returns:
+            Bytes a second.
         """
         return copy_speed(self.copies, size)
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat.
+        """The time that neither arithmetic nor memory can beat. Memory counts as one thread's speed times the threads.
 
         Args:
             multiply_adds: Of a call.
             size: Bytes.
             threads: That share the work.
+
+        Returns:
+            Milliseconds.
         """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
 
 
 def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
-    """Bytes a second where so many are touched, of `Speed.copies`.
+    """Look up the speed of copies of a size.
 
     Args:
         copies: As `Speed.copies`.
         size: Bytes.
+
+    Returns:
+        Bytes a second.
     """
     return next((rate for most, rate in copies if size <= most), copies[-1][1])
 
@@ -84,7 +110,7 @@ def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
 @functools.cache
 def this_machine() -> Machine:
     """The CPU that this process runs on."""
-    flags = _flags()
+    flags = cpu_features()
     if platform.machine() in ("aarch64", "arm64"):
         lanes, registers = 4, 32
     elif "avx512f" in flags:
@@ -94,14 +120,6 @@ def this_machine() -> Machine:
     sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
     known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
     return Machine(lanes, registers, **known)
-
-
-def _flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _cache(directory: Path) -> tuple[int, int]:
@@ -123,13 +141,16 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
         builder: Builds the loop.
         machine: The CPU; this one where None.
 
+    Returns:
+        The speed of one thread.
+
     Raises:
         KernelsUnavailable: The loop cannot be built.
     """
     machine = machine or this_machine()
     chains = 12 if machine.registers >= 16 else 6
     built = builder.build(Request((_PEAK,), {"lanes": machine.lanes, "chains": chains}))
-    peak = Session().load(built.image, built.names, keep=False)["peak"]
+    peak = Session().load(built, keep=False)["peak"]
     memory = torch.zeros(machine.lanes * chains)
     count = 200_000
     seconds = _least(lambda: peak(memory.data_ptr(), count), 15)

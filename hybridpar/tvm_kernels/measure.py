@@ -43,8 +43,6 @@ class Timing:
         stock_ms: Median of the other.
         speedup: Median of the ratios, pair by pair.
         pairs: How many pairs were kept.
-        dropped: How many were not.
-        best_ms: Least of the one side.
         noise: How far the ratio of the least times of both sides lies from the median of the ratios. Other programs
             only add to times, most to those of many threads, so the two agree where none ran. On several threads at
             least how much longer everything took as these waited for cores, relative.
@@ -54,8 +52,6 @@ class Timing:
     stock_ms: float
     speedup: float
     pairs: int
-    dropped: int
-    best_ms: float
     noise: float = 0.0
 
 
@@ -71,6 +67,9 @@ def time_pairs(
         least: Pairs to take in any case.
         threads: That they use. On one thread the time counts that it ran, not the time that others took from it.
         device: The GPU that they run on; None for the CPU.
+
+    Returns:
+        What was measured.
     """
     if device is not None:
         return _device_pairs(own, stock, seconds, least, device)
@@ -113,12 +112,15 @@ def _take_pairs(
 
 
 def milliseconds(call: Call, times: int, device: torch.device) -> float:
-    """Time of one of some calls on a GPU, by its own clock.
+    """Time some calls on a GPU by its own clock.
 
     Args:
         call: Puts work on torch's current stream.
         times: How often it is called.
         device: The GPU.
+
+    Returns:
+        Milliseconds of one call.
     """
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -131,18 +133,20 @@ def milliseconds(call: Call, times: int, device: torch.device) -> float:
 
 
 def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
-    """Medians of pairs of seconds, without those that were disturbed.
+    """Medians of pairs, without those that were disturbed.
 
     Args:
         pairs: Seconds of both sides.
+
+    Returns:
+        What was measured.
     """
     usual = [_OUTLIER * statistics.median(side) for side in zip(*pairs, strict=True)]
     kept = [pair for pair in pairs if all(taken <= most for taken, most in zip(pair, usual, strict=True))] or pairs
     own, stock = ([1e3 * taken for taken in side] for side in zip(*kept, strict=True))
     speedup = statistics.median(right / left for left, right in kept)
-    dropped = len(pairs) - len(kept)
     noise = relative_distance(speedup, min(stock) / min(own))
-    return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), dropped, min(own), noise)
+    return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), noise)
 
 
 def steady_timing(compare: Callable[[], Timing], most: int = 3) -> Timing:
@@ -173,7 +177,7 @@ def _noise_of(timings: Sequence[Timing]) -> float:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Context in which torch computes on so many threads.
+    """Context in which torch computes on a number of threads.
 
     Args:
         threads: Of torch, in this process.
@@ -199,10 +203,13 @@ class Bench(ABC):
 
     @abstractmethod
     def run(self, kernel: Any) -> Any:
-        """What a kernel computes, with all that a caller has to do.
+        """Call a kernel as a caller would, and allocate its result.
 
         Args:
             kernel: Of this operation.
+
+        Returns:
+            The result, or nothing.
         """
 
     @abstractmethod
@@ -234,6 +241,9 @@ class Bench(ABC):
             seconds: For all of it.
             least: Pairs to take in any case.
             rival: What it is compared with; None for `stock`.
+
+        Returns:
+            What was measured.
         """
         other = self.stock if rival is None else rival
         self.run(kernel), other()
@@ -241,11 +251,14 @@ class Bench(ABC):
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:
-    """Largest difference, relative to the largest true value; infinite where there is a NaN.
+    """Largest difference from the true values.
 
     Args:
         found: Of any dtype.
         true: The same in float64.
+
+    Returns:
+        The error, relative to the largest true value; infinite for NaN.
     """
     worst, largest = float((found.double() - true).abs().max()), float(true.abs().max())
     error = worst / largest if largest else worst

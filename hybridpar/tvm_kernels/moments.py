@@ -63,10 +63,13 @@ def moments_in(scratch: Tensor | None, channels: int) -> Tensor:
 
 
 def take_moments(tensor: Tensor) -> Tensor | None:
-    """The moments of a tensor, once; None where there are none, or where they may be those of other values.
+    """Detach the moments of a tensor.
 
     Args:
         tensor: That a convolution may have computed.
+
+    Returns:
+        (2, C) float64; None where there are none, or where the tensor has been written to since.
     """
     found: _Moments | None = tensor.__dict__.pop(_NAME, None)
     if found is None or found.of() is not tensor:
@@ -104,10 +107,13 @@ class Behind:
 
 
 def behind(layer: nn.Module) -> Behind | None:
-    """The norm behind a convolution, if `optimize` found one.
+    """The norm behind a convolution that `optimize` found.
 
     Args:
         layer: The convolution.
+
+    Returns:
+        What the layer keeps; None where there is no such norm.
     """
     found: Behind | None = layer.__dict__.get(_BEHIND)
     return found

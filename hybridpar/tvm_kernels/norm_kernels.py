@@ -17,18 +17,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
-from hybridpar.tvm_kernels.schedules.norm_rows import (
-    APPLY,
-    CHUNK,
-    FIXED,
-    GIVEN,
-    JOIN,
-    REDUCE,
-    SEGMENT,
-    SHARED,
-    TABLE_ROWS,
-    TRACK,
-)
+from hybridpar.tvm_kernels.schedules import norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 
 _SOURCES = [Path(__file__).parent / "schedules" / f"norm_{part}.py" for part in ("rows", "forward", "backward")]
@@ -79,29 +68,35 @@ class RowPlan:
 
     def scratch(self) -> Tensor:
         """Memory for sums."""
-        return torch.empty((self.segments * SEGMENT + SHARED) * self.width, dtype=torch.float64)
+        return torch.empty((self.segments * norm_rows.SEGMENT + norm_rows.SHARED) * self.width, dtype=torch.float64)
 
 
 def wide_channels(channels: int) -> int:
-    """Values of a wide row: the least multiple of the channels that is whole vectors.
+    """Values of a wide row: the least multiple of the channels that fills whole vectors.
 
     Args:
         channels: Values of a row.
+
+    Returns:
+        Number of values.
     """
     return math.lcm(channels, LANES)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_rows(rows: int, channels: int) -> RowPlan:
-    """The plan for so many rows of so many channels.
+    """Plan how rows are walked.
 
     Args:
         rows: Pixels of all images.
         channels: Values of a row.
+
+    Returns:
+        The plan.
     """
     repeat = wide_channels(channels) // channels
     wide = rows // repeat
-    length = CHUNK * max(2, math.ceil(wide / (CHUNK * _SEGMENTS)))
+    length = norm_rows.CHUNK * max(2, math.ceil(wide / (norm_rows.CHUNK * _SEGMENTS)))
     return RowPlan(rows, channels, repeat, length, math.ceil(wide / length))
 
 
@@ -109,7 +104,8 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
@@ -122,7 +118,8 @@ def forward(
         x: (N, C, H, W), channels last.
         weight: (C), or None for ones.
         bias: (C), or None for zeros.
-        running: Running mean and variance, (C) each; None for none.
+        mean: The running mean, (C); None for none.
+        variance: The running variance, (C); None where there is no mean.
         training: Whether to normalise by the statistics of the batch, and to move the running ones by them.
         momentum: How far the running statistics move.
         eps: Added to the variance.
@@ -135,26 +132,20 @@ def forward(
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
     y = torch.empty_like(x)
-    statistics = torch.empty(TABLE_ROWS, plan.width)
+    statistics = torch.empty(norm_rows.TABLE_ROWS, plan.width)
     scratch = plan.scratch() if moments is None else moments
-    mean, variance = (0, 0) if running is None else (running[0].data_ptr(), running[1].data_ptr())
-    addresses = (
-        x.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        mean,
-        variance,
-        y.data_ptr(),
-        statistics.data_ptr(),
-        scratch.data_ptr(),
-    )
-    tracked = 0 if running is None else TRACK
-    found = REDUCE if moments is None else GIVEN
-    phases = found | JOIN | APPLY | tracked if training else JOIN | APPLY | FIXED
+    operands = (x, weight, bias, mean, variance, y, statistics, scratch)
+    addresses = [0 if one is None else one.data_ptr() for one in operands]
+    phases = norm_rows.JOIN | norm_rows.APPLY
+    if training:
+        phases |= norm_rows.REDUCE if moments is None else norm_rows.GIVEN
+        phases |= 0 if mean is None else norm_rows.TRACK
+    else:
+        phases |= norm_rows.FIXED
     kernel = table()[f"norm_forward_{activation}"]
     stream = _streams(y)
 
-    def call(begin: int, end: int, phase: int) -> None:
+    def call(phase: int, begin: int, end: int) -> None:
         kernel(*addresses, *plan.numbers, begin, end, phase, stream, eps, momentum)
 
     _run(plan, phases, call)
@@ -180,21 +171,13 @@ def backward(
     plan = plan_rows(x.numel() // channels, channels)
     grad_x = torch.empty_like(x)
     grad_weight, grad_bias = torch.empty(channels), torch.empty(channels)
-    scratch = plan.scratch()
-    addresses = (
-        x.data_ptr(),
-        grad_y.data_ptr(),
-        statistics.data_ptr(),
-        grad_x.data_ptr(),
-        grad_weight.data_ptr(),
-        grad_bias.data_ptr(),
-        scratch.data_ptr(),
-    )
-    phases = REDUCE | JOIN | APPLY | (FIXED if fixed else 0)
+    operands = (x, grad_y, statistics, grad_x, grad_weight, grad_bias, plan.scratch())
+    addresses = [one.data_ptr() for one in operands]
+    phases = norm_rows.REDUCE | norm_rows.JOIN | norm_rows.APPLY | (norm_rows.FIXED if fixed else 0)
     kernel = table()[f"norm_backward_{activation}"]
     stream = _streams(grad_x)
 
-    def call(begin: int, end: int, phase: int) -> None:
+    def call(phase: int, begin: int, end: int) -> None:
         kernel(*addresses, *plan.numbers, begin, end, phase, stream)
 
     _run(plan, phases, call)
@@ -209,12 +192,11 @@ def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) ->
     """Run phases, those over rows on as many threads as torch would take."""
     threads = min(torch.get_num_threads(), plan.segments, plan.rows * plan.channels // _SHARE)
     if threads <= 1:
-        call(0, plan.segments, phases)
+        call(phases, 0, plan.segments)
         return
-    for phase in (REDUCE, JOIN, APPLY):
+    order = (norm_rows.REDUCE, norm_rows.JOIN, norm_rows.APPLY)
+    modes = phases & ~sum(order)
+    for phase in order:
         if phases & phase:
-            _run_phase(plan, phase | phases & (FIXED | TRACK | GIVEN), call, 1 if phase == JOIN else threads)
-
-
-def _run_phase(plan: RowPlan, phase: int, call: Callable[[int, int, int], object], threads: int) -> None:
-    run_ranges(lambda begin, end: call(begin, end, phase), plan.segments, threads)
+            alone = phase == norm_rows.JOIN
+            run_ranges(functools.partial(call, phase | modes), plan.segments, 1 if alone else threads)

@@ -106,19 +106,25 @@ def unfuse_norms(model: nn.Module) -> None:
 
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
-    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name.
+    """The activations that a model's swapped norms compute.
 
     Args:
         model: Any model.
+
+    Returns:
+        Activations by the name of the norm; "none" for a norm alone.
     """
     return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
-    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it.
+    """Find the BatchNorm2d layers of a model that can be fused, and the activations behind them.
 
     Args:
         model: Any model.
+
+    Returns:
+        Norms in the order of the graph, each with the activation that can be fused with it.
     """
     if not any(_is_norm(module) for module in model.modules()):
         return []

@@ -1,16 +1,16 @@
 """The operation `torch.ops.hybridpar.depthwise_conv2d` and its gradients.
 
-`torch.ops.hybridpar.depthwise_conv2d` and its two gradients are operations of one kernel each or, wherever none was
-tuned, of torch's. Each of the three is linear in both of its operands, so the gradients of each are made of the other
-two, and gradients of any order come for nothing.
+Forward, input gradient and weight gradient are three operations. Each runs one tuned kernel, or torch's operation where
+there is none. An image, filters and an output are related such that each operation computes one of the three from the
+other two, and is linear in both; so the derivatives of each operation are the other two, to any order.
 
 They are registered with `torch.library.Library` and not with `custom_op`, which takes 13 us more for each call.
-What is handed to a kernel is checked here: dtype, device, layout, alignment. What does not pass runs on torch.
+Dtype, device, layout and alignment of what a kernel gets are checked here; what does not pass runs on torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from hybridpar.tvm_kernels.call_plan import (
     CallPlan,
     fits,
-    kernel_of,
     layout_of,
     out_sizes,
     plan_of,
@@ -54,11 +53,11 @@ def depthwise_conv2d(
         x: (N, C, H, W).
         weight: (C, 1, KH, KW).
         bias: (C,).
-        stride: As `torch.nn.functional.conv2d` takes it, and the next ones.
-        padding: Numbers alone.
-        dilation: One or two numbers.
-        norm_act: The activation of a BatchNorm that is called next, in training: where a record says that both are
-            faster so, the result carries its moments (see `moments`). None for none.
+        stride: One number, or those of rows and columns.
+        padding: Zeros on each side, likewise; no names such as "same".
+        dilation: Input elements from one tap to the next, likewise.
+        norm_act: The activation of the BatchNorm that alone reads the result, in training: where a record says that
+            both are faster together, the result carries its mean and variance (see `moments`). None for no such norm.
 
     Returns:
         (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
@@ -108,9 +107,8 @@ def _is_stock(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: An
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if x.is_cpu and dtype is not torch.float32:
         return True
-    on = (x.device, dtype) if x.is_cuda else None
     call = x.shape, weight.shape[2:], stride, padding, dilation, layout
-    return all(kernel_for(one, *call, on=on) is None for one in Direction)
+    return all(kernel_for(x.device, dtype, one, *call) is None for one in Direction)
 
 
 def _pair(value: int | Numbers) -> tuple[int, int]:
@@ -123,141 +121,72 @@ def _pair(value: int | Numbers) -> tuple[int, int]:
 
 # ---------------------------------------------------------------------------------------------------- what is computed
 
+# The operations take (image, filters, bias), (output's gradient, filters, size of the image) and (image, output's
+# gradient, size of the filters), each followed by stride, padding and dilation.
 
-def _run(
-    direction: Direction, first: Tensor, second: Tensor, third: Tensor | None, layout: Layout, *call: Any
-) -> Tensor | None:
-    """What a kernel computes of operands that it can read; None where there is no such kernel.
 
-    The call is the sizes of the input, taps, stride, padding and dilation.
-    """
-    kernel = kernel_of(direction, first, *call, layout)
+def _by_kernel(direction: Direction, first: Tensor, second: Tensor, third: Any, *numbers: Any) -> Tensor | None:
+    """What a tuned kernel computes; None where there is none, or where it cannot read the operands."""
+    layout = layout_of(first)
+    if layout is None:
+        return None
+    bias = None
+    sizes: Numbers = first.shape
+    taps: Numbers = second.shape[2:]
+    if direction is _WEIGHT:
+        taps, form = third, FORMATS[layout]
+        alike = second.dtype is first.dtype and second.device == first.device
+        readable = usable(layout, first) and alike and second.is_contiguous(memory_format=form)
+    else:
+        if direction is _FORWARD:
+            bias = third
+        else:
+            sizes = (*sizes[:2], *third)
+        others = (second,) if bias is None else (second, bias)
+        readable = usable(layout, first, *others) and fits(second, first.shape[1], layout)
+    if not readable:
+        return None
+    kernel = kernel_for(first.device, first.dtype, direction, sizes, taps, *numbers, layout)
     if kernel is None or not kernel.takes(first, second):
         return None
-    sizes, taps = call[0], call[1]
     if direction is _FORWARD:
-        sizes = out_sizes(*call)
+        sizes = out_sizes(sizes, taps, *numbers)
     elif direction is _WEIGHT:
         sizes, layout = (sizes[1], 1, *taps), Layout.CONTIGUOUS
     result = torch.empty(sizes, dtype=first.dtype, device=first.device, memory_format=FORMATS[layout])
-    kernel(first, second, third, result)
+    kernel(first, second, bias, result)
     return result
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(x)
-    if usable(layout, x, weight, *(() if bias is None else (bias,))) and fits(weight, x.shape[1], layout):
-        assert layout is not None
-        found = _run(_FORWARD, x, weight, bias, layout, x.shape, weight.shape[2:], stride, padding, dilation)
-        if found is not None:
-            return found
-    return stock_forward(x, weight, bias, stride, padding, dilation)
-
-
-def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(gradient)
-    if usable(layout, gradient, weight) and fits(weight, gradient.shape[1], layout):
-        assert layout is not None
-        call = (*gradient.shape[:2], *size), weight.shape[2:], stride, padding, dilation
-        found = _run(_INPUT, gradient, weight, None, layout, *call)
-        if found is not None:
-            return found
-    return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
-
-
-def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(x)
-    alike = gradient.dtype is x.dtype and gradient.device == x.device
-    if layout is not None and usable(layout, x) and alike and gradient.is_contiguous(memory_format=FORMATS[layout]):
-        found = _run(_WEIGHT, x, gradient, None, layout, x.shape, taps, stride, padding, dilation)
-        if found is not None:
-            return found
-    return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
-
-
-def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The output by torch alone.
-
-    Args:
-        x: (N, C, H, W).
-        weight: (C, 1, KH, KW).
-        bias: (C), or None.
-        stride: Two numbers, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-    """
-    _check(x, weight.shape[:2])
-    return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
-
-
-def stock_input_gradient(
-    gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
-) -> Tensor:
-    """The input's gradient by torch alone; sizes are H and W of the input.
-
-    Args:
-        gradient: Of the output, (N, C, OH, OW).
-        weight: (C, 1, KH, KW).
-        size: H and W of the input.
-        stride: Two numbers, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-    """
-    _check(gradient, weight.shape[:2])
-    # Of the input only the form counts, and the gradient has the same layout.
-    last = layout_of(gradient) is Layout.CHANNELS_LAST
-    form = torch.channels_last if last else torch.contiguous_format
-    x = torch.empty((*gradient.shape[:2], *size), dtype=gradient.dtype, device=gradient.device, memory_format=form)
-    return _stock_backward(gradient, x, weight, stride, padding, dilation, (True, False))
-
-
-def stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The weights' gradient by torch alone; taps are KH and KW.
-
-    Args:
-        x: (N, C, H, W).
-        gradient: Of the output, (N, C, OH, OW).
-        taps: KH and KW.
-        stride: Two numbers, as the next ones.
-        padding: As torch has it.
-        dilation: As torch has it.
-    """
-    _check(x, (gradient.shape[1], 1))
-    weight = torch.empty((gradient.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
-    return _stock_backward(gradient, x, weight, stride, padding, dilation, (False, True)).contiguous()
-
-
-def _check(image: Tensor, filters: Numbers) -> None:
-    """Refuse what is no depthwise convolution of one filter per channel.
+def _by_torch(direction: Direction, first: Tensor, second: Tensor, third: Any, *numbers: Any) -> Tensor:
+    """What torch computes.
 
     Raises:
-        ValueError: With the sizes that do not fit.
+        ValueError: It is no depthwise convolution of one filter per channel.
     """
-    if image.ndim != 4 or tuple(filters) != (image.shape[1], 1):
+    filters = (second.shape[1], 1) if direction is _WEIGHT else tuple(second.shape[:2])
+    if first.ndim != 4 or filters != (first.shape[1], 1):
         raise ValueError(
-            f"an image of shape {tuple(image.shape)} and filters ({', '.join(map(str, filters))}, ...): "
+            f"an image of shape {tuple(first.shape)} and filters ({', '.join(map(str, filters))}, ...): "
             "hybridpar's depthwise convolution has images (N, C, H, W) and filters (C, 1, KH, KW)"
         )
-
-
-def _stock_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, wanted: tuple[bool, bool]
-) -> Tensor:
-    groups = x.shape[1]
-    found = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]
-    )
-    result: Tensor = found[0] if wanted[0] else found[1]
-    return result
+    if direction is _FORWARD:
+        stride, padding, dilation = numbers
+        return F.conv2d(first, second, third, stride, padding, dilation, first.shape[1])
+    like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+    if direction is _INPUT:
+        # Of the image only the form counts, and the gradient has the same layout.
+        form = FORMATS[layout_of(first) or Layout.CONTIGUOUS]
+        x = torch.empty((*first.shape[:2], *third), memory_format=form, **like)
+        found = stock_gradients(x, second, first, numbers, (True, False))[0]
+    else:
+        weight = torch.empty((second.shape[1], 1, *third), **like)
+        found = stock_gradients(first, weight, second, numbers, (False, True))[1]
+    assert found is not None, "it was asked for"
+    return found if direction is _INPUT else found.contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
-
-
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, *ctx.numbers = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.has_bias = bias is not None
 
 
 class _Convolution(torch.autograd.Function):
@@ -267,7 +196,6 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan, moments: list[Tensor] | None
     ) -> Tensor:
-        """Compute the output, and keep what the gradients need."""
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
         return plan.compute(x, weight, bias, moments)
@@ -278,7 +206,7 @@ class _Convolution(torch.autograd.Function):
         wanted, plan = ctx.needs_input_grad, ctx.plan
         if not _is_last(gradient):
             ctx.numbers, ctx.has_bias = plan.numbers, wanted[2]
-            return (*_backward_of_forward(ctx, gradient)[:3], None, None)
+            return (*_backward(_FORWARD, ctx, gradient)[:3], None, None)
         x, weight = ctx.saved_tensors
         to_bias = gradient.sum((0, 2, 3)) if wanted[2] else None
         return (*plan.gradients(x, weight, gradient, wanted), to_bias, None, None)
@@ -291,120 +219,94 @@ def _is_last(gradient: Tensor) -> bool:
     )
 
 
-def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    gradient = _like(gradient, x)
-    ops, wanted = torch.ops.hybridpar, ctx.needs_input_grad
-    to_x = to_weight = to_bias = None
-    if _is_last(gradient) and all(wanted[:2]):
-        choices = active_choices()
-        stride, padding, dilation = numbers = [(one[0], one[1]) for one in ctx.numbers]
-        plan = None
-        if choices is not None:
-            plan = plan_of(choices, x, weight, None, stride, padding, dilation, (True, True, False))
-        if plan is None:
-            to_x, to_weight = stock_gradients(x, weight, gradient, numbers, wanted)
-        else:
-            to_x, to_weight = plan.gradients(x, weight, gradient, wanted)
-    else:
-        if wanted[0]:
-            to_x = ops.depthwise_conv2d_input_gradient(gradient, weight, x.shape[2:], *ctx.numbers)
-        if wanted[1]:
-            to_weight = ops.depthwise_conv2d_weight_gradient(x, gradient, weight.shape[2:], *ctx.numbers)
-    if ctx.has_bias and wanted[2]:
-        to_bias = gradient.sum((0, 2, 3))
-    return to_x, to_weight, to_bias, None, None, None
+def _save(direction: Direction, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    first, second, third, *ctx.numbers = inputs
+    ctx.save_for_backward(first, second)
+    ctx.has_bias = direction is _FORWARD and third is not None
 
 
-def _like(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient in the layout of the input, in which everything is computed; it may come as any view."""
-    layout = layout_of(x)
-    return gradient if layout is None else gradient.contiguous(memory_format=FORMATS[layout])
+def _backward(direction: Direction, ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """Derivatives of an operation by its six arguments."""
+    first, second = ctx.saved_tensors
+    # Everything is computed in the layout of the first operand; gradients may come as any view.
+    layout = Layout.CONTIGUOUS if direction is _WEIGHT else layout_of(first)
+    gradient = gradient if layout is None else gradient.contiguous(memory_format=FORMATS[layout])
+    to_bias = gradient.sum((0, 2, 3)) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    if direction is _FORWARD and _is_last(gradient) and all(ctx.needs_input_grad[:2]):
+        return (*_both_gradients(ctx, first, second, gradient), to_bias, None, None, None)
+    ops, roles = torch.ops.hybridpar, _ROLES[direction]
+    known = dict(zip(roles, (first, second, gradient), strict=True))
+    x, weight, y = known["image"], known["filters"], known["output"]
+    derive: dict[str, Callable[[], Tensor]] = {
+        "image": lambda: ops.depthwise_conv2d_input_gradient(y, weight, x.shape[2:], *ctx.numbers),
+        "filters": lambda: ops.depthwise_conv2d_weight_gradient(x, y, weight.shape[2:], *ctx.numbers),
+        "output": lambda: ops.depthwise_conv2d(x, weight, None, *ctx.numbers),
+    }
+    by_first, by_second = (
+        derive[role]() if needed else None for role, needed in zip(roles[:2], ctx.needs_input_grad, strict=False)
+    )
+    return by_first, by_second, to_bias, None, None, None
 
 
-def _save_input_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gradient, weight, _, *ctx.numbers = inputs
-    ctx.save_for_backward(gradient, weight)
+#: Of each operation, what its two operands and its result are.
+_ROLES = {
+    _FORWARD: ("image", "filters", "output"),
+    _INPUT: ("output", "filters", "image"),
+    _WEIGHT: ("image", "output", "filters"),
+}
 
 
-def _backward_of_input_gradient(ctx: Any, second: Tensor) -> tuple[Any, ...]:
-    gradient, weight = ctx.saved_tensors
-    second = _like(second, gradient)
-    ops = torch.ops.hybridpar
-    to_gradient = to_weight = None
-    if ctx.needs_input_grad[0]:
-        to_gradient = ops.depthwise_conv2d(second, weight, None, *ctx.numbers)
-    if ctx.needs_input_grad[1]:
-        to_weight = ops.depthwise_conv2d_weight_gradient(second, gradient, weight.shape[2:], *ctx.numbers)
-    return to_gradient, to_weight, None, None, None, None
-
-
-def _save_weight_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, gradient, _, *ctx.numbers = inputs
-    ctx.save_for_backward(x, gradient)
-
-
-def _backward_of_weight_gradient(ctx: Any, second: Tensor) -> tuple[Any, ...]:
-    x, gradient = ctx.saved_tensors
-    second = second.contiguous()
-    ops = torch.ops.hybridpar
-    to_x = to_gradient = None
-    if ctx.needs_input_grad[0]:
-        to_x = ops.depthwise_conv2d_input_gradient(gradient, second, x.shape[2:], *ctx.numbers)
-    if ctx.needs_input_grad[1]:
-        to_gradient = ops.depthwise_conv2d(x, second, None, *ctx.numbers)
-    return to_x, to_gradient, None, None, None, None
+def _both_gradients(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of image and filters, by kernels or one call of torch."""
+    choices = active_choices()
+    stride, padding, dilation = numbers = [(one[0], one[1]) for one in ctx.numbers]
+    plan = None
+    if choices is not None:
+        plan = plan_of(choices, x, weight, None, stride, padding, dilation, (True, True, False))
+    if plan is None:
+        return stock_gradients(x, weight, gradient, numbers, ctx.needs_input_grad)
+    return plan.gradients(x, weight, gradient, ctx.needs_input_grad)
 
 
 # ------------------------------------------------------------------------------------------------------ registration
 
-_NUMBERS = "int[2] stride, int[2] padding, int[2] dilation"
 _library: Any = torch.library.Library("hybridpar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _register(schema: str, compute: Any, stock: Any, save: Any, backward: Any) -> None:
-    """Define an operation; what torch computes has the same form, so that does for tensors without data."""
-    name = schema.partition("(")[0]
-    full = f"hybridpar::{name}"
+def _register(direction: Direction, name: str, operands: str) -> None:
+    """Define the operation of a direction; torch's result has the right form also for tensors without data."""
+
+    def compute(*given: Any) -> Tensor:
+        found = _by_kernel(direction, *given)
+        return _by_torch(direction, *given) if found is None else found
+
+    def autocast(device: str) -> Callable[..., Tensor]:
+        def cast(*given: Any) -> Tensor:
+            """Compute in autocast's dtype, as torch does it with its own convolution."""
+            dtype = torch.get_autocast_dtype(device)
+            with torch.autocast(device, enabled=False):
+                result: Tensor = getattr(torch.ops.hybridpar, name)(
+                    *(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in given)
+                )
+                return result
+
+        return cast
+
+    schema = f"{name}({operands}, int[2] stride, int[2] padding, int[2] dilation) -> Tensor"
     _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
     _library.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(full, stock, lib=_library)
-    torch.library.register_autograd(full, backward, setup_context=save, lib=_library)
     for device in ("cpu", "cuda"):
-        _library.impl(name, _under_autocast(name, device), f"Autocast{device.upper()}")
+        _library.impl(name, autocast(device), f"Autocast{device.upper()}")
+    full = f"hybridpar::{name}"
+    torch.library.register_fake(full, lambda *given: _by_torch(direction, *given), lib=_library)
+    torch.library.register_autograd(
+        full,
+        lambda ctx, gradient: _backward(direction, ctx, gradient),
+        setup_context=lambda ctx, inputs, output: _save(direction, ctx, inputs, output),
+        lib=_library,
+    )
 
 
-def _under_autocast(name: str, device: str) -> Any:
-    """Tensors in autocast's dtype, as torch does it with its own convolution."""
-
-    def cast(*arguments: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return getattr(torch.ops.hybridpar, name)(
-                *(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
-            )
-
-    return cast
-
-
-_register(
-    f"depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, {_NUMBERS}) -> Tensor",
-    _forward,
-    stock_forward,
-    _save_forward,
-    _backward_of_forward,
-)
-_register(
-    f"depthwise_conv2d_input_gradient(Tensor gradient, Tensor weight, SymInt[2] size, {_NUMBERS}) -> Tensor",
-    _input_gradient,
-    stock_input_gradient,
-    _save_input_gradient,
-    _backward_of_input_gradient,
-)
-_register(
-    f"depthwise_conv2d_weight_gradient(Tensor x, Tensor gradient, SymInt[2] taps, {_NUMBERS}) -> Tensor",
-    _weight_gradient,
-    stock_weight_gradient,
-    _save_weight_gradient,
-    _backward_of_weight_gradient,
-)
+_register(_FORWARD, "depthwise_conv2d", "Tensor x, Tensor weight, Tensor? bias")
+_register(_INPUT, "depthwise_conv2d_input_gradient", "Tensor gradient, Tensor weight, SymInt[2] size")
+_register(_WEIGHT, "depthwise_conv2d_weight_gradient", "Tensor x, Tensor gradient, SymInt[2] taps")

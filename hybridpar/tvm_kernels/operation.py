@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.measure import Bench
 from hybridpar.tvm_kernels.shapes import Layout
@@ -120,10 +120,13 @@ class Operation(ABC):
         return tuple(sorted({**_installed(), **self.own_versions}.items()))
 
     def parts(self, key: KernelKey) -> tuple[KernelKey, ...]:
-        """What must run on kernels of its own for this one to be of use; measured against what that takes.
+        """Operations that need kernels of their own for this one to be of use; their time is what it is compared with.
 
         Args:
             key: What is to be computed.
+
+        Returns:
+            Keys of the operations that this one is made of.
         """
         del key
         return ()
@@ -133,6 +136,9 @@ class Operation(ABC):
 
         Args:
             key: What is to be computed.
+
+        Returns:
+            A reason in words; empty where there are kernels.
         """
         del key
         return ""
@@ -144,6 +150,9 @@ class Operation(ABC):
         Args:
             key: What is to be computed.
             parameters: Of a candidate.
+
+        Returns:
+            A reason in words; None where they make a kernel.
         """
 
     @abstractmethod
@@ -153,42 +162,64 @@ class Operation(ABC):
         Args:
             key: What is to be computed.
             parts: Parameters of the kernels that its `parts` run on.
+
+        Returns:
+            Parameters of each candidate and its predicted cost.
         """
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What compiles a candidate; None where nothing is to be compiled.
+    def variant(self, key: KernelKey, parameters: Parameters) -> Any:
+        """A candidate as something to compile, with the properties `request` and `path`.
 
         Args:
             key: What is to be computed.
             parameters: Of a candidate.
+
+        Returns:
+            For instance a `kernel.Variant`; None where nothing is to be compiled.
         """
         del key, parameters
-        return None
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of what the request gives.
+    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
+        """What compiles a candidate.
 
         Args:
             key: What is to be computed.
             parameters: Of a candidate.
 
-        Raises:
-            KernelsUnavailable: Nothing can be built on this machine.
+        Returns:
+            The request; None where nothing is to be compiled.
         """
-        raise NotImplementedError
+        variant = self.variant(key, parameters)
+        return None if variant is None else variant.request
+
+    def path(self, key: KernelKey, parameters: Parameters) -> Path:
+        """The cache file of what the request compiles.
+
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate that has a request.
+
+        Returns:
+            The file, which need not exist yet.
+
+        Raises:
+            KernelsUnavailable: Nothing can be compiled on this machine.
+        """
+        path: Path = self.variant(key, parameters).path
+        return path
 
     @abstractmethod
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """The kernel in what was built.
 
         Args:
             key: What it computes.
             parameters: How.
-            names: Its functions.
-            image: What the compiler gave.
+            built: What the compiler made of its request; empty where there is none.
             session: Where machine code goes that a search loads; None where it is to stay.
+
+        Returns:
+            The kernel.
 
         Raises:
             KernelsUnavailable: It cannot be had.
@@ -202,32 +233,44 @@ class Operation(ABC):
             key: What is computed.
             seed: Of the data.
             parts: Kernels that its `parts` run on.
+
+        Returns:
+            The bench.
         """
 
     def measure_speed(self, builder: Builder) -> Any:
-        """What the device can do, for `floor_ms`; measured once for a tune.
+        """Measure what the device can do, for `floor_ms`; called once for a tune.
 
         Args:
             builder: Builds what is timed.
+
+        Returns:
+            What `floor_ms` takes.
         """
         del builder
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """Milliseconds that neither arithmetic nor memory can beat; None where that is not known.
+        """The time that neither arithmetic nor memory can beat.
 
         Args:
             key: What is to be computed.
             speed: As `measure_speed` gives it.
+
+        Returns:
+            Milliseconds; None where it is not known.
         """
         del key, speed
         return None
 
     @abstractmethod
     def weight(self, key: KernelKey) -> float:
-        """About how long it takes, in any unit: what takes longest is tuned first.
+        """A rough estimate of the time that it takes: keys with the largest are tuned first.
 
         Args:
             key: What is to be computed.
+
+        Returns:
+            A number in any unit.
         """
 
 
@@ -240,6 +283,9 @@ def register_operation(kind: _Kind) -> _Kind:
 
     Args:
         kind: The class.
+
+    Returns:
+        The class.
 
     Raises:
         ValueError: There is one of that name for that target (a programming error, so not a `UsageError`).
@@ -257,28 +303,37 @@ def operations() -> Mapping[tuple[str, str], Operation]:
 
 
 def named_operation(name: str) -> Operation | None:
-    """The operation of that name, for whichever target; None where there is none.
+    """The operation of a name, for any target.
 
     Args:
         name: As records call it.
+
+    Returns:
+        The operation; None where there is none.
     """
     return next((one for (own, _), one in operations().items() if own == name), None)
 
 
 def find_operation(key: KernelKey) -> Operation | None:
-    """The operation that a key is of, on the key's kind of device; None where there is none.
+    """The operation of a key, on the key's kind of device.
 
     Args:
         key: What is to be computed.
+
+    Returns:
+        The operation; None where there is none.
     """
     return operations().get((key.op, "cuda" if is_gpu(key.device) else "cpu"))
 
 
 def operation_of(key: KernelKey) -> Operation:
-    """The operation that a key is of, on the key's kind of device.
+    """The operation of a key, on the key's kind of device.
 
     Args:
         key: What is to be computed.
+
+    Returns:
+        The operation.
 
     Raises:
         KernelsUnavailable: There is none.
@@ -287,25 +342,6 @@ def operation_of(key: KernelKey) -> Operation:
     if found is None:
         raise KernelsUnavailable(f"there are no kernels of {key.op} for {key.device}")
     return found
-
-
-def versions_of(name: str) -> dict[str, str]:
-    """Versions that records of an operation need to be used.
-
-    Args:
-        name: Of the operation.
-    """
-    operation = named_operation(name)
-    return {} if operation is None else dict(operation.versions)
-
-
-def whole_numbers(parameters: Mapping[str, object]) -> dict[str, int]:
-    """Those parameters of a record that are whole numbers, as all of a kernel's are.
-
-    Args:
-        parameters: Of a candidate.
-    """
-    return {name: value for name, value in parameters.items() if type(value) is int}
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operations
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operation_of, operations
 from hybridpar.tvm_kernels.shapes import Direction, Layout, ShapeError
 
 RECORD_VERSION: Literal[1] = 1
@@ -29,25 +29,31 @@ _MOST_ERROR = 1e-2
 
 
 def most_error(direction: str, dtype: str = "float32", stock_error: float | None = None) -> float:
-    """Largest difference from float64, relative to the largest value, that a kernel may have.
+    """The largest error that a kernel may have.
 
     Args:
         direction: What is computed, as `Operation.limits` has it.
         dtype: Of all tensors.
         stock_error: PyTorch's difference on the same data; None where it is not known.
+
+    Returns:
+        Largest difference from float64, relative to the largest value.
     """
     limit = next(one.limits[direction] for one in operations().values() if direction in one.limits)
     return min(_MOST_ERROR, max(limit + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
 
 
 def is_right(error: float | None, direction: str, dtype: str = "float32", stock_error: float | None = None) -> bool:
-    """Whether a kernel may be used, by its error; not where that is NaN, or was never measured.
+    """Whether a kernel's result is precise enough to be used.
 
     Args:
         error: Largest difference from float64, relative to the largest value.
         direction: What is computed, as `Operation.limits` has it.
         dtype: Of all tensors.
         stock_error: PyTorch's difference on the same data; None where it is not known.
+
+    Returns:
+        Whether it is; False for NaN, and where the error was never measured.
     """
     return error is not None and error <= most_error(direction, dtype, stock_error)
 
@@ -57,6 +63,23 @@ class Record(BaseModel):
 
     The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
     thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+
+    Attributes:
+        device: Fingerprint of the CPU or GPU.
+        threads: Threads that computed it.
+        versions: By name, versions that the times depend on; see `Operation.versions`.
+        error: Largest difference from float64, relative to the largest value; None where it was not measured.
+        stock_error: The same of torch, on the same data.
+        noise: Relative distance between measurements of the ratio of both times, the worst of them.
+        tuned_at: Seconds since the epoch; records of one search share it.
+        version: Of the format of records.
+        op: Name of the operation.
+        dtype: Of all tensors.
+        layout: Of activations.
+        ms: Of the kernel; None where it was compiled and not measured.
+        stock_ms: Of its rival.
+        layout_ms: Of torch in the layout of the record; None where that is its faster one.
+        floor_ms: What neither arithmetic nor memory can beat; None where that is not known.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -69,7 +92,7 @@ class Record(BaseModel):
     )
     stock_error: float | None = Field(None, ge=0, description="the same of PyTorch, on the same data")
     noise: float | None = Field(
-        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worse is told"
+        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worst of them"
     )
     tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
     version: Literal[1] = RECORD_VERSION
@@ -99,6 +122,22 @@ class Record(BaseModel):
         found = named_operation(self.op)
         assert found is not None, "records of unknown operations are not read"
         return found
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those of its parameters that are whole numbers, as all of a kernel's are; none where it has no parameters."""
+        return {name: one for name, one in getattr(self, "parameters", {}).items() if type(one) is int}
+
+    @property
+    def rejected(self) -> str | None:
+        """Why its parameters make no kernel; None where they make one.
+
+        Raises:
+            KernelsUnavailable: There are no kernels of the operation for the device.
+        """
+        reason = operation_of(self.key).reject(self.key, self.numbers)
+        odd = len(self.numbers) < len(getattr(self, "parameters", ()))
+        return reason or ("its parameters are not whole numbers" if odd else None)
 
     @property
     def current(self) -> bool:
@@ -134,11 +173,14 @@ class Record(BaseModel):
 
 
 def shape_text(kind: Any, text: str) -> str:
-    """A shape's text as that class of shapes writes it.
+    """A shape's text in the form in which its class writes it.
 
     Args:
         kind: Class of shapes.
         text: What to read.
+
+    Returns:
+        The text.
 
     Raises:
         ValueError: It is no such shape.
@@ -186,6 +228,9 @@ def why_unused(record: Record) -> str:
 
     Args:
         record: One that `Database.best` leaves out.
+
+    Returns:
+        A reason in words.
     """
     if record.current:
         return f"{record.doubt}; tune again"

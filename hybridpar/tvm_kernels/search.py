@@ -32,7 +32,7 @@ from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.measure import torch_threads
-from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of, whole_numbers
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of
 from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, tune
 
@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass
 class SearchReport:
-    """What became of a tune.
+    """Counts of what a tune did with its keys.
 
     Attributes:
         skipped: Keys that the database had a record of.
@@ -83,10 +83,13 @@ class SearchReport:
     unsteady: int = 0
 
     def plus(self, other: SearchReport) -> SearchReport:
-        """Of both together.
+        """Add another report.
 
         Args:
             other: Of other keys.
+
+        Returns:
+            The report of both.
         """
         return SearchReport(
             *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
@@ -279,7 +282,7 @@ def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
     for kernel in kernels:
         if isinstance(kernel, KernelsUnavailable):
             raise kernel
-    return [(whole_numbers(getattr(one, "parameters", {})), own) for one, own in zip(parts, kernels, strict=True)]
+    return [(one.numbers, own) for one, own in zip(parts, kernels, strict=True)]
 
 
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
@@ -293,18 +296,21 @@ def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
     ordered = [best for *_, best in sorted(alike, key=lambda one: one[:3])]
-    return [whole_numbers(getattr(one, "parameters", {})) for one in ordered]
+    return [one.numbers for one in ordered]
 
 
 def weigh(
     counts: Mapping[KernelKey, int], seconds: float, measure: Callable[[KernelKey], float] | None = None
 ) -> dict[KernelKey, float]:
-    """How long keys take in a step, the largest first; milliseconds where torch was timed.
+    """Estimate how long keys take in a step.
 
     Args:
         counts: Keys of one operation, and how often each runs in a step.
         seconds: For timing; what is left then is predicted.
         measure: Milliseconds of one call of torch; None to predict all of them. On a GPU nothing is timed.
+
+    Returns:
+        By key, the largest first; milliseconds where torch was timed, else in the unit of the operation's `weight`.
     """
     end = time.monotonic() + seconds
     floors = {key: operation_of(key).weight(key) for key in counts}
@@ -324,10 +330,13 @@ def weigh(
 
 
 def torch_ms(key: KernelKey) -> float:
-    """What one call of torch takes, in the layout of the key; the shorter of two after a first one.
+    """Time one call of torch in the layout of the key.
 
     Args:
         key: What is computed, and where.
+
+    Returns:
+        Milliseconds, the shorter of two calls after a first one.
     """
     with torch_threads(key.threads):
         call = operation_of(key).bench(key, 0, ()).instead

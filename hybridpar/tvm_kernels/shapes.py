@@ -102,10 +102,13 @@ class ConvShape:
 
     @classmethod
     def parse(cls, text: str) -> ConvShape:
-        """Read what `text` gives.
+        """Read a shape from the text that `text` writes.
 
         Args:
             text: What to read.
+
+        Returns:
+            The shape.
 
         Raises:
             ShapeError: It is written otherwise, or cannot be.
@@ -122,10 +125,13 @@ class ConvShape:
         return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
     def unlike(self, other: ConvShape) -> str | None:
-        """How this differs from another convolution that is the same but for its batch; None for any other.
+        """How this differs from a convolution that is the same but for the batch.
 
         Args:
             other: A shape of the same class.
+
+        Returns:
+            The difference in words, empty for none; None where other sizes differ.
         """
         if replace(self, batch=other.batch) != other:
             return None
@@ -172,10 +178,13 @@ class NormShape:
 
     @classmethod
     def parse(cls, text: str) -> NormShape:
-        """Read what `text` gives.
+        """Read a shape from the text that `text` writes.
 
         Args:
             text: What to read.
+
+        Returns:
+            The shape.
 
         Raises:
             ShapeError: It is written otherwise, or cannot be.
@@ -190,10 +199,13 @@ class NormShape:
         return cls(int(match[1]), int(match[2]), match[3])
 
     def unlike(self, other: NormShape) -> str | None:
-        """How this differs from another norm that is the same but for its rows; None for any other.
+        """How this differs from a norm that is the same but for the rows.
 
         Args:
             other: A shape of the same class.
+
+        Returns:
+            The difference in words, empty for none; None where channels or activation differ.
         """
         if (self.channels, self.act) != (other.channels, other.act):
             return None
@@ -219,10 +231,13 @@ class ConvNormShape:
 
     @classmethod
     def parse(cls, text: str) -> ConvNormShape:
-        """Read what `text` gives.
+        """Read a shape from the text that `text` writes.
 
         Args:
             text: What to read.
+
+        Returns:
+            The shape.
 
         Raises:
             ShapeError: It is written otherwise, or cannot be.
@@ -237,9 +252,12 @@ class ConvNormShape:
         return NormShape(one.batch * one.out_height * one.out_width, one.channels, self.act)
 
     def unlike(self, other: ConvNormShape) -> str | None:
-        """As `ConvShape.unlike`.
+        """How this differs from a pair that is the same but for the batch.
 
         Args:
             other: A shape of the same class.
+
+        Returns:
+            The difference in words, empty for none; None where other sizes or the activation differ.
         """
         return None if self.act != other.act else self.convolution.unlike(other.convolution)

@@ -1,13 +1,16 @@
-"""Which parameters the schedules for the CPU allow; nothing else is compiled.
+"""The space of kernels for CPUs: which parameters each schedule allows, and which of them are tried.
 
-What the parameters mean is in `hybridpar.tvm_kernels.families`, and which of those that are allowed are tried in
-`hybridpar.tvm_kernels.candidates`.
+Nothing that is not allowed is compiled. Tried are kernels that fit the registers of a CPU and give each thread work.
+Contiguous images are computed over columns or over transposed channels, and either may be the faster, so there are
+candidates of both kinds. What the parameters mean is in `hybridpar.tvm_kernels.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
+from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -15,14 +18,23 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 MOST_WRITTEN_OUT = 600
 MOST_LANES = 64
 _MOST = 64
+#: Rows that a tile over columns has at most: a value of the room is used for each.
+_TALLEST = 6
+#: Rows of the gradient that may pass by at a time.
+_PASSING = (1, 2, 3, 4, 7)
+#: Least lanes that are worth a vector.
+_LEAST_LANES = 4
 
 
 def outside(shape: ConvShape, direction: Direction) -> str | None:
-    """Why there are no kernels for a convolution, or None.
+    """Why there are no kernels for a convolution.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
+
+    Returns:
+        A reason in words; None where there are kernels.
     """
     if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
         return "there are kernels for 2 to 31 taps a side only"
@@ -44,18 +56,15 @@ def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str,
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they are allowed.
     """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     whole = vertical.whole
     height = -(-vertical.out // whole) * whole
-    bounds = {
-        "tile_rows": min(height, _MOST),
-        "tile_vectors": _MOST,
-        "strip": height,
-        "parts": shape.batch * shape.channels,
-    }
-    reason = _out_of_bounds(parameters, bounds)
-    if reason is not None:
+    planes, rows = shape.batch * shape.channels, min(height, _MOST)
+    if reason := _out_of_bounds(parameters, tile_rows=rows, tile_vectors=_MOST, strip=height, parts=planes):
         return reason
     if horizontal.stride > 2:
         return "columns more than two apart are only gathered over channels"
@@ -67,11 +76,14 @@ def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str,
 
 
 def rows_written_out(shape: ConvShape, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile over columns, in vectors of all lanes; at most, where a gradient skips taps.
+    """Count the multiply-adds of one tile over columns; an upper bound where a gradient skips taps.
 
     Args:
         shape: The convolution.
         parameters: By name.
+
+    Returns:
+        Their number, in vectors of all lanes.
     """
     return parameters["tile_rows"] * parameters["tile_vectors"] * shape.kernel[0] * shape.kernel[1]
 
@@ -83,18 +95,14 @@ def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mappi
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they are allowed.
     """
     del direction
-    bounds = {
-        "tap_rows": shape.kernel[0],
-        "tap_columns": shape.kernel[1],
-        "tile_rows": min(parameters["strip"], _MOST),
-        "strip": shape.out_height,
-        "parts": shape.batch,
-        "groups": shape.channels,
-    }
-    reason = _out_of_bounds(parameters, bounds)
-    if reason is not None:
+    most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_rows": min(parameters["strip"], _MOST)}
+    most |= {"strip": shape.out_height, "parts": shape.batch, "groups": shape.channels}
+    if reason := _out_of_bounds(parameters, **most):
         return reason
     if shape.stride[1] > 2:
         return "columns more than two apart are only gathered over channels"
@@ -102,8 +110,8 @@ def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mappi
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
 
-def _out_of_bounds(parameters: Mapping[str, int], bounds: Mapping[str, int]) -> str | None:
-    for name, bound in bounds.items():
+def _out_of_bounds(parameters: Mapping[str, int], **most: int) -> str | None:
+    for name, bound in most.items():
         if not 1 <= parameters[name] <= bound:
             return f"{name}={parameters[name]} is not between 1 and {bound}"
     return None
@@ -116,10 +124,12 @@ def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[st
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they are allowed.
     """
-    parts = shape.batch * -(-shape.channels // parameters["lanes"])
-    if not 1 <= parameters["parts"] <= parts:
-        return f"parts={parameters['parts']} is not between 1 and {parts}"
+    if reason := _out_of_bounds(parameters, parts=shape.batch * -(-shape.channels // parameters["lanes"])):
+        return reason
     if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
         return "a strip is no multiple of the stride"
     return reject_gather(shape, direction, {**parameters, "columns_outer": 0, "stream": 0})
@@ -132,6 +142,9 @@ def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[st
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they are allowed.
     """
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
     if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
@@ -159,32 +172,251 @@ def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[st
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they are allowed.
     """
     del direction
     strips = -(-shape.out_height // max(parameters["strip"], 1))
-    most = {
-        "tap_rows": shape.kernel[0],
-        "tap_columns": shape.kernel[1],
-        "tile_columns": _MOST,
-        "strip": 1 << 20,
-        "parts": shape.batch * strips,
-        "groups": -(-shape.channels // parameters["lanes"]),
-    }
-    reason = _out_of_bounds(parameters, most)
-    if reason is not None:
+    most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_columns": _MOST, "strip": 1 << 20}
+    most |= {"parts": shape.batch * strips, "groups": -(-shape.channels // parameters["lanes"])}
+    if reason := _out_of_bounds(parameters, **most):
         return reason
     written = parameters["tap_rows"] * shape.kernel[1] * parameters["tile_columns"]
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
 
 def gather_written_out(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile without loops, in vectors of all lanes.
+    """Count the multiply-adds of one tile that are not in a loop.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
         parameters: By name.
+
+    Returns:
+        Their number, in vectors of all lanes.
     """
     skipped = shape.stride[0] * shape.stride[1] if direction is Direction.INPUT_GRADIENT else 1
     rows = parameters["tile_rows"] * shape.kernel[0] if parameters["unroll"] else 1
     return rows * parameters["tile_columns"] * shape.kernel[1] // skipped
+
+
+# ---------------------------------------------------------------------------------------------------- what is tried
+
+
+def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_turned`: those of `cpu_gather` that have neither `columns_outer` nor `stream`.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+
+    Yields:
+        Parameters by name.
+    """
+    for own in gather(shape, direction, threads, machine):
+        if not own["columns_outer"] and not own["stream"]:
+            del own["columns_outer"], own["stream"]
+            yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
+
+
+def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
+    wanted = [machine.lanes, 2 * machine.lanes, 4 * machine.lanes]
+    fitting = [lanes for lanes in wanted if lanes <= min(shape.channels, MOST_LANES)]
+    return fitting or [1 << (shape.channels.bit_length() - 1)]
+
+
+def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_gather`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+
+    Yields:
+        Parameters by name.
+    """
+    height, width = (axis(shape, direction, which).out for which in (0, 1))
+    # Whoever reads such a result next finds it in no cache, however it was written.
+    large = 4 * shape.batch * shape.channels * height * width > machine.level3
+    tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
+    for lanes, rows, columns, columns_outer, unroll in tiles:
+        own = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns}
+        own |= {"columns_outer": columns_outer, "unroll": unroll}
+        vectors = -(-lanes // machine.lanes)
+        sums = rows * columns * vectors
+        # At least one register is for an input and one for a tap; too few sums wait for each other.
+        if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
+            continue
+        if gather_written_out(shape, direction, own) > MOST_WRITTEN_OUT:
+            continue
+        for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
+            units = shape.batch * -(-height // strip)
+            if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
+                yield own | {"strip": strip, "stream": 0}
+                if large:
+                    yield own | {"strip": strip, "stream": 1}
+
+
+def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+
+    Yields:
+        Parameters by name.
+    """
+    del direction
+    tall, wide = shape.kernel
+    most = machine.registers - 2
+    for lanes in _lanes(shape, machine):
+        vectors = -(-lanes // machine.lanes)
+        blocks = -(-shape.channels // lanes)
+        wides = [wide] if wide * vectors <= most else sorted({max(1, most // vectors), -(-wide // 2)})
+        for tap_rows, tap_columns in itertools.product(range(1, min(tall, 4) + 1), wides):
+            if tap_rows * tap_columns * vectors > most or tap_columns > wide:
+                continue
+            for columns in range(1, min(shape.out_width, 14) + 1):
+                if tap_rows * columns * tap_columns > MOST_WRITTEN_OUT:
+                    continue
+                for strip in sorted({1, 2, 4, 8, 16, shape.out_height}):
+                    own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
+                    own |= {"tile_columns": columns, "strip": strip}
+                    most_parts = shape.batch * -(-shape.out_height // strip)
+                    for parts, groups in _units(threads, most_parts, blocks):
+                        if strip <= shape.out_height:
+                            yield own | {"parts": parts, "groups": groups}
+
+
+def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
+    """Ways to cut the work for some threads, into at most so many parts and groups; in one where that cannot be."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(threads, 1), (2 * threads, 1), (1, threads)]
+    return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
+
+
+def _row_lanes(columns: int, machine: Machine) -> list[int]:
+    """Widths of vectors that fit into a row; a narrower one where it leaves fewer lanes of the last vector idle."""
+    found = [lanes for lanes in (machine.lanes, machine.lanes // 2) if _LEAST_LANES <= lanes <= columns]
+    if len(found) == 2 and -(-columns // found[0]) * found[0] <= -(-columns // found[1]) * found[1]:
+        found.pop()
+    return found
+
+
+def strips_of(height: int, whole: int, least: int) -> list[int]:
+    """Heights of strips that divide an image about evenly.
+
+    Args:
+        height: Rows of the image.
+        whole: What strips are multiples of.
+        least: Rows of the lowest strip.
+
+    Returns:
+        Heights, in rising order.
+    """
+    found = {height, *(-(-height // pieces) for pieces in (2, 3, 4, 7, 8, 14))}
+    return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
+
+
+def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+
+    Yields:
+        Parameters by name.
+    """
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    height = -(-vertical.out // vertical.whole) * vertical.whole
+    phases = horizontal.whole
+    for lanes in _row_lanes(horizontal.out // phases, machine):
+        count = -(-horizontal.out // (lanes * phases))
+        tiles = itertools.product(range(vertical.whole, _TALLEST + 1, vertical.whole), range(1, min(count, 8) + 1))
+        for rows, vectors in tiles:
+            own = {"lanes": lanes, "tile_rows": rows, "tile_vectors": vectors}
+            sums = rows * vectors * phases
+            if sums + 2 > machine.registers or (sums < 4 and vectors < count) or rows > height:
+                continue
+            if rows_written_out(shape, own) > MOST_WRITTEN_OUT:
+                continue
+            for strip in strips_of(height, vertical.whole, rows):
+                yield own | {"strip": strip, "parts": min(threads, shape.batch * shape.channels)}
+
+
+def rows_weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+
+    Yields:
+        Parameters by name.
+    """
+    del direction
+    tall, wide = shape.kernel
+    most = machine.registers - 2
+    wides = [wide] if wide <= most else sorted({most, -(-wide // 2)})
+    for lanes, tap_rows, tap_columns in itertools.product(
+        _row_lanes(shape.out_width, machine), range(1, min(tall, 5) + 1), wides
+    ):
+        if tap_rows * tap_columns > most:
+            continue
+        for rows in _PASSING:
+            if rows > shape.out_height or 4 * tap_rows * tap_columns * rows > MOST_WRITTEN_OUT:
+                continue
+            for strip in strips_of(shape.out_height, 1, rows):
+                own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
+                for parts, groups in _row_units(threads, shape):
+                    yield own | {"tile_rows": rows, "strip": strip, "parts": parts, "groups": groups}
+
+
+def _row_units(threads: int, shape: ConvShape) -> list[tuple[int, int]]:
+    """Parts and groups: channels are shared out where there are enough, since images then need no adding up."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(1, threads), (threads, 1)]
+    return [way for way in ways if way[0] <= shape.batch and way[1] <= shape.channels] or [(1, 1)]
+
+
+def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
+
+    Only candidates of the same schedule are compared; others have other parameters.
+
+    Args:
+        one: A candidate.
+        among: The space.
+
+    Returns:
+        The candidates.
+    """
+    found = []
+    among = [other for other in among if other.keys() == one.keys()]
+    steps = {name: sorted({other[name] for other in among}) for name in one}
+    for other in among:
+        changed = [name for name in one if one[name] != other[name]]
+        if changed and set(changed) <= {"strip", "tile_rows"} and len(changed) == 2:
+            changed = ["tile_rows"]
+        if len(changed) == 1:
+            (name,) = changed
+            values = steps[name]
+            if one[name] in values and abs(values.index(one[name]) - values.index(other[name])) == 1:
+                found.append(other)
+    return found

@@ -1,75 +1,94 @@
-"""Spreads the range of a kernel over threads.
+"""Runs a range of work on several threads: on the OpenMP threads that torch computes with, where they can be found.
 
-TVM's own pool of threads is never used: it pins and spins, as torch's threads do, and both together are slower than one
-thread. The ranges run on torch's threads (`openmp`), or else on helper threads that sleep while there is no work.
-Kernels release the GIL while they run.
+OpenMP's threads spin for a while after they ran out of work, and TVM's own pool pins its threads and spins too, so a
+second pool of threads would share cores with torch's and be slower than one thread. Therefore ranges are handed to
+torch's threads, by the function that compiled OpenMP code calls (`GOMP_parallel`). As in torch, they belong to the
+calling thread: a backward pass on another thread has others.
 
-A helper takes one task after another and never waits for another task, so any number of threads may call at the same
-time, also from backward passes and lanes. A forked process starts helpers of its own.
+Where torch's OpenMP library is not known (not on Linux, several of them loaded, or in a forked child, which has none of
+its parent's threads) ranges run on a thread pool that sleeps while there is no work. Tasks there never wait for each
+other, so any number of threads may call at the same time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
-from collections.abc import Callable
-from queue import SimpleQueue
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-from hybridpar.tvm_kernels.openmp import OpenMP, torchs_openmp
+import torch
 
 Range = Callable[[int, int], object]
-_Task = tuple[Range, int, int, "SimpleQueue[BaseException | None]"]
+
+#: Libraries in which torch finds OpenMP; both others can be called as the first one is.
+_NAMES = ("libgomp", "libomp", "libiomp5")
+_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_PROCESS = os.getpid()
 
 
-class _Helpers:
-    """Threads that wait for tasks; as many as were ever needed at a time by one caller."""
-
-    def __init__(self) -> None:
-        self.tasks: SimpleQueue[_Task] = SimpleQueue()
-        self.count = 0
-        self.starting = threading.Lock()
-
-    def at_least(self, count: int) -> None:
-        with self.starting:
-            while self.count < count:
-                threading.Thread(target=self._work, name=f"kernels-{self.count}", daemon=True).start()
-                self.count += 1
-
-    def _work(self) -> None:
-        while True:
-            run, begin, end, done = self.tasks.get()
-            try:
-                run(begin, end)
-                done.put(None)
-            except BaseException as error:
-                done.put(error)
-
-
-_helpers = _Helpers()
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(256, thread_name_prefix="kernels")  # a thread is started when none is idle
 
 
 def _forget_helpers() -> None:
     global _helpers
-    _helpers = _Helpers()  # threads do not survive a fork
+    _helpers = _pool()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_helpers)
+_helpers = _pool()
+os.register_at_fork(after_in_child=_forget_helpers)
 
 
-def _run_on_team(openmp: OpenMP, run: Range, rows: int, parts: int) -> None:
-    # An interrupt between two parts leaves one undone, and foreign code has no way to pass it on.
-    errors: list[BaseException | None] = [KeyboardInterrupt() for _ in range(parts)]
+def torchs_openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch computes with; None where it is not known, and in a forked child."""
+    return _library() if os.getpid() == _PROCESS else None
 
-    def work(number: int, size: int) -> None:
-        for part in range(number, parts, size):
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    for path in _loaded():
+        try:
+            library = ctypes.CDLL(str(path))
+            parallel, _, _ = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = (_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        parallel.restype = None
+        return library
+    return None
+
+
+def _loaded() -> list[Path]:
+    """The library of OpenMP that torch has loaded; nothing where there are several and none is in torch."""
+    if sys.platform != "linux":
+        return []
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")}
+    found = sorted(path for path in paths if path.name.startswith(_NAMES))
+    return found if len(found) == 1 else [path for path in found if torch.__path__[0] in str(path)]
+
+
+def _run_on_team(openmp: Any, run: Range, ranges: Sequence[tuple[int, int]]) -> None:
+    # An interrupt between two ranges leaves one undone, and foreign code cannot pass it on.
+    errors: list[BaseException | None] = [KeyboardInterrupt() for _ in ranges]
+
+    def body(_: object) -> None:
+        for place in range(openmp.omp_get_thread_num(), len(ranges), openmp.omp_get_num_threads()):
             try:
-                run(rows * part // parts, rows * (part + 1) // parts)
-                errors[part] = None
+                run(*ranges[place])
+                errors[place] = None
             except BaseException as error:
-                errors[part] = error
+                errors[place] = error
 
-    openmp.on_team(work, parts)
+    openmp.GOMP_parallel(_BODY(body), None, len(ranges), 0)
     for error in errors:
         if error is not None:
             raise error
@@ -80,29 +99,24 @@ def run_ranges(run: Range, rows: int, threads: int) -> None:
 
     Args:
         run: Computes rows from begin to before end; called on several threads at a time.
-        rows: How many rows there are.
-        threads: How many threads may be used; this one is one of them.
+        rows: Number of rows.
+        threads: Most threads to use, the calling one included.
 
     Raises:
-        BaseException: What `run` raised first, by the order of the ranges' ends.
+        BaseException: What `run` raised, of the first range in which it did.
     """
     parts = min(threads, rows)
     if parts <= 1:
         run(0, rows)
         return
+    ranges = [(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
     if (openmp := torchs_openmp()) is not None:
-        _run_on_team(openmp, run, rows, parts)
+        _run_on_team(openmp, run, ranges)
         return
-    if _helpers.count < parts - 1:
-        _helpers.at_least(parts - 1)
-    done: SimpleQueue[BaseException | None] = SimpleQueue()
-    for part in range(1, parts):
-        _helpers.tasks.put((run, rows * part // parts, rows * (part + 1) // parts, done))
-    errors: list[BaseException | None] = []
+    others = [_helpers.submit(run, *one) for one in ranges[1:]]
     try:
-        run(0, rows // parts)
-    finally:  # the others write to memory that the caller would free
-        errors = [done.get() for _ in range(1, parts)]
-    for error in errors:
-        if error is not None:
-            raise error
+        run(*ranges[0])
+    finally:
+        wait(others)  # they write to memory that the caller would free
+    for other in others:
+        other.result()

@@ -41,10 +41,13 @@ class DepthwiseConv2d(nn.Conv2d):
         return "" if choices is None else choices.digest
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Conv2d`.
+        """The convolution, as `nn.Conv2d` computes it.
 
         Args:
             input: (N, C, H, W).
+
+        Returns:
+            (N, C, OH, OW).
         """
         padding = number_padding(self)
         if not torch.compiler.is_compiling() and type(input) is Tensor and (norm := behind(self)) is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.operation import KernelKey, named_operation, operations
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operations
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,13 +51,16 @@ class Row:
 
 
 def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
-    """A row for each key that was measured, in the order of shapes and directions; operation by operation.
+    """The best record of each key that was measured, operation by operation, in the order of shapes and directions.
 
     Args:
         database: The records.
         only: Leave out what is not among these.
+
+    Returns:
+        A row for each.
     """
-    directions = _directions()
+    directions = [str(direction) for one in _ordered() for direction in one.limits]
 
     def order(key: KernelKey) -> tuple[Any, ...]:
         place = directions.index(key.direction)
@@ -88,19 +91,9 @@ def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> li
     return rows
 
 
-def _directions() -> list[str]:
-    """What can be computed, in the order of tables and pictures."""
-    ordered = sorted({name: one for (name, _), one in operations().items()}.values(), key=lambda one: -len(one.limits))
-    return [str(direction) for one in ordered for direction in one.limits]
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows as plain values.
-
-    Args:
-        rows: Of any operations.
-    """
-    return [asdict(row) for row in rows]
+def _ordered() -> list[Operation]:
+    """The operations in the order of tables and pictures."""
+    return sorted({name: one for (name, _), one in operations().items()}.values(), key=lambda one: -len(one.limits))
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -108,6 +101,9 @@ def table_of(rows: Sequence[Row]) -> Table:
 
     Args:
         rows: Of any operations.
+
+    Returns:
+        A table of rich.
     """
     from rich.table import Table
 
@@ -133,23 +129,25 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def summary_lines(rows: Sequence[Row]) -> list[str]:
-    """Geometric means per direction, as chosen: where the kernel is not used the ratio is 1.
+    """Geometric means of the ratios per direction; where the kernel is not used the ratio is 1.
 
     Args:
         rows: Of any operations.
+
+    Returns:
+        A line for each direction that occurs.
     """
     lines = []
-    for operation in {name: one for (name, _), one in operations().items()}.values():
+    for operation in _ordered():
         name, _, other = operation.words
         for direction in operation.limits:
             own = [row for row in rows if row.direction == direction]
-            ratios = [row.ratio if row.runs == name else 1.0 for row in own]
-            if ratios:
-                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-                tuned = sum(row.runs == name for row in own)
-                said = f"{tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
-                lines.append((_directions().index(direction), f"{direction}: {said}"))
-    return [line for _, line in sorted(lines)]
+            if own:
+                tuned = [row.ratio for row in own if row.runs == name]
+                mean = math.exp(sum(map(math.log, tuned)) / len(own))
+                said = f"{len(tuned)} of {len(own)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
+                lines.append(f"{direction}: {said}")
+    return lines
 
 
 def draw_rows(rows: Sequence[Row], path: Path) -> None:
@@ -170,9 +168,7 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(shapes)), layout="constrained")
     axes = figure.subplots()
     for operation, index, direction in [
-        (one, index, str(direction))
-        for one in {name: one for (name, _), one in operations().items()}.values()
-        for index, direction in enumerate(one.limits)
+        (one, index, str(direction)) for one in _ordered() for index, direction in enumerate(one.limits)
     ]:
         own = {(row.shape, row.layout, row.threads): row.ratio for row in rows if row.direction == direction}
         if not own:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,10 +22,10 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.machine.process import available_cores
-from hybridpar.tvm_kernels.candidates import neighbours
 from hybridpar.tvm_kernels.measure import Timing, steady_timing, torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of
 from hybridpar.tvm_kernels.record import is_right
+from hybridpar.tvm_kernels.space import neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +115,8 @@ def tune(
         TuningStopped: On KeyboardInterrupt, with what there is.
         KernelsUnavailable: Nothing at all can be built on this machine.
     """
-    with torch_threads(key.threads), _own(builder) as build:
+    own = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
+    with torch_threads(key.threads), own as build:
         search = _Search(key, seed, build, parts, on_progress)
         if not search.space:
             return []
@@ -127,12 +128,6 @@ def tune(
         except KeyboardInterrupt:
             raise TuningStopped(search.sorted()) from None
         return search.sorted()
-
-
-@contextmanager
-def _own(builder: Builder | None) -> Iterator[Builder]:
-    with nullcontext(builder) if builder is not None else Builder(len(available_cores()), BUILD_TIMEOUT) as own:
-        yield own
 
 
 def _key_of(parameters: Parameters) -> _Key:
@@ -263,7 +258,7 @@ class _Search:
         what = f"{self.key.direction} {self.key.shape.text} {parameters or ''}".strip()
         try:
             built = Built((), b"") if future is None else future.result()
-            kernel = self.operation.load(self.key, parameters, built.names, built.image, self.session)
+            kernel = self.operation.load(self.key, parameters, built, self.session)
         except (KernelsUnavailable, RuntimeError, OSError) as error:
             self.lost += 1
             _log.info("%s: %s", what, error)

@@ -14,7 +14,7 @@ from benchmarks.kernels.depthwise import Row, append, named_shapes, operations, 
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, norm_kernels
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
@@ -124,7 +124,7 @@ def test_the_pairs_sides_run_as_they_are_called_and_give_the_same(monkeypatch: p
     compute = norm_kernels.forward
 
     def forward(*args: Any) -> Any:
-        given.append(args[8] is not None)
+        given.append(args[9] is not None)
         return compute(*args)
 
     monkeypatch.setattr(norm_kernels, "forward", forward)

@@ -49,7 +49,7 @@ def builder() -> Iterator[Builder]:
 
 def times(built: Built, value: int) -> int:
     place = ctypes.c_int64()
-    Session().load(built.image, built.names, keep=False)["times"](ctypes.addressof(place), value)
+    Session().load(built, keep=False)["times"](ctypes.addressof(place), value)
     return place.value
 
 
@@ -107,7 +107,7 @@ def test_closing_ends_what_is_being_built(source: Path) -> None:
 def test_code_is_unloaded_with_its_last_function(builder: Builder, source: Path) -> None:
     built = builder.build(Request((source,)))
     session = Session()
-    functions = [session.load(built.image, built.names, keep=False)["times"] for _ in range(50)]
+    functions = [session.load(built, keep=False)["times"] for _ in range(50)]
 
     def mapped() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
@@ -115,5 +115,5 @@ def test_code_is_unloaded_with_its_last_function(builder: Builder, source: Path)
     functions.pop()
     before = mapped()
     for _ in range(1000):  # more than fit the session's memory at a time
-        session.load(built.image, built.names, keep=False)["times"]
+        session.load(built, keep=False)["times"]
     assert mapped() <= before + 8

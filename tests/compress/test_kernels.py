@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch, TensorSpec
+from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch, TensorSpec
+from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
 from hybridpar.compress.noise import Noise

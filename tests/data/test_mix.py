@@ -14,7 +14,9 @@ from hybridpar.config import AugmentConfig, TrainConfig
 from hybridpar.data.mix import MixDraw, box_around, draw_mix, mix
 from hybridpar.data.sampling import divide
 from hybridpar.errors import UsageError
+from tests.pipeline.oracle import images
 from tests.ranks import run_ranks
+from tests.train.test_engine import EXAMPLE, assert_close, normless, plan_of, state_of
 from tests.train.training import close, make_net, same, weights
 
 CLASSES = 5
@@ -111,15 +113,31 @@ def train(world, options, steps=4, cut=None, save=None, load=None):
         return weights(trainer.model), losses
 
 
-def test_every_layout_mixes_alike():
-    one, losses = train(None, {})
-    assert losses[0] != train(None, {"mix_prob": 0.0})[1][0]
-    for other, theirs in (train(None, {"micro_batches": 4}), train(None, {"micro_batches": 3})):
+@pytest.mark.parametrize("loss", ["ce", "bce"])
+def test_every_layout_mixes_alike(loss):
+    options = {"loss": loss}
+    one, losses = train(None, options)
+    assert losses[0] != train(None, {**options, "mix_prob": 0.0})[1][0]
+    for parts in (4, 3):
+        other, theirs = train(None, {**options, "micro_batches": parts})
         close(one, other)
         assert losses == pytest.approx(theirs, rel=1e-5)
-    for two, theirs in run_ranks(train, 2, {}):
+    for two, theirs in run_ranks(train, 2, options):
         close(one, two)
         assert losses == pytest.approx(theirs, rel=1e-5)
+
+
+def test_stages_mix_as_the_whole_model_does():
+    states, losses = [], []
+    for stages in (1, 2):
+        model = normless()
+        config = TrainConfig(**OPTIONS, loss="bce", bce_threshold=0.2, micro_batches=2, stages=stages)
+        plan = plan_of(model, stages) if stages > 1 else None
+        with Trainer(model, config=config, plan=plan, example=EXAMPLE, classes=CLASSES) as trainer:
+            losses.append([trainer.step(images(8, seed=step)).loss for step in range(4)])
+            states.append(state_of(trainer))
+    assert_close(*states, exact=False)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_resumed_run_mixes_as_an_uninterrupted_one(tmp_path):

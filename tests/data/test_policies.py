@@ -12,7 +12,7 @@ from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.data.decode import RandomCrop
 from hybridpar.data.policies import TimmPolicy
 from hybridpar.data.repeats import RepeatedImages
@@ -64,6 +64,14 @@ def test_test_images_are_cut_out_by_the_crop_ratio():
     _, mine = imagenet_transforms(24, TrainConfig(crop_ratio=0.9, interpolation="bicubic"), MEAN)
     reference = v2.Compose([v2.Resize(27, CUBIC, antialias=True), v2.CenterCrop(24), v2.PILToTensor()])
     assert torch.equal(mine(picture()), reference(picture()))
+
+
+@pytest.mark.parametrize("name", ["photos", "digits"])
+def test_test_images_may_have_another_size(name):
+    data = load_dataset(TrainConfig(data=name, image_size=16, test_image_size=24))
+    train = TrainBatches(data, seed=0, batch_size=8, rank=0, workers=1, micro_batches=1, loader_workers=0)
+    assert next(train.epoch(0)).micro_batches[0][0].shape[-2:] == (16, 16)
+    assert next(iter(TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)))[0].shape[-2:] == (24, 24)
 
 
 def test_a_random_interpolation_is_one_of_two():

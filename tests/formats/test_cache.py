@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from hybridpar.formats.cache import cache_directory
+import pytest
+
+from hybridpar.formats.cache import (
+    cache_directory,
+    forget_measurement,
+    load_measurement,
+    measurement_file,
+    store_measurement,
+    stored_measurements,
+)
+
+KIND, KEY = "profile", {"workers": [1, 2]}
 
 
 def test_where_the_cache_is(monkeypatch):
@@ -24,3 +36,30 @@ def test_a_user_without_a_home_still_has_a_cache(monkeypatch):
 
     monkeypatch.setattr(Path, "home", homeless)
     assert cache_directory().name.startswith("hybridpar-")
+
+
+def test_what_is_kept_is_found_under_its_key_alone():
+    assert load_measurement(KIND, KEY) is None
+    store_measurement(KIND, KEY, {"ms": 1.0})
+    assert load_measurement(KIND, KEY) == {"ms": 1.0}
+    assert load_measurement("calibration", KEY) is None
+    assert load_measurement(KIND, {"workers": [1, 3]}) is None
+    assert list(stored_measurements(KIND)) == [(KEY, {"ms": 1.0})]
+    assert forget_measurement(KIND, KEY)
+    assert not forget_measurement(KIND, KEY)
+    assert list(stored_measurements(KIND)) == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"data": 1}', json.dumps({"key": {"workers": [9]}, "data": 1})])
+def test_what_is_damaged_or_of_another_key_is_as_nothing(text):
+    store_measurement(KIND, KEY, {"ms": 1.0})
+    measurement_file(KIND, KEY).write_text(text)
+    assert load_measurement(KIND, KEY) is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_error_and_is_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "file"))
+    store_measurement(KIND, KEY, {})
+    assert load_measurement(KIND, KEY) is None
+    assert f"{KIND} is not kept, and will be measured again: cannot write" in caplog.text

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpar import Trainer
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.models.freezing import freeze, keep_in_evaluation
 
@@ -72,3 +74,17 @@ def test_copies_stay_in_evaluation():
     torch.save(model, file)
     file.seek(0)
     assert not torch.load(file, weights_only=False).train()[0].training
+
+
+def test_batch_norm_frozen_keeps_the_statistics_of_the_model() -> None:
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    before = copy.deepcopy(norm.state_dict())
+    x, y = torch.randn(6, 3, 2, 2), torch.randint(0, 2, (6,))
+    norm[2].running_mean += 0.5
+    wanted = nn.functional.cross_entropy(copy.deepcopy(norm).eval()(x), y)
+    for micro_batches in (1, 2):
+        model = copy.deepcopy(norm)
+        with Trainer(model, config=TrainConfig(batch_norm="frozen", micro_batches=micro_batches)) as trainer:
+            assert trainer.step((x, y)).loss == pytest.approx(float(wanted.detach()), rel=1e-6)
+        assert torch.equal(model[2].running_mean, before["2.running_mean"] + 0.5)
+        assert not torch.equal(model[2].weight, before["2.weight"])

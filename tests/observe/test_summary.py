@@ -69,6 +69,7 @@ def test_a_whole_run_in_numbers(whole):
         "resumed_from": None,
         "test_accuracy": 0.7,
         "best_test_accuracy": 0.8,
+        "ema_test_accuracy": None,
         "best": None,
         "train_seconds": 2.74,
         "step_ms_median": 20.0,
@@ -138,7 +139,8 @@ def test_the_promised_keys_are_required():
     promised = (
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best "
-        "best_test_accuracy skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap "
+        "best_test_accuracy ema_test_accuracy "
+        "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap "
         "peak_saved_bytes memory_bytes predicted_step_ms predicted_compute_ms predicted_exposed_sync_ms "
         "predicted_bubble predicted_bytes_sent_per_step predicted_peak_saved_bytes predicted_memory_bytes "
         "prediction_warning codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels "
@@ -246,7 +248,8 @@ def test_the_hand_check_agrees_with_jsonschema(data):
     )
     fitting = {
         "model": "m", "data": "d", "workers": 1, "epochs": 1, "steps": 1, "test_accuracy": None,
-        "best": None, "best_test_accuracy": 1, "train_seconds": 0.5, "step_ms_median": 1, "images_per_second": 2.5,
+        "best": None, "best_test_accuracy": 1, "ema_test_accuracy": None,
+        "train_seconds": 0.5, "step_ms_median": 1, "images_per_second": 2.5,
         "bytes_sent_per_step": 3.0, "compute_ms": 0, "exposed_sync_ms": 0, "data_ms": 0, "device": "cpu",
         "versions": {}, "seed": -1, "batch_size": 1, "skipped_steps": 0, "resumed_from": None, "exit": "finished",
     }  # fmt: skip

@@ -14,6 +14,13 @@ from rich.console import Console
 from torch import nn
 
 from hybridpar.commands.plan.partition import run_plan
+from hybridpar.commands.plan.request import (
+    PlanRequest,
+    parse_bytes,
+    parse_link,
+    parse_shape,
+    parse_workers,
+)
 from hybridpar.commands.show import run_show
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition import profile_cache
@@ -23,13 +30,6 @@ from hybridpar.partition.draw import draw_partition
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.layout import lay_out, readable_bytes
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
-from hybridpar.partition.request import (
-    PlanConfig,
-    parse_bytes,
-    parse_link,
-    parse_shape,
-    parse_workers,
-)
 from hybridpar.partition.run import run_stages
 from hybridpar.partition.table import print_partition
 from hybridpar.plan import read_plan
@@ -192,7 +192,7 @@ def test_table_fits_a_terminal_and_names_what_matters(made: PartitionedModel) ->
 
 def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
-    config = PlanConfig(
+    config = PlanRequest(
         "tests.partition.test_planning:residual_net",
         stages=2,
         input="3x8x8",
@@ -251,7 +251,7 @@ def test_bad_requests_are_one_error_each(wrong: dict[str, object], says: str) ->
         "measure": False,
     }
     with pytest.raises(HybridparError) as caught:
-        run_plan(PlanConfig(**{**options, **wrong}))  # type: ignore[arg-type]
+        run_plan(PlanRequest(**{**options, **wrong}))  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -338,7 +338,7 @@ def test_sizes_links_shapes_and_workers_are_read() -> None:
     assert parse_link("100MB/s@0.2ms") == Link(1e8, 0.2)
     assert parse_link(None).is_free
     assert parse_shape("3x8x9") == (3, 8, 9)
-    config = PlanConfig("resnet18", devices=("cuda:0*2", "cpu@0.5"), memory="8GB", co_run=1.4)
+    config = PlanRequest("resnet18", devices=("cuda:0*2", "cpu@0.5"), memory="8GB", co_run=1.4)
     assert parse_workers(config) == (
         Worker("cuda:0", 2, 1.0, 8_000_000_000, 1.4),
         Worker("cpu", 1, 0.5, 8_000_000_000, 1.4),
@@ -389,12 +389,12 @@ def test_what_is_measured_on_a_cpu_is_measured_as_it_will_train(
 
 
 def test_only_measuring_on_a_cpu_needs_a_tuned_process() -> None:
-    assert PlanConfig("resnet18").wants_tuned_process
-    assert not PlanConfig("resnet18", measure=False).wants_tuned_process
-    assert not PlanConfig("resnet18", tune_process=False).wants_tuned_process
-    assert PlanConfig("resnet18", devices=("cpu*2@0.5",)).measured_device == "cpu"
-    assert not PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).wants_tuned_process
-    assert PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).measured_device == "cuda:1"
+    assert PlanRequest("resnet18").wants_tuned_process
+    assert not PlanRequest("resnet18", measure=False).wants_tuned_process
+    assert not PlanRequest("resnet18", tune_process=False).wants_tuned_process
+    assert PlanRequest("resnet18", devices=("cpu*2@0.5",)).measured_device == "cpu"
+    assert not PlanRequest("resnet18", devices=("cuda:1*2@0.5", "cpu")).wants_tuned_process
+    assert PlanRequest("resnet18", devices=("cuda:1*2@0.5", "cpu")).measured_device == "cuda:1"
 
 
 def test_the_script_runs_from_a_clone(tmp_path: Path) -> None:

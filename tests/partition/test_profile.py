@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.cache import measurement_file, store_measurement
 from hybridpar.partition import profile_cache
 from hybridpar.partition.analytic import Roofline, estimate_units
 from hybridpar.partition.co_run import measure_co_run
@@ -14,11 +16,10 @@ from hybridpar.partition.dry_run import dry_run_stages
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import UnitTimes, _summarise, measure_units
 from hybridpar.partition.profile_cache import (
+    KIND,
     load_profile,
     measured_profile,
     profile_key,
-    profile_path,
-    store_profile,
 )
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
@@ -140,7 +141,7 @@ def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path, monkeypa
     count = len(units.graph)
     times = UnitTimes((1.0,) * count, (2.0,) * count, 3.0 * count, 1.1, 0.01, 0.02)
     assert load_profile(key, tmp_path) is None
-    store_profile(key, times, tmp_path)
+    store_measurement(KIND, key, asdict(times), tmp_path)
     assert load_profile(key, tmp_path) == times
     assert load_profile(profile_key(units, [example], 2, 5), tmp_path) is None
     assert load_profile(profile_key(units, [example.double()], 1, 5), tmp_path) is None
@@ -196,7 +197,7 @@ def test_a_noisy_profile_of_an_earlier_release_is_not_used(tmp_path: Path, monke
     units, example = units_of("residual")
     count = len(units.graph)
     key = profile_key(units, [example], 1, 5)
-    store_profile(key, UnitTimes((9.0,) * count, (9.0,) * count, 9.0, noise=0.96), tmp_path)
+    store_measurement(KIND, key, asdict(UnitTimes((9.0,) * count, (9.0,) * count, 9.0, noise=0.96)), tmp_path)
     Machine(monkeypatch, 0.02)
     assert measured_profile(units, [example], passes=5, threads=1, cache=tmp_path).noise == 0.02
     kept = load_profile(key, tmp_path)
@@ -208,8 +209,8 @@ def test_a_cache_that_cannot_be_written_keeps_nothing_and_fails_nothing(tmp_path
     units, example = units_of("residual")
     key, count = profile_key(units, [example], 1, 5), len(units.graph)
     (tmp_path / "file").write_text("mine")
-    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path / "file")
-    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path / "file" / "profiles")
+    store_measurement(KIND, key, asdict(UnitTimes((1.0,) * count, (2.0,) * count, 3.0)), tmp_path / "file")
+    store_measurement(KIND, key, asdict(UnitTimes((1.0,) * count, (2.0,) * count, 3.0)), tmp_path / "file" / "profiles")
     assert load_profile(key, tmp_path / "file") is None
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -219,11 +220,11 @@ def test_a_damaged_profile_is_measured_again(tmp_path: Path, damage: str) -> Non
     units, example = units_of("residual")
     key = profile_key(units, [example], 1, 5)
     count = len(units.graph)
-    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path)
-    path = profile_path(key, tmp_path)
+    store_measurement(KIND, key, asdict(UnitTimes((1.0,) * count, (2.0,) * count, 3.0)), tmp_path)
+    path = measurement_file(KIND, key, tmp_path)
     data = json.loads(path.read_text())
     if damage == "nan":
-        data["times"]["forward_ms"][0] = float("nan")
+        data["data"]["forward_ms"][0] = float("nan")
         damage = json.dumps(data)
     path.write_text(damage)
     assert load_profile(key, tmp_path) is None

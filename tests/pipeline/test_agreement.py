@@ -12,8 +12,8 @@ from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.agreement import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
 from hybridpar.pipeline.step import COMMIT, StepOutcome
+from hybridpar.sync.buckets import check_layout
 from hybridpar.sync.figures import SyncFigures
-from hybridpar.sync.reducer import check_layout
 from tests.ranks import run_ranks
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hybridpar import cli
 from hybridpar.errors import PlanError, UsageError
+from hybridpar.formats.cache import measurement_file
 from hybridpar.plan import Plan, Ran
 from hybridpar.planner.calibrate import (
     calibrate,
@@ -23,7 +24,6 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.store import path_of
 from tests.planner.small import cluster, inputs
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_factor_is_as_none(tmp_path):
     run(tmp_path / "run", asked(), slower=1.25)
     calibrate([tmp_path / "run"])
     for key in (compute_key(asked()), link_key(asked())):
-        path_of("calibration", key).write_text("{")
+        measurement_file("calibration", key).write_text("{")
     assert calibrated(asked()) == asked()
     assert clear_factors() == 0
 

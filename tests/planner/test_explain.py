@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import read_plan
+from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Parts
 from hybridpar.planner.explain import curve_lines, describe, notes, rows, what_ifs, why_lost
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import k_hat, scaling_curve
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.steps import STEPS_TO_TARGET
 from tests.planner.small import chain, cluster, inputs
 
 

@@ -12,7 +12,7 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import CoreUse, parse_cluster
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
-from hybridpar.planner.profile import SizedTimes, Variant, merged
+from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from tests.planner.small import chain, cluster, inputs, random_inputs
@@ -186,15 +186,9 @@ def test_one_size_alone_gives_times_in_proportion():
     assert Variant("contiguous", "stock", (sized(4, 5.0),)).unit_ms(2) == ([2.5], [5.0])
 
 
-def test_variants_of_one_kind_are_merged():
-    one, two = Variant("contiguous", "stock", (sized(16, 8.0),), 0.1), Variant("contiguous", "stock", (sized(4, 5.0),))
-    other = Variant("channels_last", "stock", (sized(4, 5.0),))
-    joined = merged([one, other, two])
-    assert [variant.memory_format for variant in joined] == ["contiguous", "channels_last"]
-    assert [size.samples for size in joined[0].sizes] == [4, 16]
-    assert joined[0].noise == 0.1
-    assert other.name == "channels_last"
-    assert joined[0].name == ""
+def test_a_variant_is_named_by_what_is_not_torchs_default():
+    assert Variant("contiguous", "stock", (sized(4, 5.0),)).name == ""
+    assert Variant("channels_last", "tuned", (sized(4, 5.0),)).name == "channels_last, tuned kernels"
 
 
 def test_a_profile_that_does_not_fit_its_graph_is_refused():

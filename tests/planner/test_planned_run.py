@@ -22,10 +22,11 @@ from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
+from hybridpar.formats.cache import measurements_directory
 from hybridpar.observe import read_metrics
 from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
 from hybridpar.planner import measure_run as run_inputs
-from hybridpar.planner import planned_run, search, store
+from hybridpar.planner import planned_run, search
 from hybridpar.planner.compare import slower_links
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
@@ -114,7 +115,7 @@ def test_a_profile_with_too_much_noise_is_used_once(tmp_path):
     with always_planned(noise=-1.0):
         assert train(tmp_path / "one", "plain", steps=3) == 0
     assert read_plan(tmp_path / "one" / "plan.json").predicted is not None
-    assert not list(store.folder().glob("profile-*.json"))
+    assert not list(measurements_directory().glob("profile-*.json"))
 
 
 def test_another_batch_or_model_is_measured(tmp_path):
@@ -425,7 +426,7 @@ def test_kernels_of_which_the_model_has_none_leave_the_search_as_it_is(tmp_path)
 
 def test_a_damaged_profile_is_measured_again(tmp_path):
     planned(tmp_path / "one", steps=3)
-    (kept,) = store.folder().glob("profile-*.json")
+    (kept,) = measurements_directory().glob("profile-*.json")
     entry = json.loads(kept.read_text())
     entry["data"]["profile"]["variants"][0]["sizes"][0]["forward_ms"][0] = -5
     kept.write_text(json.dumps(entry))

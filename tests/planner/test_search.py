@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.compress.auto import FIDELITIES, PROVEN
+from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import CoreUse, parse_cluster
 from hybridpar.planner.bounds import lower_bound_ms
+from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
-from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.space import Space
-from hybridpar.planner.steps import STEPS_TO_TARGET
+from hybridpar.planner.space import Candidate, Space
+from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
+
+
+def is_plain(candidate: Candidate) -> bool:
+    """Whether it is data parallelism, or one device, without anything else."""
+    return candidate.shape.stages == candidate.shape.lanes == 1 and not candidate.codec and not candidate.variant
 
 
 def same_as_enumeration(asked: PlannerInputs) -> None:
@@ -205,7 +212,7 @@ def test_plain_plans_and_no_compression_are_always_there():
             everything = set(space.candidates())
             for name, candidate in space.baselines().items():
                 assert candidate in everything, name
-                assert candidate.is_plain
+                assert is_plain(candidate)
             assert find_plan(asked, keep=1).baselines.keys() == {"data parallel", "one device"}
 
 
@@ -260,7 +267,7 @@ def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
     fast = find_plan(
         inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)
     ).chosen.candidate
-    assert fast.is_plain
+    assert is_plain(fast)
     assert fast.shape.replicas == 2
 
 
@@ -414,3 +421,13 @@ def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkp
         first + second + 9 * second,  # what the second worker keeps
         first + second + 9 * first + 8 * second,  # what the first one keeps and gathers
     )
+
+
+def test_a_schedule_that_is_registered_is_a_candidate(monkeypatch):
+    monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES._entries))
+    register_schedule("in halves", "a copy of zero_bubble", placements=("linear",), splits=True)(
+        SCHEDULES.get("zero_bubble")
+    )
+    assert "in halves" in {one.schedule for one in Space(inputs()).candidates()}
+    assert not_modelled(TrainConfig(schedule="in halves")) == "--schedule in halves"
+    assert not_modelled(TrainConfig(schedule="gpipe")) == ""

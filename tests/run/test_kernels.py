@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,13 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Kernels that numpy computes, until the test ends."""
     made = StandIn()
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    inner = choice.Choices._made
+    inner = choice.make_kernels
 
-    def make(self: choice.Choices, records: Sequence[Any]) -> list[Any]:
+    def make(records: Sequence[Any]) -> list[Any]:
         """Norms have a stand-in of their own."""
-        return [(made if one.op == "depthwise_conv2d" else partial(inner, self))([one])[0] for one in records]
+        return [(made if one.op == "depthwise_conv2d" else inner)([one])[0] for one in records]
 
-    monkeypatch.setattr(choice.Choices, "_made", make)
+    monkeypatch.setattr(choice, "make_kernels", make)
     monkeypatch.setattr(choice, "_active", None)
     return made
 
@@ -136,7 +135,7 @@ def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, m
     records.add([own, norm_record(both.norm, threads=threads)])
     if known:
         records.add([conv_norm_record(both, threads=threads)])
-    monkeypatch.setattr(choice.Choices, "_made", lambda _, found: [TunedKernel((), 0, 4, 1) for _ in found])
+    monkeypatch.setattr(choice, "make_kernels", lambda found: [TunedKernel((), 0, 4, 1) for _ in found])
     saved = {"depthwise_conv2d": 1.0, "batch_norm_act": 2.0, "depthwise_batch_norm_act": 5.0}
     monkeypatch.setattr(choice.Choices, "measure_saving", lambda _, keys: sum(saved[key.op] for key in keys))
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()

@@ -138,7 +138,6 @@ def test_sync_follows_the_last_backward_pass_and_hides_behind_the_others():
     assert result.compute_ms == pytest.approx(9)
     assert result.sync_ms == pytest.approx((2.25, 2.25))
     assert result.exposed_sync_ms == pytest.approx((2.25, 0.25))
-    assert result.hideable_sync_ms == pytest.approx((0, 2))
     assert result.bytes_sent == (4 * KIB, 4 * KIB)
 
 
@@ -155,7 +154,6 @@ def test_a_bucket_leaves_as_soon_as_it_is_ready():
     # The last backward pass runs from 4 to 6.
     assert span(result, "0SYNC0") == pytest.approx((4.5, 5.5))
     assert span(result, "0SYNC1") == pytest.approx((6, 7))
-    assert result.hideable_sync_ms == pytest.approx((1,))
     assert result.exposed_sync_ms == pytest.approx((1,))
 
 
@@ -261,12 +259,6 @@ def test_transfers_take_core_time_at_both_ends():
     assert span(result, "0SEND_F0") == pytest.approx((1, 3))
 
 
-@pytest.mark.parametrize(("overlap", "step"), [(1.0, 6), (0.5, 7), (0.0, 8)])
-def test_overlap_is_what_computing_keeps(overlap, step):
-    """With a sum as long as the computation beside it the step grows by (1 - overlap) of it."""
-    assert overlapped(overlap=overlap).step_ms == pytest.approx(step)
-
-
 # Rules that hold for every schedule.
 
 
@@ -297,7 +289,6 @@ def cases(draw) -> tuple[Program, Costs]:
         replicas=draw(st.integers(1, 3)),
         sync_link=Link(0.1, 1000.0 * KIB),
         sync_shares_link=draw(st.booleans()),
-        overlap=draw(st.sampled_from([1.0, 0.5])),
         commit=draw(st.booleans()),
         control_ms=0.05,
     )
@@ -348,7 +339,6 @@ def test_a_step_is_no_shorter_than_its_work_and_its_longest_path(case):
     assert 0 <= result.bubble < 1
     for stage in range(layout.stages):
         assert 0 <= result.exposed_sync_ms[stage] <= result.step_ms
-        assert 0 <= result.hideable_sync_ms[stage] <= result.sync_ms[stage] + 1e-9
 
 
 @given(cases(), st.floats(1.0, 4.0))
@@ -379,7 +369,7 @@ def test_a_faster_link_is_never_worse_where_nothing_is_shared(case, factor):
     assert simulate(program, fast).step_ms <= simulate(program, slow).step_ms + 1e-9
 
 
-_NOTHING_SHARED = {"cores": None, "overlap": 1.0, "sync_shares_link": False}
+_NOTHING_SHARED = {"cores": None, "sync_shares_link": False}
 
 
 def _slower(link: Link, factor: float) -> Link:
@@ -424,7 +414,6 @@ def test_costs_for_another_program_are_refused(costs, match):
     [
         ({"cores": 0}, "cores is 0"),
         ({"co_run": 0.5}, "co_run is 0.5"),
-        ({"overlap": 1.5}, "overlap is 1.5"),
         ({"replicas": 0}, "replicas is 0"),
         ({"sync_lanes": 0}, "sync_lanes is 0"),
         ({"saved_bytes": (1,)}, "saved_bytes 1"),

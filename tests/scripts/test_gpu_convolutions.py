@@ -12,7 +12,7 @@ import torch
 from hybridpar.codegen import cuda_driver
 from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels.cuda_device import KNOWN
-from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaVariant
+from hybridpar.tvm_kernels.cuda_kernel import CudaVariant
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from scripts import gpu_convolutions
@@ -32,7 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> gpu_convolutions
     """What was compiled elsewhere: sources in place of machine code, which run on the CPU."""
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     monkeypatch.setattr(measure, "milliseconds", lambda call, times, device: call() is None or 2.0)
-    monkeypatch.setattr(cuda_kernel, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
+    monkeypatch.setattr(cuda_kernel, "compile_unspilled", lambda source, _: source)
     monkeypatch.setattr(gpu_convolutions, "cases", lambda gpu, shapes, dtypes: KEYS)
     loaded: dict[bytes, Any] = {}
 

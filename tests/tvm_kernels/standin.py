@@ -23,9 +23,9 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
-from hybridpar.tvm_kernels.operation import versions_of
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.operation import operations
 from hybridpar.tvm_kernels.operations.batch_norm import NormRecord
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord
 from hybridpar.tvm_kernels.record import KernelRecord
@@ -54,7 +54,8 @@ class NormStandIn:
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Tensor, Tensor] | None,
+        mean: Tensor | None,
+        variance: Tensor | None,
         training: bool,
         momentum: float,
         eps: float,
@@ -63,7 +64,6 @@ class NormStandIn:
     ) -> tuple[Tensor, Tensor]:
         del moments  # torch finds them itself
         self._note("forward", x, act)
-        mean, variance = running or (None, None)
         with torch.no_grad():
             y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
             statistics = torch.zeros(TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
@@ -102,7 +102,7 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "layout": layout,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": versions_of("depthwise_conv2d"),
+        "versions": dict(operations()["depthwise_conv2d", "cpu"].versions),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "stock_ms": 2.0,
@@ -120,7 +120,7 @@ def norm_record(shape: NormShape, **fields: Any) -> NormRecord:
         "activation": shape.act,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": versions_of("batch_norm_act"),
+        "versions": dict(operations()["batch_norm_act", "cpu"].versions),
         "ms": 1.0,
         "stock_ms": 2.0,
         "floor_ms": 0.5,
@@ -136,7 +136,7 @@ def conv_norm_record(shape: ConvNormShape, **fields: Any) -> ConvNormRecord:
         "activation": shape.act,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": versions_of("depthwise_batch_norm_act"),
+        "versions": dict(operations()["depthwise_batch_norm_act", "cpu"].versions),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "apart_ms": 2.0,

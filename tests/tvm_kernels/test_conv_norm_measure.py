@@ -13,8 +13,8 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels import norm_kernels, record, search
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import TunedKernel, make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import DepthwiseBatchNormAct, conv_norm_key, moments_error
@@ -65,7 +65,7 @@ def test_a_pair_is_measured_as_it_would_run(
     compute = norm_kernels.forward
 
     def forward(*args: object) -> object:
-        given.append(args[8] is not None)
+        given.append(args[9] is not None)
         return compute(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(norm_kernels, "forward", forward)
@@ -99,7 +99,7 @@ def test_errors_are_relative_to_deviations() -> None:
 
 
 def test_a_saving_is_the_difference_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = Timing(ms=1.0, stock_ms=1.5, speedup=1.5, pairs=5, dropped=0, best_ms=1.0)
+    timing = Timing(ms=1.0, stock_ms=1.5, speedup=1.5, pairs=5)
     monkeypatch.setattr(Bench, "compare", lambda *_: timing)
     records = [
         one

@@ -14,7 +14,7 @@ import torch
 
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.codegen.nvrtc import compiler
 from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import KernelError, UsageError
@@ -22,13 +22,13 @@ from hybridpar.tvm_kernels import choice, cuda_kernel, measure
 from hybridpar.tvm_kernels.choice import Choices, kernel_for
 from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cuda_cost import estimate, resident_blocks, wavefronts
+from hybridpar.tvm_kernels.cuda_cost import bank_conflicts, estimate, resident_blocks, wavefronts
 from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
-from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
@@ -108,7 +108,7 @@ def test_without_a_compiler_it_says_what_to_install(
     def none(*_: object) -> None:
         raise KernelsUnavailable("there is neither NVRTC nor nvcc")
 
-    monkeypatch.setattr(cuda_kernel, "compile_source", none)
+    monkeypatch.setattr(cuda_kernel, "compile_unspilled", none)
     shapes, path = tmp_path / "shapes.txt", tmp_path / "k.jsonl"
     shapes.write_text(SHAPE.text)
     config = TuneConfig(shapes=shapes, target="cuda", gpu="a100", trials=1, output=path)
@@ -135,7 +135,7 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
     draw = random.Random(0)
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     monkeypatch.setattr(measure, "milliseconds", lambda call, times, device: call() is None or draw.random())
-    monkeypatch.setattr(cuda_kernel, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
+    monkeypatch.setattr(cuda_kernel, "compile_unspilled", lambda source, _: source)
     loaded: list[CudaVariant] = []
 
     def nothing(*_: torch.Tensor | None) -> None:
@@ -177,24 +177,24 @@ def test_the_op_finds_what_was_measured_on_such_a_gpu_with_the_dtype(monkeypatch
     made = StandIn()
     records = [gpu_record(), gpu_record(Direction.WEIGHT_GRADIENT, device=KNOWN["h200"].fingerprint)]
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", records), made))
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is not None
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float32)) is None
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float64)) is None
-    assert kernel_for(Direction.WEIGHT_GRADIENT, *REST, on=(GPU, torch.bfloat16)) is None, "another GPU's"
-    assert kernel_for(Direction.FORWARD, *REST) is None, "the CPU has none"
+    assert kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is not None
+    assert kernel_for(GPU, torch.float32, Direction.FORWARD, *REST) is None
+    assert kernel_for(GPU, torch.float64, Direction.FORWARD, *REST) is None
+    assert kernel_for(GPU, torch.bfloat16, Direction.WEIGHT_GRADIENT, *REST) is None, "another GPU's"
+    assert kernel_for(torch.device("cpu"), torch.float32, Direction.FORWARD, *REST) is None, "the CPU has none"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", []), StandIn()))
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is None
+    assert kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is None
 
 
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = next(candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER))
     contents = "hybridpar.tvm_kernels.kernel.contents_of"
-    monkeypatch.setattr(contents, lambda paths, requests, workers: [b"[]\nsource"] * len(paths))
+    monkeypatch.setattr(contents, lambda paths, requests, workers: [Built((), b"source")] * len(paths))
     monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     changes = ({}, {"vector": 3}, {"threads_c": 1 << 20}, {"rows": "2; system()"}, {"columns": 10**9})
@@ -242,19 +242,21 @@ def test_the_model_knows_what_costs() -> None:
     own = {"vector": 1, "threads_c": 1, "threads_x": 32, "threads_y": 4, "virtual": 1, "columns": 1, "rows": 4}
     own |= {"skew": 0, "hold": 1}
 
-    def cost(**changes: int) -> Any:
+    def cost(**changes: int) -> float:
         return estimate(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own | changes, HOPPER)
 
-    assert cost(columns=2).conflicts == 2 > cost(virtual=2).conflicts == 1
-    assert cost(columns=2).seconds > cost(virtual=2).seconds
-    assert cost(rows=1).halo > cost(rows=8).halo >= 1
-    assert cost(rows=4, hold=0).shared_s > cost(rows=4).shared_s
+    def tile_of(**changes: int) -> Tile:
+        return Tile(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own | changes)
+
+    assert bank_conflicts(tile_of(columns=2)) == 2 > bank_conflicts(tile_of(virtual=2)) == 1
+    assert cost(columns=2) > cost(virtual=2)
+    assert cost(rows=1) > cost(rows=4), "the halo"
+    assert cost(rows=4, hold=0) > cost(rows=4), "more accesses of shared memory"
     # Sixteen bytes a cell and 2048 threads are what an SM has padded tile for.
-    tile = Tile(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own)
+    tile = tile_of()
     held = resident_blocks(tile, HOPPER)
     assert held * tile.threads <= HOPPER.threads
     assert held * tile.shared_bytes <= HOPPER.shared_bytes
-    assert cost().occupancy == held * tile.threads / HOPPER.threads
 
 
 def test_the_space_holds_its_rules() -> None:

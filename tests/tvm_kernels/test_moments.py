@@ -8,6 +8,7 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,9 @@ from hybridpar.tvm_kernels import call_plan, norm_kernels, optimize, restore
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import reference
 from hybridpar.tvm_kernels.database import Database, parse_records
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.families import candidates
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.moments import attach_moments, behind, moments_in, take_moments
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord, conv_norm_key, moments_error
@@ -43,8 +43,8 @@ def session() -> Session:
 
 def made(builder: Builder, session: Session, shape: ConvShape, tile: dict[str, int], threads: int = 1) -> TunedKernel:
     variant = MomentsVariant(shape, Direction.FORWARD, LAST, tile)
-    built = builder.build(variant.request())
-    kernel = load_image(variant, built.names, built.image, session)
+    built = builder.build(variant.request)
+    kernel = load_image(variant, built, session)
     return TunedKernel(kernel.phases, kernel.scratch_bytes, 4, threads, variant.align_out)
 
 
@@ -52,7 +52,7 @@ def computed(kernel: TunedKernel, shape: ConvShape, x: Tensor, weight: Tensor, b
     """Result and moments."""
     sizes = (shape.batch, shape.channels, shape.out_height, shape.out_width)
     out = torch.empty(sizes, memory_format=torch.channels_last)
-    return out, moments_in(kernel.run(x, weight, bias, out), shape.channels)
+    return out, moments_in(kernel(x, weight, bias, out), shape.channels)
 
 
 # ----------------------------------------------------------------------------------------------------------- the kernel
@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_as_the_norm_finds_it(
     found = []
     for given in (None, moments):
         running = torch.zeros(20), torch.ones(20)
-        z = norm_kernels.forward(y, weight, bias, running, True, 1.0, 1e-5, "relu6", given)[0]
+        z = norm_kernels.forward(y, weight, bias, *running, True, 1.0, 1e-5, "relu6", given)[0]
         found.append((z, *running))
     for own, taken in zip(*found, strict=True):
         torch.testing.assert_close(taken, own, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -142,7 +142,7 @@ def test_nothing_is_allocated_in_a_kernel(builder: Builder) -> None:
     shape = ConvShape.parse("2x16x14x18 k3x3 s2x2 p1x1 d1x1")
     for lanes, stream in ((8, 0), (16, 1)):
         tile = TILE | {"lanes": lanes, "stream": stream}
-        text = builder.build(MomentsVariant(shape, Direction.FORWARD, LAST, tile).request(text="ll")).text
+        text = builder.build(replace(MomentsVariant(shape, Direction.FORWARD, LAST, tile).request, text="ll")).text
         assert "TVMBackendAllocWorkspace" not in text
         assert "call void @hp_" not in text
         assert "malloc" not in text
@@ -223,7 +223,7 @@ class Took:
         compute = norm_kernels.forward
 
         def forward(*args: object) -> object:
-            self.given.append(len(args) > 8 and args[8] is not None)
+            self.given.append(len(args) > 9 and args[9] is not None)
             return compute(*args)  # type: ignore[arg-type]
 
         patch.setattr(norm_kernels, "forward", forward)

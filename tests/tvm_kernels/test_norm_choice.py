@@ -10,7 +10,7 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.choice import Choices, Decision, choose_norm, use_choices
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.shapes import NormShape

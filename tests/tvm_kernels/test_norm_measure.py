@@ -11,9 +11,9 @@ from hybridpar.tvm_kernels import measure, norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing
-from hybridpar.tvm_kernels.operation import KernelKey, versions_of
+from hybridpar.tvm_kernels.operation import KernelKey, operations
 from hybridpar.tvm_kernels.operations.batch_norm import BatchNormAct, NormBench, norm_floor_ms, norm_key
 from hybridpar.tvm_kernels.search import Progress, search_all
 from hybridpar.tvm_kernels.shapes import NormShape
@@ -114,7 +114,7 @@ def test_the_floor_is_eight_passes_at_the_speed_of_copies() -> None:
 
 
 def test_a_saving_is_the_difference_of_medians_as_often_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing = Timing(ms=1.0, stock_ms=1.5, speedup=1.5, pairs=5, dropped=0, best_ms=1.0)
+    timing = Timing(ms=1.0, stock_ms=1.5, speedup=1.5, pairs=5)
     monkeypatch.setattr(Bench, "compare", lambda self, kernel, seconds, least, rival: timing)
     choices = Choices(
         Database("", [norm_record(key.shape) for key in KEYS[:2]]), lambda records: ["made"] * len(records)
@@ -154,7 +154,7 @@ def test_everything_is_measured_once_the_largest_first_and_kept(tmp_path: Path) 
     record = read.best(KEYS[0])
     assert record is not None
     assert (record.ms, record.stock_ms, record.floor_ms, record.error) == (1.0, 2.0, 0.5, 1e-7)
-    assert record.versions == versions_of("batch_norm_act")
+    assert record.versions == dict(operations()["batch_norm_act", "cpu"].versions)
     assert search_all(KEYS, file, 3.0, tuner=measured).skipped == 3
     assert search_all(KEYS, file, 3.0, tuner=measured, again=True).tuned == 3
 

@@ -14,7 +14,7 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import operation
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing, relative_error
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, operation_of, operations, register_operation
 from hybridpar.tvm_kernels.record import KernelRecord
@@ -81,7 +81,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_operation_is_searched_checked_recorded_and_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Bench, "compare", lambda *_: Timing(1.0, 2.0, 2.0, 5, 0, 1.0))
+    monkeypatch.setattr(Bench, "compare", lambda *_: Timing(1.0, 2.0, 2.0, 5))
     report = search_all([KEY], tmp_path / "k.jsonl", 1.0)
     assert (report.tuned, report.empty) == (1, 0)
     assert "a kernel of sums 64x8 none {'way': 0} is wrong" in caplog.text

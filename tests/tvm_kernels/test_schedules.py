@@ -41,8 +41,8 @@ def session() -> Session:
 
 def made(builder: Builder, session: Session, variant: Variant) -> SimpleNamespace:
     """The kernel, and what it is of."""
-    built = builder.build(variant.request())
-    kernel = load_image(variant, built.names, built.image, session)
+    built = builder.build(variant.request)
+    kernel = load_image(variant, built, session)
     return SimpleNamespace(variant=variant, kernel=kernel, phases=kernel.phases, scratch_bytes=kernel.scratch_bytes)
 
 
@@ -263,7 +263,7 @@ def test_a_gradient_that_is_not_finite_counts_once(builder: Builder, session: Se
 def test_nothing_is_allocated_and_no_threads_are_started(direction: Direction, builder: Builder) -> None:
     shape = ConvShape.parse("2x16x14x18 k5x5 s2x2 p2x2 d1x1")
     for variant in one_of_each(shape, direction, 1):
-        text = builder.build(variant.request(text="ll")).text
+        text = builder.build(replace(variant.request, text="ll")).text
         assert "TVMBackendAllocWorkspace" not in text
         assert "TVMBackendParallelLaunch" not in text
         assert "call void @hp_" not in text, "what turns and splits vectors is inlined"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from rich.console import Console
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import search
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.depthwise import Depthwise
 from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, torch_ms, weigh
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.table import draw_rows, rows_of, summary_lines, table_of
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
 
@@ -237,7 +238,7 @@ def test_rows_can_be_printed_and_read(tmp_path):
     text = console.export_text()
     for part in ("stock_ms", "tuned_ms", "floor_ms", "ratio", "error", "4.00x", "1.0e-07", "other versions"):
         assert part in text
-    assert json.loads(json.dumps(as_json(rows)))[0]["tuned_ms"] == 1.0
+    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["tuned_ms"] == 1.0
     only = KernelKey(Direction.FORWARD, ConvShape.parse(SHAPES[1]), Layout.CHANNELS_LAST, 1, cpu_fingerprint())
     assert [row.shape for row in rows_of(database(), {only})] == [SHAPES[1]]
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kernels.ranking import rank
-from hybridpar.tvm_kernels.candidates import neighbours
 from hybridpar.tvm_kernels.families import (
     FAMILIES,
     GATHER,
@@ -27,7 +26,7 @@ from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, by_input, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import outside
+from hybridpar.tvm_kernels.space import neighbours, outside
 
 LAST, PLANES = Layout.CHANNELS_LAST, Layout.CONTIGUOUS
 MACHINES = [Machine(8, 16), Machine(16, 32), Machine(4, 32)]

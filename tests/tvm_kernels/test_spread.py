@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hybridpar.tvm_kernels import spread
-from hybridpar.tvm_kernels.openmp import torchs_openmp
-from hybridpar.tvm_kernels.spread import run_ranges
+from hybridpar.tvm_kernels.spread import run_ranges, torchs_openmp
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridpar.commands import register_command
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.machine.launch import in_job, leaving_at_once, prepare_worker
 from hybridpar.machine.process import tune_this_process
 from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
-from hybridpar.planner.request import PlanRequest
 
 
 @register_command(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from hybridpar.commands.plan.request import PlanRequest, parse_shape, read_problem
 from hybridpar.errors import UsageError
-from hybridpar.partition.request import PlanConfig, parse_shape, read_problem
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hybridpar.plan import Plan
 
 
-def run_plan(config: PlanConfig) -> int:
+def run_plan(config: PlanRequest) -> int:
     """Make a plan, print it, write what was asked for; returns the exit code.
 
     Args:
@@ -46,10 +47,10 @@ def run_plan(config: PlanConfig) -> int:
     return 0
 
 
-def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
+def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
+    from hybridpar.formats.cache import measurements_directory
     from hybridpar.models import build_model, seed_everything
     from hybridpar.partition.planning import partition_model
-    from hybridpar.partition.profile_cache import profiles_directory
 
     seed_everything(config.seed)
     model, example = _on_device(config, build_model(config.model, config.classes))
@@ -62,7 +63,7 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
             measure=config.measure,
             passes=config.passes,
             threads=config.threads,
-            cache=profiles_directory() if config.cache else None,
+            cache=measurements_directory() if config.cache else None,
             name=config.model,
             progress=bar.advance,
             announce=bar.announce,
@@ -84,20 +85,34 @@ def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
     from hybridpar.partition.table import print_partition
 
     console = Console()
-    try:
+    with printing("table"):
         print_partition(plan, console)
         for line in lines:
             console.print(line)
+
+
+@contextmanager
+def printing(what: str) -> Iterator[None]:
+    """Write all that is printed inside of the block before it ends.
+
+    Args:
+        what: What to call it in an error.
+
+    Raises:
+        UsageError: Standard output cannot be written.
+    """
+    try:
+        yield
         sys.stdout.flush()
     except OSError as error:
         # What is left in the buffer would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UsageError(
-            f"cannot print the table: {error.strerror}", fix="Send standard output somewhere else."
+            f"cannot print the {what}: {error.strerror}", fix="Send standard output somewhere else."
         ) from error
 
 
-def _on_device(config: PlanConfig, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.Tensor]:
+def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.Tensor]:
     import torch
 
     shape, device = parse_shape(config.input), torch.device(config.measured_device)

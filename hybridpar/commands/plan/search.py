@@ -6,9 +6,9 @@ With several workers all of them measure together and run the finalists; the fir
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from rich.table import Table
 from torch import nn
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.commands.plan.partition import ProgressBar, printing
+from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster import default_backend, default_workers
@@ -28,14 +29,13 @@ from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import build_model, require_trained, seed_everything
 from hybridpar.partition.draw import require_matplotlib
-from hybridpar.partition.request import parse_bytes, parse_shape
+from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.draw import draw_curve
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import KHat, Point, k_hat, scaling_curve
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.verify import Verified, finalists, verdicts, verified
@@ -71,8 +71,7 @@ def run_search(request: PlanRequest) -> int:
     if request.draw is not None:
         require_matplotlib()
     world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
-    threads = torch.get_num_threads()
-    try:
+    with closing(world), intra_op_threads(None):
         if request.is_here and request.workers not in (None, world.size):
             raise UsageError(
                 f"--workers {request.workers} in a job of {world.size}",
@@ -81,9 +80,6 @@ def run_search(request: PlanRequest) -> int:
             )
         with ProgressBar(quiet=not world.is_main) as bar:
             _search(request, world, bar)
-    finally:
-        torch.set_num_threads(threads)
-        world.close()
     return 0
 
 
@@ -277,15 +273,15 @@ def _print(
         UsageError: Standard output cannot be written.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
-    try:
+    sections = [
+        ("what would help", asked),
+        ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
+        ("about these figures", notes(inputs, answer)),
+    ]
+    with printing("report"):
         _print_table(inputs, answer, console)
         if verified is not None:
             _print_verified(answer, verified, console)
-        sections = [
-            ("what would help", asked),
-            ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
-            ("about these figures", notes(inputs, answer)),
-        ]
         for title, lines in sections:
             if lines:
                 console.print(f"\n{title}", style="bold")
@@ -293,11 +289,6 @@ def _print(
                     console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
         for line in written:
             console.print(line, soft_wrap=True)
-        sys.stdout.flush()
-    except OSError as error:
-        # What is left in the buffer would fail once more when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UsageError(f"cannot print the report: {error.strerror}", fix="Send standard output elsewhere.") from error
 
 
 def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:

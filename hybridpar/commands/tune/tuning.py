@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -34,15 +35,15 @@ from hybridpar.run.data import configured_model
 from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
 from hybridpar.tvm_kernels.database import read_database, user_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.search import Progress, SearchReport, tune_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
-from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.table import draw_rows, rows_of, summary_lines, table_of
 
 #: How the line of a norm begins in a file of shapes.
 _NORM = re.compile(r"\d+x\d+\s")
@@ -204,7 +205,7 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     if config.draw is not None:
         draw_rows(rows, config.draw)
     if config.json:
-        print(json.dumps(as_json(rows), indent=2))
+        print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table_of(rows))

@@ -25,7 +25,6 @@ from hybridpar.compress.codec import (
     NO_RESIDUAL,
     WORKER,
     Coder,
-    KeptResidual,
     LargeTensorCodec,
     Residual,
     Round,
@@ -33,6 +32,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder, read_levels
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import share

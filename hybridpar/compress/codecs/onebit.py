@@ -70,7 +70,11 @@ class OneBit(Codec):
         return quantised_coder(spec, quantiser_of(self, spec.shape), self.meet)
 
     def by_columns(self, shape: Sequence[int]) -> bool:
-        """Whether the groups of a parameter are its columns."""
+        """Whether the groups of a parameter are its columns.
+
+        Args:
+            shape: Of the parameter.
+        """
         return self.group == "column" and len(shape) == 2
 
     def _length(self, shape: Sequence[int]) -> int:
@@ -78,7 +82,12 @@ class OneBit(Codec):
 
 
 def quantiser_of(codec: OneBit, shape: Sequence[int]) -> Quantiser:
-    """How stripes of a parameter that the codec fits become bytes."""
+    """How stripes of a parameter that the codec fits become bytes.
+
+    Args:
+        codec: The codec.
+        shape: Of the parameter.
+    """
     return ColumnSigns(shape) if codec.by_columns(shape) else RowSigns(shape)
 
 

@@ -142,6 +142,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
     """A matrix with orthonormal columns, which span what the columns of this one span.
 
     Where the matrix is not finite, all of the result is NaN.
+
+    Args:
+        matrix: Two-dimensional float32, at least as many rows as columns.
     """
     columns: Tensor = torch.linalg.qr(matrix).Q
     return columns.contiguous()

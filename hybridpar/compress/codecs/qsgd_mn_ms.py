@@ -55,6 +55,9 @@ class QsgdMultiScale(LargeTensorCodec):
 def read_levels(text: str) -> tuple[int, ...]:
     """Steps of the grids that a text such as `4/8` names by their bits, coarsest first.
 
+    Args:
+        text: Bits of each grid, joined by slashes.
+
     Raises:
         UsageError: The text names no grids, or in another order.
     """

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
@@ -41,7 +42,11 @@ _loading = threading.Lock()
 
 @functools.cache
 def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
-    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
+    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU.
+
+    Args:
+        device: A CPU or a CUDA device.
+    """
     if device is None:
         with _loading:  # what another thread is building is waited for, and not built again
             return CpuKernels.load()
@@ -232,7 +237,12 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add:
 
 
 def largest(values: Tensor, out: Tensor) -> bool:
-    """Set out to the largest magnitude, infinite where a value is not finite."""
+    """Set out to the largest magnitude, infinite where a value is not finite.
+
+    Args:
+        values: 1-D float32.
+        out: One element.
+    """
     kernels = _kernels(values, out)
     if kernels is None:
         return False

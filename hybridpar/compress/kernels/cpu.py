@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import CHUNK, Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
@@ -71,14 +72,31 @@ class CpuKernels:
         upper: Tensor,
         packed: Tensor,
     ) -> None:
-        """Encode rows as signs and two levels."""
+        """Encode rows as signs and two levels.
+
+        Args:
+            values: float32, one group per row.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+        """
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), *values.shape, _streams(values))
         self._encode("onebit_encode", values, residual, *places)
 
     def onebit_read(
         self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
     ) -> None:
-        """Decode rows; they are divided by `divisor`, or added to `out`."""
+        """Decode rows; they are divided by `divisor`, or added to `out`.
+
+        Args:
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+            out: float32, one group per row.
+            divisor: At least 1.
+            add: Whether to add, instead of replacing what is there.
+        """
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), *out.shape, _streams(out))
         if add:
             self.functions["onebit_add"](*places)
@@ -94,14 +112,31 @@ class CpuKernels:
         packed: Tensor,
         scratch: Scratch,
     ) -> None:
-        """Encode columns as signs and two levels."""
+        """Encode columns as signs and two levels.
+
+        Args:
+            values: float32, one group per column; rows may lie apart.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+            scratch: Memory to borrow.
+        """
         ones = scratch.take("ones", values.shape[1])
         places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
         numbers = (*values.shape, values.stride(0), _streams(values))
         self._encode("onebit_columns_encode", values, residual, *places, *numbers)
 
     def onebit_read_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> None:
-        """Decode columns, or add them to `out`."""
+        """Decode columns, or add them to `out`.
+
+        Args:
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+            out: float32, one group per column; rows may lie apart.
+            add: Whether to add, instead of replacing what is there.
+        """
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr())
         name = "onebit_columns_add" if add else "onebit_columns_decode"
         self.functions[name](*places, *out.shape, out.stride(0), _streams(out))
@@ -115,13 +150,30 @@ class CpuKernels:
         codes: Tensor,
         _scratch: Scratch,
     ) -> None:
-        """Encode values as minus, nothing or plus."""
+        """Encode values as minus, nothing or plus.
+
+        Args:
+            values: 1-D float32.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            rule: What is sent.
+            level: One element, float32.
+            codes: 1-D uint8, whole words of 32 bits.
+            _scratch: Not needed here.
+        """
         places = (level.data_ptr(), codes.data_ptr(), values.numel(), rule.mode, _streams(values))
         numbers = (rule.fixed, rule.scale, rule.cap)
         self._encode("twobit_encode", values, residual, *places, *numbers)
 
     def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
-        """Decode values; they are divided by `divisor`, or added to `out`."""
+        """Decode values; they are divided by `divisor`, or added to `out`.
+
+        Args:
+            level: One element, float32.
+            codes: 1-D uint8, whole words of 32 bits.
+            out: 1-D float32.
+            divisor: At least 1.
+            add: Whether to add, instead of replacing what is there.
+        """
         places = (level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), _streams(out))
         if add:
             self.functions["twobit_add"](*places)
@@ -129,7 +181,12 @@ class CpuKernels:
             self.functions["twobit_decode"](*places, float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
-        """Write the largest magnitude."""
+        """Write the largest magnitude.
+
+        Args:
+            values: float32.
+            out: One element.
+        """
         self.functions["qsgd_scale"](values.data_ptr(), out.data_ptr(), values.numel())
 
     def qsgd_encode(
@@ -143,7 +200,18 @@ class CpuKernels:
         words: Tensor,
         scratch: Scratch,
     ) -> None:
-        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring."""
+        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring.
+
+        Args:
+            values: 1-D float32.
+            scale: One element, float32.
+            ring: Noise, 1-D float32.
+            starts: For each run of codes where its noise begins in the ring.
+            steps: Of the grid, from zero to the scale.
+            fields: Where codes lie.
+            words: Packed codes, 1-D.
+            scratch: Memory to borrow.
+        """
         lies, planes = _in_words(fields), words
         if lies is not fields:
             words = scratch.take("plane words", lies.words, lies.word)
@@ -166,7 +234,18 @@ class CpuKernels:
         *,
         add: bool,
     ) -> None:
-        """Decode codes of a grid, or add them to `out`."""
+        """Decode codes of a grid, or add them to `out`.
+
+        Args:
+            words: Packed codes, 1-D.
+            scale: One element, float32.
+            fields: Where codes lie.
+            zero: Code of the value 0.
+            unit: Code of the scale, above `zero`.
+            out: 1-D float32.
+            scratch: Memory to borrow.
+            add: Whether to add, instead of replacing what is there.
+        """
         lies = _in_words(fields)
         if lies is not fields:
             planes, words = words, scratch.take("plane words", lies.words, lies.word)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import CHUNK, Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import ThresholdRule
 
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ class CudaKernels:
 
     @classmethod
     def load(cls, device: torch.device) -> CudaKernels | None:
-        """Built if need be; None where there are none."""
+        """Built if need be; None where there are none.
+
+        Args:
+            device: A CUDA device.
+        """
         functions = load_cuda_kernels("codec", SOURCE, PARAMETERS, device)
         return cls(functions) if functions else None
 
@@ -94,7 +99,15 @@ class CudaKernels:
         upper: Tensor,
         packed: Tensor,
     ) -> None:
-        """Encode rows as signs and two levels."""
+        """Encode rows as signs and two levels.
+
+        Args:
+            values: float32, one group per row.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+        """
         groups, length = values.shape
         by_warps = length <= _WARP_VALUES
         kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
@@ -106,7 +119,16 @@ class CudaKernels:
     def onebit_read(
         self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
     ) -> None:
-        """Decode rows; they are divided by `divisor`, or added to `out`."""
+        """Decode rows; they are divided by `divisor`, or added to `out`.
+
+        Args:
+            lower: Lower levels, one per group.
+            upper: Upper levels, one per group.
+            packed: The bits, 1-D uint8.
+            out: float32, one group per row.
+            divisor: At least 1.
+            add: Whether to add, instead of replacing what is there.
+        """
         places = (_address(lower), _address(upper), _address(packed), _address(out))
         kernel = "onebit_add" if add else "onebit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
@@ -120,7 +142,16 @@ class CudaKernels:
         codes: Tensor,
         scratch: Scratch,
     ) -> None:
-        """Encode values as minus, nothing or plus."""
+        """Encode values as minus, nothing or plus.
+
+        Args:
+            values: 1-D float32.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            rule: What is sent.
+            level: One element, float32.
+            codes: 1-D uint8, whole words of 32 bits.
+            scratch: Memory to borrow.
+        """
         count = values.numel()
         kept, pending, factor = _halves(residual)
         source = (_address(values), kept)
@@ -134,13 +165,26 @@ class CudaKernels:
         self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
 
     def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
-        """Decode values; they are divided by `divisor`, or added to `out`."""
+        """Decode values; they are divided by `divisor`, or added to `out`.
+
+        Args:
+            level: One element, float32.
+            codes: 1-D uint8, whole words of 32 bits.
+            out: 1-D float32.
+            divisor: At least 1.
+            add: Whether to add, instead of replacing what is there.
+        """
         places = (_address(level), _address(codes), _address(out))
         kernel = "twobit_add" if add else "twobit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
-        """Write the largest magnitude."""
+        """Write the largest magnitude.
+
+        Args:
+            values: float32.
+            out: One element.
+        """
         out.zero_()
         count = values.numel()
         self._launch("qsgd_scale", _blocks(count, _MOST_PARTS), _address(values), _address(out), count)
@@ -156,7 +200,18 @@ class CudaKernels:
         words: Tensor,
         _scratch: Scratch,
     ) -> None:
-        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring."""
+        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring.
+
+        Args:
+            values: 1-D float32.
+            scale: One element, float32.
+            ring: Noise, 1-D float32.
+            starts: For each run of codes where its noise begins in the ring.
+            steps: Of the grid, from zero to the scale.
+            fields: Where codes lie.
+            words: Packed codes, 1-D.
+            _scratch: Not needed here.
+        """
         kernel = f"qsgd_encode_{_memory(fields)}"
         places = (_address(values), _address(scale), _address(words), _address(ring))
         # A launch takes so many chunks of words as there is room for where their noise begins.
@@ -181,7 +236,18 @@ class CudaKernels:
         *,
         add: bool,
     ) -> None:
-        """Decode codes of a grid, or add them to `out`."""
+        """Decode codes of a grid, or add them to `out`.
+
+        Args:
+            words: Packed codes, 1-D.
+            scale: One element, float32.
+            fields: Where codes lie.
+            zero: Code of the value 0.
+            unit: Code of the scale, above `zero`.
+            out: 1-D float32.
+            _scratch: Not needed here.
+            add: Whether to add, instead of replacing what is there.
+        """
         blocks = min(_parts(fields.words, THREADS), _MOST_BLOCKS)
         places = (_address(words), _address(scale), _address(out))
         kernel = f"qsgd_{'add' if add else 'decode'}_{_memory(fields)}"

@@ -9,7 +9,6 @@ import pkgutil
 from hybridpar.schedule.schedules.base import (
     SCHEDULES,
     ScheduleRequest,
-    describe,
     make,
     planned_schedules,
     register_schedule,
@@ -18,4 +17,4 @@ from hybridpar.schedule.schedules.base import (
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
-__all__ = ["SCHEDULES", "ScheduleRequest", "describe", "make", "planned_schedules", "register_schedule"]
+__all__ = ["SCHEDULES", "ScheduleRequest", "make", "planned_schedules", "register_schedule"]

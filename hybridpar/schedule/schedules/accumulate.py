@@ -11,6 +11,9 @@ from hybridpar.schedule.schedules.base import ScheduleRequest, backwards, forwar
 def accumulate(request: ScheduleRequest) -> Schedule:
     """Forward and backward of one micro-batch after the other; one is in flight.
 
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
+
     Raises:
         ScheduleError: There are several stages or lanes.
     """

@@ -27,6 +27,9 @@ class ScheduleRequest:
         memory_cap: Most bytes that a worker may hold of these; None for no limit.
         latency_ms: Time from the start of a transfer between workers to its first byte.
         bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
+
+    Raises:
+        ScheduleError: A value is out of its range, or one that another needs is missing.
     """
 
     layout: Layout
@@ -89,11 +92,13 @@ class ScheduleKind:
         generate: Makes it for a request.
         placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
         searches: Whether it tries several orders itself, which takes long where there are many passes.
+        splits: Whether it splits backward passes into their two halves, which must then be measured.
     """
 
     generate: Generator
     placements: tuple[str, ...] = ()
     searches: bool = False
+    splits: bool = False
 
     def __call__(self, request: ScheduleRequest) -> Schedule:
         """The schedule for a request."""
@@ -105,7 +110,7 @@ SCHEDULES: Registry[ScheduleKind] = Registry("schedule")
 
 
 def register_schedule(
-    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False
+    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False, splits: bool = False
 ) -> Callable[[Generator], Generator]:
     """Decorator that enters a function from a `ScheduleRequest` to a `Schedule` into `SCHEDULES`.
 
@@ -114,20 +119,25 @@ def register_schedule(
         description: One line for listings.
         placements: See `ScheduleKind`.
         searches: See `ScheduleKind`.
+        splits: See `ScheduleKind`.
 
     Raises:
         ValueError: The name is taken.
     """
 
     def enter(generate: Generator) -> Generator:
-        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches))
+        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches, splits))
         return generate
 
     return enter
 
 
 def planned_schedules(placement: str) -> tuple[str, ...]:
-    """Names of the schedules that the planner tries for a placement; those that search themselves come last."""
+    """Names of the schedules that the planner tries for a placement; those that search themselves come last.
+
+    Args:
+        placement: `linear`, `loop` or `v`.
+    """
     names = [name for name in SCHEDULES if placement in SCHEDULES.get(name).placements]
     return tuple(sorted(names, key=lambda name: SCHEDULES.get(name).searches))
 
@@ -136,7 +146,7 @@ def make(name: str, request: ScheduleRequest) -> Schedule:
     """The schedule of that name for a request.
 
     Args:
-        name: One of `describe()`.
+        name: One of `SCHEDULES`.
         request: The layout, the number of micro-batches, and what was measured.
 
     Raises:
@@ -146,18 +156,23 @@ def make(name: str, request: ScheduleRequest) -> Schedule:
     return SCHEDULES.get(name)(request)
 
 
-def describe() -> dict[str, str]:
-    """Every schedule's name with one line about it."""
-    return SCHEDULES.describe()
-
-
 def forwards(stage: int, count: int) -> list[Action]:
-    """The forward passes of micro-batches 0 to count - 1."""
+    """The forward passes of micro-batches 0 to count - 1.
+
+    Args:
+        stage: Number of the stage.
+        count: Micro-batches of a step.
+    """
     return [Action(stage, Kind.FORWARD, index) for index in range(count)]
 
 
 def backwards(stage: int, count: int) -> list[Action]:
-    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients."""
+    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients.
+
+    Args:
+        stage: Number of the stage.
+        count: Micro-batches of a step.
+    """
     return [Action(stage, Kind.BACKWARD, index) for index in range(count)]
 
 

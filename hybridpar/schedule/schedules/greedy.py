@@ -7,7 +7,7 @@ made, the simulator times each, and the fastest is taken: by the same times it i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from hybridpar.errors import ScheduleError
@@ -33,6 +33,9 @@ def greedy(request: ScheduleRequest) -> Schedule:
     Backward passes are split only where the request has times for both halves. Of equally fast ones the one that holds
     least is taken.
 
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
+
     Raises:
         ScheduleError: One micro-batch alone exceeds the memory cap.
     """
@@ -56,7 +59,7 @@ def greedy(request: ScheduleRequest) -> Schedule:
 def _candidates(request: ScheduleRequest) -> Iterator[Schedule]:
     splits = (False,) if request.input_ms is None else (False, True)
     for split in splits:
-        for rule in RULES.values():
+        for rule in RULES:
             yield ListScheduler(request, rule, split=split).run("greedy")
     if sorted(request.layout.lane_of) == list(range(request.layout.lanes)):
         for factor in (1, 2, 3):
@@ -123,10 +126,4 @@ def _critical(scheduler: ListScheduler, action: Action) -> tuple[Any, ...]:
     return (action.kind is Kind.BACKWARD_WEIGHT, -rest, action.stage)
 
 
-RULES: Mapping[str, Rule] = {
-    "deep": _deep,
-    "broad": _broad,
-    "oldest": _oldest,
-    "starving": _starving,
-    "critical": _critical,
-}
+RULES: tuple[Rule, ...] = (_deep, _broad, _oldest, _starving, _critical)

@@ -27,7 +27,11 @@ class LaneMemory:
         self._freed = dict.fromkeys(saved, 0)
 
     def admits(self, stage: int) -> bool:
-        """Whether the next forward pass of a stage may start."""
+        """Whether the next forward pass of a stage may start.
+
+        Args:
+            stage: One of the lane's.
+        """
         if self._cap is None:
             return True
         taken = self._taken | {stage: self._taken[stage] + 1}
@@ -41,11 +45,19 @@ class LaneMemory:
         return True
 
     def take(self, stage: int) -> None:
-        """A forward pass starts."""
+        """A forward pass starts.
+
+        Args:
+            stage: One of the lane's.
+        """
         self._taken[stage] += 1
 
     def free(self, stage: int) -> None:
-        """A backward pass ends."""
+        """A backward pass ends.
+
+        Args:
+            stage: One of the lane's.
+        """
         self._freed[stage] += 1
 
 

@@ -89,7 +89,11 @@ class ListScheduler:
                     self._arrived[action] += 1
 
     def feeds_idle_lane(self, action: Action) -> bool:
-        """Whether a lane that has nothing to do waits for a forward pass."""
+        """Whether a lane that has nothing to do waits for a forward pass.
+
+        Args:
+            action: One that could start now.
+        """
         if action.kind is not Kind.FORWARD:
             return False
         lanes = {self._layout.lane_of[edge.target] for edge in self._out_of[action.stage]}

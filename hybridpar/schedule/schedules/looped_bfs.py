@@ -19,6 +19,9 @@ def looped_bfs(request: ScheduleRequest) -> Schedule:
 
     Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953). Backward passes of a stage run in
     ascending order of micro-batches. Every stage holds M micro-batches.
+
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
     """
     layout, count = request.layout, request.micro_batches
     rows: list[list[Action]] = [[] for _ in range(layout.lanes)]

@@ -26,6 +26,9 @@ def one_forward_one_backward(request: ScheduleRequest) -> Schedule:
     at the end of each step of Narayanan et al., SC 2021 (arXiv:2104.04473), section 2.2. Any number of micro-batches
     works; with fewer than stages the pipeline never fills.
 
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
+
     Raises:
         ScheduleError: A lane has no stage or several.
     """
@@ -35,6 +38,12 @@ def one_forward_one_backward(request: ScheduleRequest) -> Schedule:
 
 
 def in_turns(first: list[Action], second: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Two lists of equal length merged one by one, the first `ahead` actions ahead of the second."""
+    """Two lists of equal length merged one by one, the first `ahead` actions ahead of the second.
+
+    Args:
+        first: Actions that come first of each pair.
+        second: As many others.
+        ahead: How many of `first` come before the first of `second`.
+    """
     pairs = zip(first[ahead:], second, strict=False)
     return (*first[:ahead], *chain.from_iterable(pairs), *second[max(0, len(first) - ahead) :])

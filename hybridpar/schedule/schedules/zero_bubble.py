@@ -6,13 +6,18 @@ from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.schedules.base import ScheduleRequest, forwards, one_stage_per_lane, register_schedule
 
 
-@register_schedule("zero_bubble", "1F1B with backward passes split in two; the second halves fill bubbles (ZB-H1)")
+@register_schedule(
+    "zero_bubble", "1F1B with backward passes split in two; the second halves fill bubbles (ZB-H1)", splits=True
+)
 def zero_bubble(request: ScheduleRequest) -> Schedule:
     """ZB-H1: 1F1B in which stage s puts off the weight halves of its first s micro-batches.
 
     Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.3. No stage holds more than
     min(M, S) micro-batches, which is what 1F1B holds on its first. Splitting is not free: where a framework computes
     part of the backward pass twice for it, the two halves take longer than the whole.
+
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
 
     Raises:
         ScheduleError: A lane has no stage or several.

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act
 from hybridpar.tvm_kernels.machine import copy_speed, measure_copies
@@ -59,6 +59,9 @@ def norm_key(
         device: Fingerprint of the device.
         layout: Of activations.
         dtype: Of all tensors.
+
+    Returns:
+        The key.
     """
     return KernelKey(NORM_OP, shape, layout, threads, device, dtype, NORM_OP)
 
@@ -120,14 +123,7 @@ class NormBench(Bench):
         return self._inputs[own], self._gradients[own]
 
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """The largest error of result and gradients against float64, each relative to its largest value.
-
-        Args:
-            kernel: As `fused_batch_norm_act`.
-
-        Returns:
-            That of the kernels and that of torch in float32; of many rows only a part is computed.
-        """
+        """The largest error of result and gradients against float64, each relative to its largest value."""
         draw, shape = torch.Generator().manual_seed(self.seed), self.shape
         part = NormShape(min(shape.rows, max(2, _CHECKED // shape.channels)), shape.channels, shape.act)
         x, gradient = images(part, draw), images(part, draw)
@@ -176,9 +172,7 @@ class BatchNormAct(Operation):
         """The one candidate."""
         return [] if self.without_kernels(key) else [({}, 0.0)]
 
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """What computes it."""
         if not norm_kernels.table():
             raise KernelsUnavailable("see the log for why; HYBRIDPAR_KERNELS must not be off")
@@ -211,6 +205,9 @@ def norm_floor_ms(shape: NormShape, copies: Sequence[tuple[int, float]], threads
         shape: Of the norm.
         copies: Speed of copies by bytes touched, as `machine.measure_copies` gives it: what is small stays in a cache.
         threads: That share the work.
+
+    Returns:
+        Milliseconds of forward and backward together.
     """
     forward = 3 * shape.bytes / copy_speed(copies, 2 * shape.bytes)
     backward = 5 * shape.bytes / copy_speed(copies, 3 * shape.bytes)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import candidates, estimate, reject
 from hybridpar.tvm_kernels.kernel import Variant, load_image
@@ -49,19 +48,13 @@ class Depthwise(Operation):
             for one in candidates(shape, direction, layout, threads, machine)
         ]
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What compiles a candidate."""
-        return Variant(*_what(key), parameters).request()
+    def variant(self, key: KernelKey, parameters: Parameters) -> Variant:
+        """A candidate as something to compile."""
+        return Variant(*_what(key), parameters)
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of its object file."""
-        return Variant(*_what(key), parameters).path
-
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `TunedKernel`."""
-        return load_image(Variant(*_what(key), parameters), names, image, session, key.threads)
+        return load_image(self.variant(key, parameters), built, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
         """Random images, weights and gradients."""

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +19,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.compile_pool import Request
+from hybridpar.codegen.compile_pool import Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import reject
@@ -44,6 +43,9 @@ def conv_norm_key(shape: ConvNormShape, threads: int, device: str) -> KernelKey:
         shape: Convolution and activation.
         threads: Threads that compute it.
         device: Fingerprint of the device.
+
+    Returns:
+        The key.
     """
     return KernelKey(CONV_NORM_OP, shape, Layout.CHANNELS_LAST, threads, device, op=CONV_NORM_OP)
 
@@ -101,22 +103,29 @@ class ConvNormBench(Bench):
         return self._normed(self.convolved(self.alone)[0], None)
 
     def run(self, kernel: TunedKernel) -> Tensor:
-        """With a convolution that leaves its moments."""
+        """Forward of both, with a convolution that leaves the moments of its result."""
         y, scratch = self.convolved(kernel)
         return self._normed(y, moments_in(scratch, y.shape[1]))
 
     def convolved(self, kernel: TunedKernel) -> tuple[Tensor, Tensor | None]:
-        """The convolution's result and what it left in its scratch."""
+        """Run a convolution on the next image.
+
+        Args:
+            kernel: Computes the convolution.
+
+        Returns:
+            Its result, (N, C, OH, OW), and its scratch memory; None where it has none.
+        """
         y = torch.empty_like(self._like)
         x = self._inputs[next(self._turn) % len(self._inputs)]
-        return y, kernel.run(x, self._weight, None, y)
+        return y, kernel(x, self._weight, None, y)
 
     def _normed(self, y: Tensor, moments: Tensor | None) -> Tensor:
-        given = (y, *self._parameters, self._running, True, 0.1, EPS, self.shape.act)
+        given = (y, *self._parameters, *self._running, True, 0.1, EPS, self.shape.act)
         return norm_kernels.forward(*given, moments)[0]
 
     def errors(self, kernel: TunedKernel) -> tuple[float, float]:
-        """Errors of the kernel's moments and of torch's, see `moments_error`; infinite where its result is wrong."""
+        """Errors of the moments, as `moments_error` defines them."""
         error, stock_error = self._check.errors(kernel)
         if not is_right(error, Direction.FORWARD, "float32", stock_error):
             return math.inf, 0.0
@@ -136,6 +145,9 @@ def moments_error(y: Tensor, moments: Tensor) -> float:
     Args:
         y: (N, C, H, W).
         moments: (2, C), of y.
+
+    Returns:
+        The error, without a unit.
     """
     variance, mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     variance = variance.clamp(min=1e-30)
@@ -176,19 +188,13 @@ class DepthwiseBatchNormAct(Operation):
         both = [({**parts[0], "stream": stream}, float(stream)) for stream in (0, 1)]
         return [(one, cost) for one, cost in both if self.reject(key, one) is None]
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What compiles a candidate."""
-        return _variant(key, parameters).request()
+    def variant(self, key: KernelKey, parameters: Parameters) -> MomentsVariant:
+        """A candidate as something to compile."""
+        return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of its object file."""
-        return _variant(key, parameters).path
-
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `TunedKernel`."""
-        return load_image(_variant(key, parameters), names, image, session, key.threads)
+        return load_image(self.variant(key, parameters), built, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvNormBench:
         """Random images and weights, and the convolution's own kernel."""
@@ -197,7 +203,3 @@ class DepthwiseBatchNormAct(Operation):
     def weight(self, key: KernelKey) -> float:
         """Bytes of the norm's input."""
         return float(key.shape.norm.bytes)
-
-
-def _variant(key: KernelKey, parameters: Parameters) -> MomentsVariant:
-    return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)

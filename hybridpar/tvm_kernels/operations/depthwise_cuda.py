@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Built
 from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_device import gpu_of
-from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
@@ -46,26 +44,20 @@ class DepthwiseCuda(Operation):
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
         """Candidates that an SM can hold, each with its seconds."""
         what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
-        found = [(one, estimate(*what, one, gpu).seconds) for one in candidates(*what, gpu)]
+        found = [(one, estimate(*what, one, gpu)) for one in candidates(*what, gpu)]
         return [(one, seconds) for one, seconds in found if seconds < float("inf")]
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What writes its source."""
-        return _variant(key, parameters).request
+    def variant(self, key: KernelKey, parameters: Parameters) -> CudaVariant:
+        """A candidate as something to compile."""
+        return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of its source."""
-        return _variant(key, parameters).path
-
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
-        variant, architecture = _variant(key, parameters), key.device.rpartition(" ")[2]
+        variant, architecture = self.variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
-            return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
+            return cuda_kernel.load_cubin(variant, cuda_kernel.compile_unspilled(built.image, architecture), _current())
         kernel = CudaKernel(
-            variant, lambda at: driver(DRIVER).load(cubin("depthwise", image, architecture, CONTRACTED), at)
+            variant, lambda at: driver(DRIVER).load(cubin("depthwise", built.image, architecture, CONTRACTED), at)
         )
         kernel.prepare(_current())
         return kernel
@@ -75,9 +67,6 @@ class DepthwiseCuda(Operation):
         what = key.shape, key.direction, key.layout
         return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
 
-    def measure_speed(self, builder: Builder) -> Any:
-        """Nothing: what a GPU can do is in its data sheet."""
-
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
         """What neither arithmetic nor memory can beat."""
         return gpu_of(key.device).floor_ms(key.shape.multiply_adds, key.shape.least_bytes * ITEM[key.dtype] // 4)
@@ -85,26 +74,6 @@ class DepthwiseCuda(Operation):
     def weight(self, key: KernelKey) -> float:
         """Its floor."""
         return self.floor_ms(key, None) or 0.0
-
-
-def compile_unspilled(source: bytes, architecture: str) -> Compiled:
-    """Machine code of a source.
-
-    Args:
-        source: CUDA C.
-        architecture: As in `sm_90`.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, it reports an error, or a thread has too few registers.
-    """
-    found = cuda_kernel.compile_source(source.decode(), architecture)
-    if found.spilled:
-        raise KernelsUnavailable(f"a thread would keep {found.spilled} bytes in memory for want of registers")
-    return found
-
-
-def _variant(key: KernelKey, parameters: Parameters) -> CudaVariant:
-    return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
 
 def _current() -> int:

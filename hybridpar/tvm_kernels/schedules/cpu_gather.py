@@ -3,7 +3,7 @@
 Level 1 is a strip of output rows of one image, which threads share out; inside, either all of a strip is done for some
 channels before the next ones (its input then stays in L1), or all channels of a tile before the next tile (memory is
 then read in order). Level 2 is a tile of rows x columns x lanes, SIMD over channels. An input element is read once per
-tile and multiplied with every tap that it meets.
+tile and multiplied with every tap that applies to it.
 
 This is TIR written out, since a schedule has no word for what it takes: a border that is split off so that each of its
 tiles has just the taps that meet the image, input rows whose bounds are computed, and a range given by the caller.
@@ -13,11 +13,11 @@ input or the output's gradient, second the weights (C, 1, KH, KW), third the bia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import PREPARED, Span, axis, by_input, functions_of, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import PREPARED, ConvWriter, Span, by_input, functions_of, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -32,48 +32,46 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         shape: As `ConvShape.text`.
         direction: Forward or input gradient.
         parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll and stream.
+
+    Returns:
+        Functions of TIR by name.
     """
-    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), parameters)
     return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
 
 
-class Gather:
-    """Writes one kernel.
+class Gather(ConvWriter):
+    """Writes one kernel. A subclass for another layout overrides how far apart pixels are, and where rows begin.
 
-    A layout in which pixels lie otherwise overrides how far apart they are, and where rows begin.
+    Args:
+        w: Writes statements.
+        shape: The convolution.
+        direction: Forward or input gradient.
+        parameters: lanes, tile_rows, tile_columns, strip and unroll; columns_outer and stream are 0 by default.
     """
 
-    def __init__(
-        self,
-        w: Writer,
-        shape: ConvShape,
-        direction: Direction,
-        lanes: int,
-        tile_rows: int,
-        tile_columns: int,
-        strip: int,
-        columns_outer: int,
-        unroll: int,
-        stream: int = 0,
-    ) -> None:
-        self.w, self.t = w, w.t
-        self.shape, self.lanes, self.strip = shape, lanes, strip
-        self.stream = bool(stream)
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
+        super().__init__(w, shape, direction, parameters["lanes"])
+        self.strip, self.tile_rows, tile_columns = (parameters[one] for one in ("strip", "tile_rows", "tile_columns"))
+        self.stream, self.columns_outer = parameters.get("stream", 0), parameters.get("columns_outer", 0)
         #: Elements from one pixel to the next, where the tiles read and write.
         self.pixel = shape.channels
-        self.tile_rows, self.columns_outer = tile_rows, bool(columns_outer)
-        self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
         self.columns = spans(self.horizontal, tile_columns)
         self.shift = self.horizontal.shift(tile_columns)
-        self.inner = interior(self.vertical, tile_rows) if unroll else None
-        self.bias = direction is Direction.FORWARD
-        self.taps = shape.kernel[0] * shape.kernel[1]
+        self.inner = interior(self.vertical, self.tile_rows) if parameters["unroll"] else None
 
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Turn weights from (C, K) to (K, C), behind which comes the bias; blocks of channels are the range."""
+        """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory.
+
+        Args:
+            second: Address of the weights.
+            third: Address of the bias, or 0.
+            scratch: Address of the scratch memory.
+            begin: First block of `PREPARED` channels.
+            end: Block behind the last one.
+        """
         w, t, channels = self.w, self.t, self.shape.channels
-        weights, turned = w.view(second, "float32"), w.view(scratch, "float32")
-        bias = w.view(third, "float32")
+        weights, turned, bias = self._views(second, scratch, third)
         with t.serial(begin, end) as block:
             first = w.keep(block * PREPARED)
             with t.serial(first, t.min(first + PREPARED, t.int64(channels))) as channel:
@@ -88,7 +86,15 @@ class Gather:
                     )
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Compute strips; strips of all images are the range."""
+        """Compute strips of output rows.
+
+        Args:
+            first: Address of the image, or of the output's gradient.
+            out: Address of the result.
+            scratch: Address of what `prepare` wrote.
+            begin: First strip, counted over all images.
+            end: Strip behind the last one.
+        """
         w, t = self.w, self.t
         if not self.stream:
             self._strips(first, out, scratch, begin, end)
@@ -99,7 +105,7 @@ class Gather:
 
     def _strips(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         w, t = self.w, self.t
-        self.input, self.output, self.weights = (w.view(one, "float32") for one in (first, out, scratch))
+        self.input, self.output, self.weights = self._views(first, out, scratch)
         strips = -(-self.vertical.out // self.strip)
         with t.serial(begin, end) as item:
             image = w.keep(t.floordiv(item, t.int64(strips)))
@@ -116,20 +122,16 @@ class Gather:
                         for span, moved in self._tile_columns():
                             self._tile(image, row, bottom, span, moved, channel)
 
-    # ------------------------------------------------------------------------------------------------------ the loops
-
-    # Each writes a loop around what its caller writes next, or more than one where the loop's parts differ.
+    # Each of the next three writes a loop around what its caller writes next, or several where their parts differ.
 
     def _blocks(self) -> Iterator[Any]:
         """First channels of blocks of lanes; the last block reaches back where channels do not fill it."""
-        t, channels, lanes = self.t, self.shape.channels, self.lanes
-        blocks = -(-channels // lanes)
+        t, blocks = self.t, -(-self.shape.channels // self.lanes)
         if blocks == 1:
             yield t.int64(0)
             return
         with t.serial(t.int64(0), t.int64(blocks)) as block:
-            start = block * lanes
-            yield self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start)
+            yield self._channel(block)
 
     def _tile_rows(self, top: Any, bottom: Any) -> Iterator[Any]:
         """First rows of a strip's tiles."""
@@ -154,7 +156,7 @@ class Gather:
     # ------------------------------------------------------------------------------------------------------- the tile
 
     def _tile(self, image: Any, row: Any, bottom: Any, span: Span, moved: Any, channel: Any) -> None:
-        """One tile: all taps written out where no row meets a border, else row by row."""
+        """One tile: all taps written out where no row of taps crosses a border, else row by row."""
         w, t = self.w, self.t
 
         def apart() -> None:
@@ -174,7 +176,7 @@ class Gather:
             w.either(inside, lambda: self._whole(image, row, span, moved, channel), apart)
 
     def _whole(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
-        """A tile that meets no border above or below, all of it written out."""
+        """A tile whose taps cross no border above or below, all of it written out."""
         w, t = self.w, self.t
         inner = self.inner
         assert inner is not None
@@ -247,9 +249,6 @@ class Gather:
 
     # ------------------------------------------------------------------------------------------------- what memory is
 
-    def _at(self, start: Any) -> Any:
-        return start if self.lanes == 1 else self.t.ramp(start, 1, self.lanes)
-
     def _load(self, buffer: Any, start: Any) -> Any:
         return buffer[self._at(start)]
 
@@ -277,14 +276,19 @@ class Gather:
         """What a sum starts from: the bias, or zero."""
         if self.bias:
             return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
-        zero = self.t.float32(0)
-        return self.w.keep(zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes))
+        return self.w.keep(self._all(self.t.float32(0)))
 
 
 def past_the_caches(lanes: int) -> str:
-    """Functions in LLVM IR: a store of whole cache lines, none of which is fetched first, and a fence behind them.
+    """Functions in LLVM IR: a store of whole cache lines past the caches, and a fence to call after the last of them.
 
-    Memory is aligned to cache lines, as torch allocates it.
+    The memory must be aligned to cache lines, as torch allocates it.
+
+    Args:
+        lanes: Values of a vector.
+
+    Returns:
+        LLVM IR that defines `hp_past{lanes}` and `hp_past_fence`.
     """
     values = f"<{lanes} x float>"
     return f"""

@@ -1,18 +1,18 @@
-"""The forward in channels_last that also sums up what it writes, for the BatchNorm behind it.
+"""The forward pass in channels_last that also computes mean and variance of its result, for the BatchNorm behind it.
 
-The forward schedule of channels_last, whose tiles also add their results, less a shift, and the squares of these to
-sums of their piece: some rows of a strip, so few that float32 does for them. The shift is one of the piece's own first
-results, so nothing is lost where the mean is large (see `norm_rows`). `merge` moves the pieces' sums to one origin and
-adds them in float64, in the order of the images, so the result does not depend on the number of threads.
+It is `cpu_gather`, whose tiles also add their results, less a shift, and the squares of these to the sums of a piece: a
+few rows of a strip, so that float32 is precise enough. The shift is one of the first results of the piece, so nothing
+is lost where the mean is large (see `norm_rows`). `merge` moves the sums of all pieces to one origin and adds them in
+float64, in the order of the images, so the result does not depend on the number of threads.
 
-Scratch begins with what is left for the norm: 2 x C float64, the mean of each channel and its biased variance. Behind
-them come the turned weights, and for each piece shifts, sums and squares. These have a place for each lane of each
+Scratch memory begins with the result for the norm: 2 x C float64, the mean of each channel and its biased variance.
+Then come the transposed weights, and for each piece shifts, sums and squares. These have a place for each lane of each
 block of channels, as channels that are in two blocks are summed in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import INFINITE, Writer
@@ -39,30 +39,66 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         shape: As `ConvShape.text`.
         direction: Forward.
         parameters: As of the plain kernel.
+
+    Returns:
+        Functions of TIR by name.
     """
-    kernel = _Summed(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    kernel = _Summed(w, ConvShape.parse(shape), Direction(direction), parameters)
     return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows, "merge": kernel.merge})
 
 
 def piece_rows(shape: ConvShape, strip: int, tile_rows: int) -> int:
-    """Rows whose sums are float32: as many of a strip's tiles as are allowed, and divide it evenly."""
+    """Output rows of a piece: as many tiles of a strip as float32 sums allow, in numbers that divide the strip evenly.
+
+    Args:
+        shape: The convolution.
+        strip: Rows of a strip.
+        tile_rows: Rows of a tile.
+
+    Returns:
+        Number of rows.
+    """
     tiles = strip // tile_rows
     fitting = (one for one in range(tiles, 1, -1) if tiles % one == 0)
     return tile_rows * next((one for one in fitting if one * tile_rows * shape.out_width <= _PIECE), 1)
 
 
 def weights_at(shape: ConvShape) -> int:
-    """Floats in front of the weights in scratch: the moments, 2 x C float64."""
+    """Floats in front of the weights in scratch memory: the moments, 2 x C float64.
+
+    Args:
+        shape: The convolution.
+
+    Returns:
+        Number of floats.
+    """
     return whole_lines(4 * shape.channels)
 
 
 def sums_at(shape: ConvShape) -> int:
-    """Floats in front of the sums in scratch."""
+    """Floats in front of the sums in scratch memory.
+
+    Args:
+        shape: The convolution.
+
+    Returns:
+        Number of floats.
+    """
     return weights_at(shape) + whole_lines((shape.kernel[0] * shape.kernel[1] + 1) * shape.channels)
 
 
 def scratch_floats(shape: ConvShape, lanes: int, strip: int, tile_rows: int) -> int:
-    """Floats of scratch."""
+    """Floats of scratch memory.
+
+    Args:
+        shape: The convolution.
+        lanes: Values of a vector.
+        strip: Rows of a strip.
+        tile_rows: Rows of a tile.
+
+    Returns:
+        Number of floats.
+    """
     pieces = shape.batch * -(-shape.out_height // piece_rows(shape, strip, tile_rows))
     return sums_at(shape) + pieces * _ROWS * -(-shape.channels // lanes) * lanes
 
@@ -70,9 +106,10 @@ def scratch_floats(shape: ConvShape, lanes: int, strip: int, tile_rows: int) -> 
 class _Summed(Gather):
     """Writes one kernel."""
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, **parameters: int) -> None:
-        super().__init__(w, shape, direction, **parameters)
-        self.blocks = -(-shape.channels // self.lanes)
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
+        super().__init__(w, shape, direction, parameters)
+        #: Floats of a row of sums.
+        self.width = -(-shape.channels // self.lanes) * self.lanes
         self.piece = piece_rows(shape, self.strip, self.tile_rows)
         self.pieces = -(-shape.out_height // self.piece)
 
@@ -127,7 +164,7 @@ class _Summed(Gather):
         for off in offs[1:]:
             total, square = total + off, square + off * off
         for row_of, more in ((1, total), (2, square)):
-            place = w.keep(self._sums + row_of * self._width)
+            place = w.keep(self._sums + row_of * self.width)
             w.store(self.memory, self._at(place), self._load(self.memory, place) + more)
 
     def _begin(self) -> None:
@@ -139,7 +176,7 @@ class _Summed(Gather):
         finite = (bits & self._all(t.int32(0x7FFFFFFF))) < self._all(t.int32(INFINITE))
         zero = self._all(t.float32(0))
         for row_of, start in enumerate((t.Select(finite, value, zero), zero, zero)):
-            w.store(self.memory, self._at(self._sums + row_of * self._width), start)
+            w.store(self.memory, self._at(self._sums + row_of * self.width), start)
 
     def merge(self, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Leave mean and biased variance of the channels of some blocks."""
@@ -162,7 +199,7 @@ class _Summed(Gather):
             def add(piece: Any, count: int) -> None:
                 at = w.keep(self._sums_of(piece) + place)
                 off = w.keep(exact(at) - origin)
-                own, squares = exact(at + self._width), exact(at + 2 * self._width)
+                own, squares = exact(at + self.width), exact(at + 2 * self.width)
                 moved = w.keep(off * self._all(t.float64(count)))
                 w.store(total, whole, total[whole] + own + moved)
                 w.store(square, whole, square[whole] + squares + off * (own + own + moved))
@@ -179,13 +216,5 @@ class _Summed(Gather):
             w.store(moments, self._at(channel), origin + off)
             w.store(moments, self._at(channel + shape.channels), (square[whole] - total[whole] * off) / count)
 
-    @property
-    def _width(self) -> int:
-        return self.blocks * self.lanes
-
     def _sums_of(self, piece: Any) -> Any:
-        return piece * (_ROWS * self._width) + sums_at(self.shape)
-
-    def _all(self, value: Any) -> Any:
-        """The same number in all lanes."""
-        return value if self.lanes == 1 else self.t.broadcast(value, self.lanes)
+        return piece * (_ROWS * self.width) + sums_at(self.shape)

@@ -11,7 +11,16 @@ WRITTEN_OUT = True
 
 
 def define(w: Writer, lanes: int, chains: int) -> dict[str, Any]:
-    """`peak(out, count)`: count times one multiply-add in each of some independent chains of vectors."""
+    """The function `peak(out, count)`: `count` times one multiply-add in each of some independent chains of vectors.
+
+    Args:
+        w: Writes it.
+        lanes: Values of a vector.
+        chains: Number of chains.
+
+    Returns:
+        The function of TIR by name.
+    """
     t = w.t
 
     def body(out: Any, count: Any) -> None:

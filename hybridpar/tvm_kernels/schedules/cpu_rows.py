@@ -2,7 +2,7 @@
 
 Level 1 is a strip of rows of one plane, copied into a padded tile in L1 that has the border (`planes`). Level 2 is a
 tile of rows x vectors of outputs in registers; a value of the padded tile is read once per tile and column of taps, and
-multiplied with the tap of every output row that it meets. Taps are written out. The last vector of a row and the last
+multiplied with the tap of every output row that uses it. Taps are written out. The last vector of a row and the last
 tile and strip of a plane reach back, so there are no conditions and no scalar rest.
 
 At stride 2 outputs meet every second column: forward the padded tile keeps even and odd columns apart, and in the input
@@ -16,11 +16,11 @@ range (begin, end). First is the input or the output's gradient, second the weig
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import axis, by_input, functions_of, share
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, by_input, functions_of, share
 from hybridpar.tvm_kernels.schedules.planes import Vector, empty, fill, padded_tile, shuffles
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -39,44 +39,31 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         shape: As `ConvShape.text`.
         direction: Forward or input gradient.
         parameters: lanes, tile_rows, tile_vectors, strip and parts.
+
+    Returns:
+        Functions of TIR by name.
     """
-    kernel = _Rows(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    kernel = _Rows(w, ConvShape.parse(shape), Direction(direction), parameters)
     return functions_of(w, {"planes": kernel.planes})
 
 
-class _Rows:
+class _Rows(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(
-        self,
-        w: Writer,
-        shape: ConvShape,
-        direction: Direction,
-        lanes: int,
-        tile_rows: int,
-        tile_vectors: int,
-        strip: int,
-        parts: int,
-    ) -> None:
-        self.w, self.t = w, w.t
-        self.shape, self.lanes, self.parts = shape, lanes, parts
-        self.tile_rows, self.tile_vectors = tile_rows, tile_vectors
-        self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
-        whole = self.vertical.whole
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
+        super().__init__(w, shape, direction, parameters["lanes"])
+        self.tile_rows, self.tile_vectors = parameters["tile_rows"], parameters["tile_vectors"]
+        self.parts, whole = parameters["parts"], self.vertical.whole
         #: Rows in whole steps; where there are more than of the image, the last one is not stored.
         self.height = -(-self.vertical.out // whole) * whole
-        self.strip = min(strip, self.height)
+        self.strip = min(parameters["strip"], self.height)
         self.padded = padded_tile(self.vertical, self.horizontal, self.strip)
         self.phases = self.horizontal.whole
-        self.bias = direction is Direction.FORWARD
-        self.taps = shape.kernel[0] * shape.kernel[1]
 
     def planes(self, first: Any, second: Any, third: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         """Compute parts of all planes."""
         w, t, shape = self.w, self.t, self.shape
-        views = (w.view(one, "float32") for one in (first, second, out, scratch))
-        self.input, self.weights, self.output, self.memory = views
-        bias = w.view(third, "float32")
+        self.input, self.weights, self.output, self.memory, bias = self._views(first, second, out, scratch, third)
         self.start = w.local(1, "float32")
         total, padded = shape.batch * shape.channels, self.padded
         with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(shuffles(self.lanes))):
@@ -96,7 +83,7 @@ class _Rows:
         w, t, padded = self.w, self.t, self.padded
         vertical, horizontal = self.vertical, self.horizontal
         held = {tap: w.keep(self._tap(filters, tap)) for tap in range(self.taps)} if self.taps <= _HELD else None
-        start = w.keep(t.broadcast(self.start[t.int64(0)], self.lanes))
+        start = w.keep(self._all(self.start[t.int64(0)]))
         image = w.keep(plane * (vertical.size * horizontal.size))
         result = w.keep(plane * (vertical.out * horizontal.out))
         for top in self._starts(self.height, self.strip):
@@ -157,7 +144,7 @@ class _Rows:
             for v, vector in enumerate(vectors):
                 for column, column_uses in by_input(vector.taps):
                     place = (input_row - padded.first) * padded.pitch + padded.at(column)
-                    value = w.keep(self.memory[t.ramp(base + place, 1, lanes)])
+                    value = w.keep(self.memory[self._at(base + place)])
                     for r, row_tap in row_uses:
                         for phase, column_tap in column_uses:
                             tap = row_tap * self.shape.kernel[1] + column_tap
@@ -176,9 +163,9 @@ class _Rows:
     def _store(self, place: Any, values: list[Any]) -> None:
         w, t = self.w, self.t
         if len(values) == 1:
-            w.store(self.output, t.ramp(place, 1, self.lanes), values[0])
+            w.store(self.output, self._at(place), values[0])
         else:
             t.evaluate(w.call("void", f"hp_join{self.lanes}", t.address_of(self.output[place]), *values))
 
     def _tap(self, filters: Any, tap: int) -> Any:
-        return self.t.broadcast(self.weights[filters + tap], self.lanes)
+        return self._all(self.weights[filters + tap])

@@ -2,7 +2,7 @@
 
 Level 1 is a strip of rows of one plane, whose input is copied into a padded tile in L1 that has the border (`planes`).
 Level 2 is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a
-time: a value of the input is read once and multiplied with every row of the gradient that it meets. Sums stay vectors
+time: a value of the input is read once and multiplied with every row of the gradient that uses it. Sums stay vectors
 over all images and are added up lane by lane once, at the end. The last vector of a row reaches back with what was
 counted set to zero.
 
@@ -14,10 +14,11 @@ many threads there are. Arguments of all functions: addresses (first, second, th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import axis, functions_of, share
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, functions_of, pieces, share
 from hybridpar.tvm_kernels.schedules.planes import empty, fill, padded_tile, shuffles, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -36,42 +37,32 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         shape: As `ConvShape.text`.
         direction: The weight gradient.
         parameters: lanes, tap_rows, tap_columns, tile_rows, strip, parts and groups.
+
+    Returns:
+        Functions of TIR by name.
     """
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
-    kernel = _RowsWeight(w, ConvShape.parse(shape), **parameters)
+    kernel = _RowsWeight(w, ConvShape.parse(shape), parameters)
     return functions_of(w, {"planes": kernel.planes, "merge": kernel.merge})
 
 
-class _RowsWeight:
+class _RowsWeight(ConvWriter):
     """Writes one kernel."""
 
-    def __init__(
-        self,
-        w: Writer,
-        shape: ConvShape,
-        lanes: int,
-        tap_rows: int,
-        tap_columns: int,
-        tile_rows: int,
-        strip: int,
-        parts: int,
-        groups: int,
-    ) -> None:
-        self.w, self.t = w, w.t
-        self.shape, self.lanes, self.tap_rows, self.tap_columns = shape, lanes, tap_rows, tap_columns
-        self.tile_rows, self.parts, self.groups = tile_rows, parts, groups
-        self.vertical, self.horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
-        self.strip = min(strip, shape.out_height)
+    def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
+        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters["lanes"])
+        self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
+        self.tile_rows, self.parts, self.groups = (parameters[one] for one in ("tile_rows", "parts", "groups"))
+        self.strip = min(parameters["strip"], shape.out_height)
         self.padded = padded_tile(self.vertical, self.horizontal, self.strip)
-        self.taps = shape.kernel[0] * shape.kernel[1]
         #: Floats of one part's sums; padded tiles lie behind those of all parts.
-        self.sums = shape.channels * self.taps * lanes
-        self.first_padded = whole_lines(parts * self.sums)
+        self.sums = shape.channels * self.taps * self.lanes
+        self.first_padded = whole_lines(self.parts * self.sums)
 
     def planes(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Make the sums of parts; the range counts groups of channels within parts."""
         w, t, shape = self.w, self.t, self.shape
-        self.input, self.gradient, self.memory = (w.view(one, "float32") for one in (first, second, scratch))
+        self.input, self.gradient, self.memory = self._views(first, second, scratch)
         with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(shuffles(self.lanes))):
             with t.serial(begin, end) as item:
                 part = w.keep(t.floordiv(item, t.int64(self.groups)))
@@ -91,7 +82,7 @@ class _RowsWeight:
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Add up the sums of all parts, then their lanes; the range counts channels."""
         w, t, lanes = self.w, self.t, self.lanes
-        memory, result = w.view(scratch, "float32"), w.view(out, "float32")
+        memory, result = self._views(scratch, out)
         total = w.local(lanes, "float32")
         whole = t.ramp(t.int64(0), 1, lanes)
         with t.serial(begin * self.taps, end * self.taps) as tap:
@@ -105,38 +96,21 @@ class _RowsWeight:
 
     def _plane(self, plane: Any, sums: Any) -> None:
         """All strips of one plane."""
-        w, t, shape, padded = self.w, self.t, self.shape, self.padded
+        w, shape, padded = self.w, self.shape, self.padded
         image = w.keep(plane * (shape.height * shape.width))
         gradient = w.keep(plane * (shape.out_height * shape.out_width))
-        whole, rest = divmod(shape.out_height, self.strip)
-
-        def strip(top: Any, rows: int) -> None:
+        for top, rows in pieces(w, shape.out_height, self.strip):
             first = w.keep(top * self.vertical.stride + padded.first)
-            sizes = (shape.height, shape.width)
-            fill(w, self.input, image, self.memory, self.own, padded, *sizes, first, self.lanes)
+            fill(w, self.input, image, self.memory, self.own, padded, shape.height, shape.width, first, self.lanes)
             self._strip(w.keep(gradient + top * shape.out_width), rows, sums)
-
-        if whole == 1:
-            strip(t.int64(0), self.strip)
-        else:
-            with t.serial(t.int64(0), t.int64(whole)) as index:
-                strip(w.keep(index * self.strip), self.strip)
-        if rest:
-            strip(t.int64(whole * self.strip), rest)
 
     def _strip(self, gradient: Any, rows: int, sums: Any) -> None:
         """All taps, group by group."""
-        w, t, (tall, wide) = self.w, self.t, self.shape.kernel
-        whole, rest = divmod(tall, self.tap_rows)
+        tall, wide = self.shape.kernel
         for start in range(0, wide, self.tap_columns):
             columns = range(start, min(start + self.tap_columns, wide))
-            if whole == 1:
-                self._group(gradient, rows, sums, t.int64(0), self.tap_rows, columns)
-            elif whole:
-                with t.serial(t.int64(0), t.int64(whole)) as group:
-                    self._group(gradient, rows, sums, w.keep(group * self.tap_rows), self.tap_rows, columns)
-            if rest:
-                self._group(gradient, rows, sums, t.int64(whole * self.tap_rows), rest, columns)
+            for tap, count in pieces(self.w, tall, self.tap_rows):
+                self._group(gradient, rows, sums, tap, count, columns)
 
     def _group(self, gradient: Any, rows: int, sums: Any, tap: Any, count: int, columns: range) -> None:
         """A group of taps over all rows of a strip; its sums are held in registers meanwhile."""
@@ -154,19 +128,9 @@ class _RowsWeight:
         for key, place in places.items():
             w.store(held, place, self.memory[memory(*key)])
         base = w.keep(self.own + tap * (self.vertical.dilation * self.padded.pitch))
-        whole, rest = divmod(rows, self.tile_rows)
-
-        def tile(row: Any, size: int) -> None:
+        for row, size in pieces(w, rows, self.tile_rows):
             x = w.keep(base + row * (self.vertical.stride * self.padded.pitch))
             self._tile(held, places, x, w.keep(gradient + row * self.shape.out_width), size)
-
-        if whole == 1:
-            tile(t.int64(0), self.tile_rows)
-        elif whole:
-            with t.serial(t.int64(0), t.int64(whole)) as index:
-                tile(w.keep(index * self.tile_rows), self.tile_rows)
-        if rest:
-            tile(t.int64(whole * self.tile_rows), rest)
         for key, place in places.items():
             w.store(self.memory, memory(*key), held[place])
 
@@ -195,14 +159,14 @@ class _RowsWeight:
                 fresh = t.ramp(t.int32(0), 1, lanes) >= t.broadcast(t.int32(counted), lanes)
                 value = t.Select(fresh, value, t.broadcast(t.float32(0), lanes))
             gradients.append(w.keep(value))
-        # Rows of the padded tile, each with the (row of the gradient, row of taps) that meet there.
-        meetings: dict[int, list[tuple[int, int]]] = {}
+        # Rows of the padded tile, each with the (row of the gradient, row of taps) that use it.
+        joined: dict[int, list[tuple[int, int]]] = {}
         for row in range(size):
             for r in sorted({r for r, _ in places}):
-                meetings.setdefault(row * self.vertical.stride + r * self.vertical.dilation, []).append((row, r))
+                joined.setdefault(row * self.vertical.stride + r * self.vertical.dilation, []).append((row, r))
         new = {key: held[place] for key, place in places.items()}
         start = self.horizontal.unbounded(0)
-        for down, pairs in sorted(meetings.items()):
+        for down, pairs in sorted(joined.items()):
             for column in sorted({column for _, column in places}):
                 at = x + (down * padded.pitch + padded.at(start[column][1]))
                 value = w.keep(self.memory[t.ramp(at, 1, lanes)])

@@ -14,10 +14,11 @@ input, second the output's gradient, third is not used, out is the gradient (C, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import Span, axis, by_input, functions_of, share, spans
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, Span, by_input, functions_of, pieces, share, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -32,48 +33,48 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         shape: As `ConvShape.text`.
         direction: The weight gradient.
         parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
+
+    Returns:
+        Functions of TIR by name.
     """
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
-    kernel = Weight(w, ConvShape.parse(shape), **parameters)
+    kernel = Weight(w, ConvShape.parse(shape), parameters)
     return functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
 
 
-class Weight:
-    """Writes one kernel.
+class Weight(ConvWriter):
+    """Writes one kernel. A subclass for another layout overrides how far apart pixels are, and where rows begin.
 
-    A layout in which pixels lie otherwise overrides how far apart they are, and where rows begin.
+    Args:
+        w: Writes statements.
+        shape: The convolution.
+        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
     """
 
-    def __init__(
-        self,
-        w: Writer,
-        shape: ConvShape,
-        lanes: int,
-        tap_rows: int,
-        tap_columns: int,
-        tile_columns: int,
-        strip: int,
-        parts: int,
-        groups: int,
-    ) -> None:
-        self.w, self.t = w, w.t
-        self.shape, self.lanes, self.tap_rows, self.tap_columns = shape, lanes, tap_rows, tap_columns
-        self.strip, self.parts, self.groups = strip, parts, groups
+    def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
+        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters["lanes"])
+        self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
+        self.strip, self.parts, self.groups = parameters["strip"], parameters["parts"], parameters["groups"]
         #: Elements from one pixel to the next, where images are read.
         self.pixel = shape.channels
-        self.rows_axis = axis(shape, Direction.FORWARD, 0)
-        self.columns_axis = axis(shape, Direction.FORWARD, 1)
-        self.columns = spans(self.columns_axis, tile_columns)
-        self.shift = self.columns_axis.shift(tile_columns)
-        self.blocks = -(-shape.channels // lanes)
-        self.pitch = self.blocks * lanes
-        self.taps = shape.kernel[0] * shape.kernel[1]
+        self.columns = spans(self.horizontal, parameters["tile_columns"])
+        self.shift = self.horizontal.shift(parameters["tile_columns"])
+        self.blocks = -(-shape.channels // self.lanes)
+        self.pitch = self.blocks * self.lanes
 
     def rows(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Make the sums of parts; the range counts groups of channels within parts."""
+        """Write the sums of parts into scratch memory.
+
+        Args:
+            first: Address of the image.
+            second: Address of the output's gradient.
+            scratch: Address of the scratch memory.
+            begin: First group of channels, counted within parts.
+            end: Group behind the last one.
+        """
         w, t = self.w, self.t
-        self.input, self.gradient, self.sums = (w.view(one, "float32") for one in (first, second, scratch))
-        strips = -(-self.rows_axis.out // self.strip)
+        self.input, self.gradient, self.sums = self._views(first, second, scratch)
+        strips = -(-self.vertical.out // self.strip)
         total = self.shape.batch * strips
         with t.serial(begin, end) as item:
             part = w.keep(t.floordiv(item, t.int64(self.groups)))
@@ -82,19 +83,26 @@ class Weight:
             low, high = share(w, group, self.blocks, self.groups)
             with t.serial(t.int64(0), t.int64(self.taps)) as tap:
                 with t.serial(low, high) as block:
-                    w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._zero())
+                    w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._all(t.float32(0)))
             from_strip, to_strip = share(w, part, total, self.parts)
             with t.serial(from_strip, to_strip) as index:
                 image = w.keep(t.floordiv(index, t.int64(strips)))
                 top = w.keep((index - image * strips) * self.strip)
-                bottom = w.keep(t.min(top + self.strip, t.int64(self.rows_axis.out)))
+                bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
                 with t.serial(low, high) as block:
                     self._strip(image, top, bottom, block, own, item)
 
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Add up the sums of all parts; the range counts blocks of lanes."""
+        """Add the sums of all parts.
+
+        Args:
+            out: Address of the weights' gradient.
+            scratch: Address of the sums.
+            begin: First block of lanes.
+            end: Block behind the last one.
+        """
         w, t, lanes = self.w, self.t, self.lanes
-        sums, result = w.view(scratch, "float32"), w.view(out, "float32")
+        sums, result = self._views(scratch, out)
         total = w.local(lanes, "float32")
         whole = self._at(t.int64(0))
         with t.serial(begin, end) as block:
@@ -112,18 +120,12 @@ class Weight:
     def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any, item: Any) -> None:
         """All taps of one strip and one block of lanes."""
         del item  # for layouts that need memory of their own for each
-        t, height = self.t, self.shape.kernel[0]
+        tall, wide = self.shape.kernel
         channel = self._channel(block)
-        for start in range(0, self.shape.kernel[1], self.tap_columns):
-            columns = range(start, min(start + self.tap_columns, self.shape.kernel[1]))
-            whole, rest = divmod(height, self.tap_rows)
-            if whole:
-                with t.serial(t.int64(0), t.int64(whole)) as group:
-                    tap = self.w.keep(group * self.tap_rows)
-                    self._taps(image, top, bottom, channel, own + block * self.lanes, tap, self.tap_rows, columns)
-            if rest:
-                tap = t.int64(whole * self.tap_rows)
-                self._taps(image, top, bottom, channel, own + block * self.lanes, tap, rest, columns)
+        for start in range(0, wide, self.tap_columns):
+            columns = range(start, min(start + self.tap_columns, wide))
+            for tap, count in pieces(self.w, tall, self.tap_rows, loop=True):
+                self._taps(image, top, bottom, channel, own + block * self.lanes, tap, count, columns)
 
     def _taps(
         self, image: Any, top: Any, bottom: Any, channel: Any, sums: Any, tap: Any, count: int, columns: range
@@ -152,8 +154,8 @@ class Weight:
         w.when(t.Or(top < joint, joint_end < bottom), apart)
 
     def _bounds(self, tap: Any) -> tuple[Any, Any]:
-        """Output rows for which a row of taps meets the image: from, to."""
-        t, along = self.t, self.rows_axis
+        """Output rows for which a row of taps lies in the image: from, to."""
+        t, along = self.t, self.vertical
         offset = self.w.keep(along.padding - tap * along.dilation)
         stride = t.int64(along.stride)
         low = t.floordiv(t.max(offset, t.int64(0)) + (along.stride - 1), stride)
@@ -161,14 +163,7 @@ class Weight:
         return self.w.keep(low), self.w.keep(high)
 
     def _accumulate(
-        self,
-        image: Any,
-        bounds: list[tuple[Any, Any]],
-        channel: Any,
-        sums: Any,
-        tap: Any,
-        count: int,
-        columns: range,
+        self, image: Any, bounds: list[tuple[Any, Any]], channel: Any, sums: Any, tap: Any, count: int, columns: range
     ) -> None:
         """Add output rows to the sums of some taps, which are held in registers meanwhile."""
         w, t, lanes, shape = self.w, self.t, self.lanes, self.shape
@@ -186,7 +181,7 @@ class Weight:
             w.store(held, place, self.sums[memory(offset)])
 
         def row(out_row: Any) -> None:
-            first = w.keep(out_row * self.rows_axis.stride - self.rows_axis.padding + tap * self.rows_axis.dilation)
+            first = w.keep(out_row * self.vertical.stride - self.vertical.padding + tap * self.vertical.dilation)
             x = w.keep(self._input_at(image, first, channel))
             g = w.keep(self._gradient_at(image, out_row, channel))
             for span in self.columns:
@@ -211,7 +206,7 @@ class Weight:
         w, shape = self.w, self.shape
         gradients: dict[int, Any] = {}
         new: dict[tuple[int, int], Any] = {}
-        down = self.rows_axis.dilation * shape.width
+        down = self.vertical.dilation * shape.width
         for r in range(count):
             for place, uses in by_input(span.taps):
                 wanted = [(out, tap) for out, tap in uses if (r, tap) in places]
@@ -233,16 +228,3 @@ class Weight:
 
     def _gradient_at(self, image: Any, row: Any, channel: Any) -> Any:
         return (image * self.shape.out_height + row) * (self.shape.out_width * self.pixel) + channel
-
-    def _channel(self, block: Any) -> Any:
-        """First channel of a block; the last one reaches back where channels do not fill it."""
-        t, channels, lanes = self.t, self.shape.channels, self.lanes
-        start = block * lanes
-        return self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start)
-
-    def _at(self, start: Any) -> Any:
-        return start if self.lanes == 1 else self.t.ramp(start, 1, self.lanes)
-
-    def _zero(self) -> Any:
-        zero = self.t.float32(0)
-        return zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes)

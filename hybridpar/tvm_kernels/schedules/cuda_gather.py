@@ -10,10 +10,11 @@ weights (C, 1, KH, KW), third the bias or null.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hybridpar.codegen.cuda_writer import STORED, CudaWriter
-from hybridpar.tvm_kernels.schedules.cuda_load import Places, image_unit, load_tile, shared_unit
+from hybridpar.tvm_kernels.schedules.cuda_load import Places, TileWriter, image_unit
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.schedules.geometry import by_input
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -31,6 +32,9 @@ def define(
         layout: Of the images.
         dtype: Of all tensors.
         parameters: As `Tile` has them.
+
+    Returns:
+        The kernel of TIR by name.
     """
     tile = Tile(ConvShape.parse(shape), Direction(direction), Layout(layout), dtype, parameters)
     stored = STORED[dtype]
@@ -39,13 +43,8 @@ def define(
     return {"rows": w.kernel("rows", pointers, tile.grid, tile.threads, body)}
 
 
-class _Gather:
+class _Gather(TileWriter):
     """Writes one kernel."""
-
-    def __init__(self, w: CudaWriter, tile: Tile) -> None:
-        self.w, self.t, self.tile = w, w.t, tile
-        self.vector, self.dtype = tile.vector, tile.dtype
-        self.columns = by_input(tile.horizontal.taps)
 
     def body(
         self,
@@ -66,12 +65,11 @@ class _Gather:
         at = Places(w, tile, thread)
         tile_row, tile_column = w.keep(t.floordiv(block[0], across.tiles)), w.keep(t.floormod(block[0], across.tiles))
         first_unit = w.keep(block[1] * tile.parameters["threads_c"])
-        origin = (block[2], first_unit, tile_row * down.step + down.first, tile_column * across.step + across.first)
         self._load_weights(second, thread, w.keep(block[1] * tile.channels))
-        load_tile(w, tile, first, self.shared, thread, origin)
+        self._load_tile(first, thread, block[2], first_unit, tile_row, tile_column)
         w.sync()
         unit = w.keep(first_unit + at.c)
-        inside = True if tile.shape.channels % tile.channels == 0 else unit < tile.shape.channels // self.vector
+        inside = self._has(unit)
         starts = w.local(self.vector)
         for lane in range(self.vector):
             w.store(starts, lane, t.float32(0))
@@ -103,8 +101,7 @@ class _Gather:
         with t.serial(0, -(-total // tile.threads)) as step:
             item = w.keep(step * tile.threads + thread)
             own, tap = w.keep(t.floordiv(item, tile.taps)), t.floormod(item, tile.taps)
-            whole = tile.shape.channels % tile.channels == 0
-            inside = True if whole else channel + own < tile.shape.channels
+            inside = True if self.whole_channels else channel + own < tile.shape.channels
 
             def load() -> None:
                 value = w.widened(self.dtype, second[channel * tile.taps + item])
@@ -123,20 +120,11 @@ class _Gather:
 
     def _load_row(self, row: int, base: tuple[Any, Any, Any]) -> list[list[Any]]:
         """The elements that a thread needs of one row of its tile: of each column, in order, each channel."""
-        w, across = self.w, self.tile.horizontal
-        found = []
-        for column, _ in self.columns:
-            place = shared_unit(self.tile, base[0], base[1] + row, base[2] + across.place(column))
-            if self.vector == 1:
-                found.append([w.keep(w.widened(self.dtype, self.shared[place]))])
-                continue
-            stored = w.local(self.vector, STORED[self.dtype])
-            w.store(stored, w.lanes(0, self.vector), self.shared[w.lanes(place, self.vector)])
-            found.append([w.keep(w.widened(self.dtype, stored[lane])) for lane in range(self.vector)])
-        return found
+        place = self.tile.horizontal.place
+        return [self._load_unit(base[0], base[1] + row, base[2] + place(column)) for column, _ in self.columns]
 
     def _add(self, sums: Any, result_row: int, values: list[list[Any]], taps: Any, first_tap: int) -> None:
-        """Add a row of elements, each times the taps that it meets, to a row of results."""
+        """Add a row of elements, each times the taps that apply to it, to a row of results."""
         width = self.tile.horizontal.register
         for (_, uses), value in zip(self.columns, values, strict=True):
             for column, tap in uses:
@@ -174,7 +162,7 @@ class _Gather:
                 exists = w.both(inside, True if whole[0] else y < size[0], True if whole[1] else x < size[1])
                 index = (r * across.register + c) * self.vector
                 place = image_unit(tile, number, unit, y, x, size)
-                w.when(exists, lambda index=index, place=place: self._store_unit(sums, index, place))  # type: ignore[misc]
+                w.when(exists, partial(self._store_unit, sums, index, place))
 
     def _store_unit(self, sums: Any, index: int, place: Any) -> None:
         w, vector = self.w, self.vector

@@ -7,22 +7,24 @@ border is.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hybridpar.codegen.cuda_writer import STORED, CudaWriter
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
+from hybridpar.tvm_kernels.schedules.geometry import by_input
 
 #: Loads that a thread has in flight.
 BATCH = 8
 
 
 class Places:
-    """Where a thread is: its channels, column and row, in a block's tile.
+    """The place of a thread in its block's tile: its unit of `vector` channels, its column and its row.
 
     Args:
-        w: Writes.
-        tile: The block's.
-        thread: The thread's number.
+        w: Writes statements.
+        tile: The block's tile.
+        thread: Number of the thread.
     """
 
     def __init__(self, w: CudaWriter, tile: Tile, thread: Any) -> None:
@@ -35,19 +37,55 @@ class Places:
             found[name] = w.keep(t.floormod(rest, size)) if size > 1 else 0
             rest = w.keep(t.floordiv(rest, size)) if size > 1 else rest
         found[order[-1][0]] = rest
-        #: Unit of `vector` channels, column and row, among the block's threads.
         self.c, self.x, self.y = found["c"], found["x"], found["y"]
 
 
-def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, origin: tuple[Any, Any, Any, Any]) -> None:
-    """Bring an image's tile.
+class TileWriter:
+    """Base class of the schedules for GPUs: what a thread reads of its tile in shared memory.
 
     Args:
-        w: Writes.
-        tile: The block's.
-        image: The image's memory.
+        w: Writes statements.
+        tile: The block's tile.
+    """
+
+    shared: Any
+
+    def __init__(self, w: CudaWriter, tile: Tile) -> None:
+        self.w, self.t, self.tile = w, w.t, tile
+        self.vector, self.dtype = tile.vector, tile.dtype
+        self.columns = by_input(tile.horizontal.taps)
+        self.whole_channels = tile.shape.channels % tile.channels == 0
+
+    def _has(self, unit: Any) -> Any:
+        """Whether a unit of channels is one of the image."""
+        return True if self.whole_channels else unit < self.tile.shape.channels // self.vector
+
+    def _load_tile(self, image: Any, thread: Any, number: Any, unit: Any, row: Any, column: Any) -> None:
+        """Load the tile of an image whose first unit of channels, row of tiles and column of tiles are given."""
+        down, across = self.tile.vertical, self.tile.horizontal
+        origin = (number, unit, row * down.step + down.first, column * across.step + across.first)
+        load_tile(self.w, self.tile, image, self.shared, thread, origin)
+
+    def _load_unit(self, unit: Any, row: Any, spot: Any) -> list[Any]:
+        """Channels of an element of the tile as float32."""
+        w = self.w
+        place = shared_unit(self.tile, unit, row, spot)
+        if self.vector == 1 and not self.tile.weight:  # there it would be other machine code than was measured
+            return [w.keep(w.widened(self.dtype, self.shared[place]))]
+        stored = w.local(self.vector, STORED[self.dtype])
+        w.store(stored, w.lanes(0, self.vector), self.shared[w.lanes(place, self.vector)])
+        return [w.keep(w.widened(self.dtype, stored[lane])) for lane in range(self.vector)]
+
+
+def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, origin: tuple[Any, Any, Any, Any]) -> None:
+    """Load an image's tile into shared memory.
+
+    Args:
+        w: Writes statements.
+        tile: The block's tile.
+        image: Memory of the images.
         into: Shared memory, `tile.input_elements`.
-        thread: The thread's number.
+        thread: Number of the thread.
         origin: Image, first unit of channels, row and column, the last two negative in the padding.
     """
     t = w.t
@@ -79,11 +117,9 @@ def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, ori
             True if whole_channels else c < units,
         )
         place = image_unit(tile, number, c, y, x, (down.along.size, across.along.size))
-        w.either(
-            inside,
-            lambda: w.store(staged, w.lanes(index, tile.vector), image[w.lanes(place, tile.vector)]),
-            lambda: w.store(staged, w.lanes(index, tile.vector), w.zero(tile.dtype, tile.vector)),
-        )
+        to, value = w.lanes(index, tile.vector), image[w.lanes(place, tile.vector)]
+        zero = w.zero(tile.dtype, tile.vector)
+        w.either(inside, partial(w.store, staged, to, value), partial(w.store, staged, to, zero))
 
     def put(index: int, item: Any) -> None:
         unit, row, column = split(item)
@@ -97,11 +133,23 @@ def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, ori
         for action in (bring, put):
             for index, (one, item) in enumerate(zip(batch, items, strict=True)):
                 exists: Any = True if (one + 1) * tile.threads <= total else item < total
-                w.when(exists, lambda action=action, index=index, item=item: action(index, item))  # type: ignore[misc]
+                w.when(exists, partial(action, index, item))
 
 
 def image_unit(tile: Tile, number: Any, unit: Any, row: Any, column: Any, size: tuple[int, int]) -> Any:
-    """Which unit of `vector` elements of an image of some rows and columns lies where."""
+    """The number of a unit of `vector` elements in the images, in the order of memory.
+
+    Args:
+        tile: The block's tile.
+        number: Of the image.
+        unit: Of channels.
+        row: In the image.
+        column: In the image.
+        size: Rows and columns of an image.
+
+    Returns:
+        The number, an expression of TIR.
+    """
     if tile.last:
         units = tile.shape.channels // tile.vector
         return ((number * size[0] + row) * size[1] + column) * units + unit
@@ -109,7 +157,17 @@ def image_unit(tile: Tile, number: Any, unit: Any, row: Any, column: Any, size: 
 
 
 def shared_unit(tile: Tile, unit: Any, row: Any, spot: Any) -> Any:
-    """Which unit of the tile in shared memory: of channels, row, and place in the row."""
+    """The number of a unit of `vector` elements in the tile in shared memory.
+
+    Args:
+        tile: The block's tile.
+        unit: Of channels, in the tile.
+        row: In the tile.
+        spot: Place in the row; columns of one phase lie side by side.
+
+    Returns:
+        The number, an expression of TIR, or an int where all arguments are.
+    """
     if tile.last:
         return (row * tile.pitch + spot) * tile.parameters["threads_c"] + unit
     return (unit * tile.vertical.reach + row) * tile.pitch + spot

@@ -12,12 +12,12 @@ Arguments of `rows`: pointers to first, second, third, out: input, output's grad
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hybridpar.codegen.cuda_writer import STORED, CudaWriter
-from hybridpar.tvm_kernels.schedules.cuda_load import Places, image_unit, load_tile, shared_unit
+from hybridpar.tvm_kernels.schedules.cuda_load import Places, TileWriter, image_unit
 from hybridpar.tvm_kernels.schedules.cuda_tile import WARP, Tile
-from hybridpar.tvm_kernels.schedules.geometry import by_input
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 #: Of `merge`: weights of a block, and threads that share the parts of each.
@@ -36,6 +36,9 @@ def define(
         layout: Of the images.
         dtype: Of all tensors.
         parameters: As `Tile` has them.
+
+    Returns:
+        Kernels of TIR by name.
     """
     tile = Tile(ConvShape.parse(shape), Direction(direction), Layout(layout), dtype, parameters)
     writes = _Weight(w, tile)
@@ -50,15 +53,12 @@ def define(
     }
 
 
-class _Weight:
+class _Weight(TileWriter):
     """Writes the kernels."""
 
     def __init__(self, w: CudaWriter, tile: Tile) -> None:
-        self.w, self.t, self.tile = w, w.t, tile
-        self.vector, self.dtype = tile.vector, tile.dtype
+        super().__init__(w, tile)
         self.width, self.tap_rows = tile.shape.kernel[1], tile.parameters["tap_rows"]
-        self.columns = by_input(tile.horizontal.taps)
-        self.whole_channels = tile.shape.channels % tile.channels == 0
 
     # -------------------------------------------------------------------------------------------------- the main kernel
 
@@ -82,14 +82,8 @@ class _Weight:
                 number = w.keep(t.floordiv(item, tiles))
                 place = w.keep(t.floormod(item, tiles))
                 tile_row, tile_column = w.keep(t.floordiv(place, across.tiles)), w.keep(t.floormod(place, across.tiles))
-                origin = (
-                    number,
-                    first_unit,
-                    tile_row * down.step + down.first,
-                    tile_column * across.step + across.first,
-                )
                 w.sync()  # the tile before is done with
-                load_tile(w, tile, first, self.shared, thread, origin)
+                self._load_tile(first, thread, number, first_unit, tile_row, tile_column)
                 w.sync()
                 row = w.keep(tile_row * down.tile + at.y * down.register)
                 column = w.keep(tile_column * across.tile + at.x * across.register)
@@ -106,7 +100,7 @@ class _Weight:
         down, across = tile.vertical, tile.horizontal
         at, unit = channel
         size = (down.along.out, across.along.out)
-        inside = True if self.whole_channels else unit < tile.shape.channels // self.vector
+        inside = self._has(unit)
         gradient = w.local(across.register * self.vector, STORED[self.dtype])
         with t.serial(0, across.virtual) as virtual:
             further = virtual * (across.threads * across.register) if across.virtual > 1 else 0
@@ -122,16 +116,11 @@ class _Weight:
                     whole = size[1] % across.tile == 0
                     there = [True if whole else x < size[1] for x in columns]
                     for c, x in enumerate(columns):
-                        place = image_unit(tile, number, unit, y, x, size)
-                        w.either(
-                            there[c],
-                            lambda c=c, place=place: w.store(  # type: ignore[misc]
-                                gradient, w.lanes(c, self.vector), second[w.lanes(place, self.vector)]
-                            ),
-                            lambda c=c: w.store(  # type: ignore[misc]
-                                gradient, w.lanes(c, self.vector), w.zero(self.dtype, self.vector)
-                            ),
-                        )
+                        own = w.lanes(c, self.vector)
+                        value = second[w.lanes(image_unit(tile, number, unit, y, x, size), self.vector)]
+                        zero = w.zero(self.dtype, self.vector)
+                        load, clear = (partial(w.store, gradient, own, one) for one in (value, zero))
+                        w.either(there[c], load, clear)
                     values = [w.keep(w.widened(self.dtype, gradient[i])) for i in range(across.register * self.vector)]
                     for tap_row in range(self.tap_rows):
                         self._row(sums, values, there, (at, spot), r, tap_row, group)
@@ -150,13 +139,10 @@ class _Weight:
 
         def products() -> None:
             for column, uses in self.columns:
-                stored = w.local(self.vector, STORED[self.dtype])
-                index = shared_unit(tile, at.c, row, spot + across.place(column))
-                w.store(stored, w.lanes(0, self.vector), self.shared[w.lanes(index, self.vector)])
-                own = [w.keep(w.widened(self.dtype, stored[lane])) for lane in range(self.vector)]
+                own = self._load_unit(at.c, row, spot + across.place(column))
                 for c, tap_column in uses:
                     # Where there is no gradient the input must not count even if it is infinite.
-                    w.when(there[c], lambda c=c, tap_column=tap_column, own=own: add(c, tap_column, own))  # type: ignore[misc]
+                    w.when(there[c], partial(add, c, tap_column, own))
 
         def add(c: int, tap_column: int, own: list[Any]) -> None:
             for lane in range(self.vector):
@@ -175,22 +161,17 @@ class _Weight:
             for bit in tile.lanes_added:
                 w.store(sums, index, w.add_lanes(sums[index], bit))
         # One lane of those that have the same sums goes on.
-        speaks: Any = True
+        adds: Any = True
         if tile.lanes_added:
             mask = sum(tile.lanes_added)
-            speaks = t.bitwise_and(thread, mask) == 0
+            adds = t.bitwise_and(thread, mask) == 0
         if tile.sharers == 1:
             for tap_row in range(self.tap_rows):
                 for tap in range(self.width):
                     for lane in range(self.vector):
                         index = (tap_row * self.width + tap) * self.vector + lane
                         channel = at.c * self.vector + lane
-                        w.when(
-                            speaks,
-                            lambda index=index, channel=channel, tap_row=tap_row, tap=tap: self._write(  # type: ignore[misc]
-                                out, sums[index], channel, tap_row, tap, block
-                            ),
-                        )
+                        w.when(adds, partial(self._write, out, sums[index], channel, tap_row, tap, block))
             return
         added = w.shared(tile.added_elements, "float32")
         sharer = self._sharer(at, thread)
@@ -205,7 +186,7 @@ class _Weight:
                         channel = at.c * self.vector + lane
                         w.store(added, (sharer * self.width + tap) * tile.channels + channel, value)
 
-            w.when(speaks, give)
+            w.when(adds, give)
             w.sync()
             with t.serial(0, -(-total // tile.threads)) as step:
                 item = w.keep(step * tile.threads + thread)

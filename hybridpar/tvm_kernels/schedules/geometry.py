@@ -1,21 +1,22 @@
-"""Which taps of which output element lie inside of the image, known before anything is compiled.
+"""Index arithmetic of convolutions, computed before anything is compiled, and the base class of schedules for CPUs.
 
-Forward and input gradient are one thing here: each output element gathers some input elements, each times a tap. What
-differs is where: in the forward direction at out·stride + tap·dilation − padding, in the input gradient at
-(out + padding − tap·dilation) / stride where that is a whole number.
+The forward pass and the input gradient are treated alike: each output element is a sum of some input elements, each
+times a tap of the filter. Only their places differ. In the forward pass they are out·stride + tap·dilation − padding,
+in the input gradient (out + padding − tap·dilation) / stride where that is a whole number.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
-#: What every function of a kernel takes: addresses, then a range.
+#: Arguments of every function of a kernel for CPUs: addresses of the first and second operand, of the bias (0 for
+#: none), of the result and of scratch memory; then the range of units of work that a call computes.
 ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
 
 #: Channels that are one step of the range of `prepare`.
@@ -48,7 +49,14 @@ class Axis:
     transposed: bool
 
     def unbounded(self, out: int) -> Taps:
-        """Taps of an output element if the input went on for ever."""
+        """The taps of an output element, those that meet the padding included.
+
+        Args:
+            out: Index of the output element.
+
+        Returns:
+            Pairs of tap and input element; elements below 0 or from `size` on lie in the padding.
+        """
         if not self.transposed:
             first = out * self.stride - self.padding
             return tuple((tap, first + tap * self.dilation) for tap in range(self.taps))
@@ -56,16 +64,30 @@ class Axis:
         return tuple((tap, place // self.stride) for tap, place in places if place % self.stride == 0)
 
     def bounded(self, out: int) -> Taps:
-        """Taps of an output element that meet the input."""
+        """The taps of an output element that meet the input.
+
+        Args:
+            out: Index of the output element.
+
+        Returns:
+            Pairs of tap and input element.
+        """
         return tuple((tap, place) for tap, place in self.unbounded(out) if 0 <= place < self.size)
 
     @property
     def whole(self) -> int:
-        """Tiles of a multiple of so many elements all look alike."""
+        """Tiles whose size is a multiple of this use the same taps at the same offsets."""
         return self.stride if self.transposed else 1
 
     def shift(self, tile: int) -> int:
-        """How far the input moves from one tile to the next."""
+        """Input elements from the start of one tile to the start of the next.
+
+        Args:
+            tile: Output elements of a tile.
+
+        Returns:
+            Number of elements.
+        """
         return tile // self.stride if self.transposed else tile * self.stride
 
 
@@ -90,7 +112,16 @@ class Span:
 
 
 def axis(shape: ConvShape, direction: Direction, which: int) -> Axis:
-    """Rows (0) or columns (1) of a forward convolution or an input gradient."""
+    """The rows or columns of a convolution; those of the weight gradient are those of the forward pass.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        which: 0 for rows, 1 for columns.
+
+    Returns:
+        The axis.
+    """
     image = (shape.height, shape.width)[which]
     result = (shape.out_height, shape.out_width)[which]
     transposed = direction is Direction.INPUT_GRADIENT
@@ -106,6 +137,9 @@ def spans(along: Axis, tile: int) -> tuple[Span, ...]:
     Args:
         along: The axis.
         tile: Elements of a tile, a multiple of `along.whole`.
+
+    Returns:
+        Spans in order.
     """
     found: list[Span] = []
     previous = False
@@ -123,7 +157,15 @@ def spans(along: Axis, tile: int) -> tuple[Span, ...]:
 
 @functools.lru_cache(1024)
 def interior(along: Axis, tile: int) -> Span | None:
-    """The longest run of tiles without a border, or None."""
+    """The longest run of whole tiles that do not touch the padding.
+
+    Args:
+        along: The axis.
+        tile: Elements of a tile, a multiple of `along.whole`.
+
+    Returns:
+        The run; None where every tile touches the padding.
+    """
     inner = [
         one
         for one in spans(along, tile)
@@ -134,7 +176,14 @@ def interior(along: Axis, tile: int) -> Span | None:
 
 @functools.lru_cache(4096)
 def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-    """Input elements in order, each with the (output element, tap) that it is used for."""
+    """Groups taps by the input element that they read.
+
+    Args:
+        taps: Taps of each output element.
+
+    Returns:
+        Input elements in order, each with the pairs of output element and tap that use it.
+    """
     uses: dict[int, list[tuple[int, int]]] = {}
     for out, own in enumerate(taps):
         for tap, place in own:
@@ -143,11 +192,86 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
 
 
 def functions_of(w: Writer, bodies: dict[str, Callable[..., None]]) -> dict[str, Any]:
-    """What `define` returns for a CPU: functions of `ARGUMENTS` by name."""
+    """The functions of a kernel for CPUs, as `define` of a schedule returns them.
+
+    Args:
+        w: Writes them.
+        bodies: Write the statements of each; called with `ARGUMENTS` by name.
+
+    Returns:
+        Functions of TIR by name.
+    """
     return {name: w.function(name, ARGUMENTS, (), body, helpers=False) for name, body in bodies.items()}
 
 
 def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
-    """One of so many shares of a range that starts at 0, as equal as can be: from, to."""
+    """One share of a range that starts at 0 and is divided as evenly as possible.
+
+    Args:
+        w: Writes the bounds.
+        number: Which share.
+        total: End of the range.
+        parts: Number of shares.
+
+    Returns:
+        Begin and end of the share.
+    """
     low, high = (w.keep(w.t.floordiv((number + one) * total, w.t.int64(parts))) for one in (0, 1))
     return low, high
+
+
+def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tuple[Any, int]]:
+    """Divides a range into pieces: whole ones in a loop around what the caller writes next, then a shorter one.
+
+    Args:
+        w: Writes the loop.
+        size: End of the range, which starts at 0.
+        step: Size of a whole piece.
+        loop: Write the loop also where there is one whole piece.
+
+    Yields:
+        Begin and size of a piece.
+    """
+    whole, rest = divmod(size, step)
+    if whole == 1 and not loop:
+        yield w.t.int64(0), step
+    elif whole:
+        with w.t.serial(w.t.int64(0), w.t.int64(whole)) as index:
+            yield w.keep(index * step), step
+    if rest:
+        yield w.t.int64(whole * step), rest
+
+
+class ConvWriter:
+    """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values.
+
+    Args:
+        w: Writes statements.
+        shape: The convolution.
+        direction: Which of its three directions.
+        lanes: Values of a vector.
+    """
+
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, lanes: int) -> None:
+        self.w, self.t = w, w.t
+        self.shape, self.lanes = shape, lanes
+        self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+        self.taps = shape.kernel[0] * shape.kernel[1]
+        self.bias = direction is Direction.FORWARD
+
+    def _at(self, start: Any) -> Any:
+        """Indices of a vector that begins at `start`."""
+        return start if self.lanes == 1 else self.t.ramp(start, 1, self.lanes)
+
+    def _all(self, value: Any) -> Any:
+        """A vector of equal values."""
+        return value if self.lanes == 1 else self.t.broadcast(value, self.lanes)
+
+    def _views(self, *addresses: Any) -> list[Any]:
+        """The float32 values at some addresses."""
+        return [self.w.view(one, "float32") for one in addresses]
+
+    def _channel(self, block: Any) -> Any:
+        """First channel of a block of lanes; the last block overlaps the one before where channels do not fill it."""
+        start, last = block * self.lanes, self.shape.channels - self.lanes
+        return self.w.keep(self.t.min(start, self.t.int64(last)) if self.shape.channels % self.lanes else start)

@@ -12,31 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridpar.codegen.tir_writer import LANES, Writer
-from hybridpar.tvm_kernels.schedules.norm_rows import (
-    ACTIVATIONS,
-    APPLY,
-    COSTLY,
-    EXTENT,
-    FIXED,
-    INVERSE,
-    JOIN,
-    REDUCE,
-    REST,
-    SCALE,
-    Extent,
-    Put,
-    apply_rows,
-    slope_of,
-    terms_of,
-    write_out,
-)
+from hybridpar.tvm_kernels.schedules import norm_rows
 
-BACKWARD = ("x", "grad_y", "table", "grad_x", "grad_weight", "grad_bias", "scratch", *EXTENT)
+BACKWARD = ("x", "grad_y", "table", "grad_x", "grad_weight", "grad_bias", "scratch", *norm_rows.EXTENT)
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """One function for each activation."""
-    names = {activation: f"norm_backward_{activation}" for activation in ACTIVATIONS}
+    """One function for each activation.
+
+    Args:
+        w: Writes them.
+
+    Returns:
+        Functions of TIR by name.
+    """
+    names = {activation: f"norm_backward_{activation}" for activation in norm_rows.ACTIVATIONS}
     return {name: w.function(name, BACKWARD, (), _backward(w, one)) for one, name in names.items()}
 
 
@@ -54,16 +44,16 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
         stream: Any,
         **numbers: Any,
     ) -> None:
-        values, above, rows = w.view(x, "float32"), w.view(grad_y, "float32"), w.view(table, "float32")
+        values, above = w.view(x, "float32"), w.view(grad_y, "float32")
         result, of_weight, of_bias = (w.view(one, "float32") for one in (grad_x, grad_weight, grad_bias))
-        extent = Extent(w, scratch, numbers)
+        extent = norm_rows.Extent(w, scratch, table, numbers)
         #: Two rows of float32 behind the joined row: what x - mean is multiplied by, and what is added.
         factors = w.keep((extent.joined + extent.width) * 2)
 
         def slope(terms: Sequence[Any], place: Any, wide: bool) -> tuple[Any, Any]:
             """The value less its mean, and the gradient before the activation."""
             centred = w.keep(values[place] - terms[0])
-            return centred, w.keep(slope_of(w, activation, centred * terms[1] + terms[2], above[place], wide))
+            return centred, w.keep(norm_rows.slope_of(w, activation, centred * terms[1] + terms[2], above[place], wide))
 
         def join() -> None:
             zero = t.int64(0)
@@ -71,7 +61,7 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
 
             def left(channel: Any, centred: bool) -> Callable[[Any], Any]:
                 def one(place: Any) -> Any:
-                    x, g = slope(terms_of(w, extent, rows, channel, False), place, False)
+                    x, g = slope(extent.terms(channel, False), place, False)
                     exact = t.cast(g, "float64")
                     return exact * t.cast(x, "float64") if centred else exact
 
@@ -89,9 +79,9 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                 sum_g = w.keep(extent.doubles[extent.joined + 2 * extent.width + channel])
 
                 def row(number: int, channel: Any = channel) -> Any:
-                    return w.keep(t.cast(rows[extent.width * number + channel], "float64"))
+                    return w.keep(t.cast(extent.table[extent.width * number + channel], "float64"))
 
-                inverse, rest, scale = row(INVERSE), row(REST), row(SCALE)
+                inverse, rest, scale = row(norm_rows.INVERSE), row(norm_rows.REST), row(norm_rows.SCALE)
                 sum_gx = w.keep((second[zero] - rest * sum_g) * inverse)
                 w.store(of_weight, channel, t.cast(sum_gx, "float32"))
                 share = w.keep(scale / t.cast(extent.rows, "float64"))
@@ -103,16 +93,16 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                     w.store(extent.floats, place, t.cast(slope_x, "float32"))
                     w.store(extent.floats, place + extent.width, t.cast(offset, "float32"))
 
-        def gradient(column: Any, places: Sequence[Any], put: Put, wide: bool) -> None:
-            terms = terms_of(w, extent, rows, column, wide)
+        def gradient(column: Any, places: Sequence[Any], put: norm_rows.Put, wide: bool) -> None:
+            terms = extent.terms(column, wide)
             at = w.at if wide else lambda one: one
-            fixed = w.lanes(extent.phase(FIXED)) if wide else extent.phase(FIXED)
+            fixed = w.lanes(extent.phase(norm_rows.FIXED)) if wide else extent.phase(norm_rows.FIXED)
             zeros = w.zeros() if wide else t.float32(0)
             slope_x, offset = (
                 w.keep(extent.floats[at(factors + extent.width * number + column)]) for number in range(2)
             )
             for place in places:
-                if wide and activation in COSTLY:
+                if wide and activation in norm_rows.COSTLY:
                     centred, g = values[at(place)] - terms[0], result[at(place)]
                 else:
                     centred, g = slope(terms, at(place), wide)
@@ -121,33 +111,32 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                 put(place, terms[1] * g + t.Select(fixed, zeros, through))
 
         def sums() -> None:
-            if activation in COSTLY:
-                write_out(w, result, stream, lambda put: _gradient_sums(w, extent, rows, slope, put))
+            if activation in norm_rows.COSTLY:
+                norm_rows.write_out(w, result, stream, lambda put: _gradient_sums(w, extent, slope, put))
             else:
-                _gradient_sums(w, extent, rows, slope, None)
+                _gradient_sums(w, extent, slope, None)
 
         def apply() -> None:
-            def write(put: Put) -> None:
-                apply_rows(w, extent, result, put, gradient)
+            def write(put: norm_rows.Put) -> None:
+                extent.apply(result, put, gradient)
 
-            if activation in COSTLY:  # the memory has just been read
+            if activation in norm_rows.COSTLY:  # the memory has just been read
                 write(lambda place, value: w.store(result, w.at(place), value))
             else:
-                write_out(w, result, stream, write)
+                norm_rows.write_out(w, result, stream, write)
 
-        w.when(extent.phase(REDUCE), sums)
-        w.when(extent.phase(JOIN), join)
-        w.when(extent.phase(APPLY), apply)
+        w.when(extent.phase(norm_rows.REDUCE), sums)
+        w.when(extent.phase(norm_rows.JOIN), join)
+        w.when(extent.phase(norm_rows.APPLY), apply)
 
     return body
 
 
 def _gradient_sums(
     w: Writer,
-    extent: Extent,
-    rows: Any,
+    extent: norm_rows.Extent,
     slope: Callable[[Sequence[Any], Any, bool], tuple[Any, Any]],
-    put: Put | None,
+    put: norm_rows.Put | None,
 ) -> None:
     """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation, and is put."""
     t = w.t
@@ -169,7 +158,7 @@ def _gradient_sums(
                     w.store(floats, w.at(row + column), w.zeros())
 
             def add(column: Any, places: Sequence[Any]) -> None:
-                terms = terms_of(w, extent, rows, column, True)
+                terms = extent.terms(column, True)
                 total, product = floats[w.at(sums + column)], floats[w.at(products + column)]
                 for place in places:
                     centred, g = slope(terms, w.at(place), True)

@@ -9,35 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
-from hybridpar.tvm_kernels.schedules.norm_rows import (
-    ACTIVATIONS,
-    APPLY,
-    EXTENT,
-    FIXED,
-    GIVEN,
-    INVERSE,
-    JOIN,
-    MEAN,
-    REDUCE,
-    REST,
-    SCALE,
-    SHIFT,
-    TRACK,
-    VARIANCE,
-    Extent,
-    Put,
-    activate,
-    apply_rows,
-    terms_of,
-    write_out,
-)
+from hybridpar.tvm_kernels.schedules import norm_rows
 
-FORWARD = ("x", "weight", "bias", "running_mean", "running_var", "y", "table", "scratch", *EXTENT)
+FORWARD = ("x", "weight", "bias", "running_mean", "running_var", "y", "table", "scratch", *norm_rows.EXTENT)
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """One function for each activation."""
-    names = {activation: f"norm_forward_{activation}" for activation in ACTIVATIONS}
+    """One function for each activation.
+
+    Args:
+        w: Writes them.
+
+    Returns:
+        Functions of TIR by name.
+    """
+    names = {activation: f"norm_forward_{activation}" for activation in norm_rows.ACTIVATIONS}
     return {name: w.function(name, FORWARD, ("eps", "momentum"), _forward(w, one)) for one, name in names.items()}
 
 
@@ -58,15 +44,15 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
         momentum: Any,
         **numbers: Any,
     ) -> None:
-        values, result, rows = w.view(x, "float32"), w.view(y, "float32"), w.view(table, "float32")
-        extent = Extent(w, scratch, numbers)
+        values, result = w.view(x, "float32"), w.view(y, "float32")
+        extent = norm_rows.Extent(w, scratch, table, numbers)
         running = w.view(running_mean, "float32"), w.view(running_var, "float32")
         parameters = (weight, w.view(weight, "float32")), (bias, w.view(bias, "float32"))
 
         def learn(channel: Any, mean: Any, variance: Any) -> None:
             mean, variance = w.keep(mean), w.keep(variance)
             unbiased = w.keep(_unbiased(w, extent, variance))
-            _fill_table(w, extent, rows, channel, (mean, variance, unbiased), parameters, eps)
+            _fill_table(w, extent, channel, (mean, variance, unbiased), parameters, eps)
 
             def track() -> None:
                 part = w.keep(t.cast(momentum, "float64"))
@@ -74,7 +60,7 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
                     old = t.cast(kept[channel], "float64")
                     w.store(kept, channel, t.cast(part * new + (t.float64(1) - part) * old, "float32"))
 
-            w.when(extent.phase(TRACK), track)
+            w.when(extent.phase(norm_rows.TRACK), track)
 
         def from_known() -> None:
             known, places = w.local(2, "float64"), (t.int64(0), t.int64(1))
@@ -88,30 +74,34 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
                     for place in places:
                         w.store(known, place, extent.doubles[extent.channels * place + channel])
 
-                w.either(extent.phase(FIXED), take_running, take_given)
+                w.either(extent.phase(norm_rows.FIXED), take_running, take_given)
                 learn(channel, *(known[place] for place in places))
 
         def join() -> None:
-            w.either(extent.phase(FIXED | GIVEN), from_known, lambda: _from_moments(w, extent, values, learn))
+            w.either(
+                extent.phase(norm_rows.FIXED | norm_rows.GIVEN),
+                from_known,
+                lambda: _from_moments(w, extent, values, learn),
+            )
 
-        w.when(extent.phase(REDUCE), lambda: _moments(w, extent, values))
-        w.when(extent.phase(JOIN), join)
+        w.when(extent.phase(norm_rows.REDUCE), lambda: _moments(w, extent, values))
+        w.when(extent.phase(norm_rows.JOIN), join)
 
-        def activated(column: Any, places: Sequence[Any], put: Put, wide: bool) -> None:
-            mean, scale, shift = terms_of(w, extent, rows, column, wide)
+        def activated(column: Any, places: Sequence[Any], put: norm_rows.Put, wide: bool) -> None:
+            mean, scale, shift = extent.terms(column, wide)
             for place in places:
                 value = values[w.at(place) if wide else place]
-                put(place, activate(w, activation, (value - mean) * scale + shift, wide))
+                put(place, norm_rows.activate(w, activation, (value - mean) * scale + shift, wide))
 
         def apply() -> None:
-            write_out(w, result, stream, lambda put: apply_rows(w, extent, result, put, activated))
+            norm_rows.write_out(w, result, stream, lambda put: extent.apply(result, put, activated))
 
-        w.when(extent.phase(APPLY), apply)
+        w.when(extent.phase(norm_rows.APPLY), apply)
 
     return body
 
 
-def _moments(w: Writer, extent: Extent, values: Any) -> None:
+def _moments(w: Writer, extent: norm_rows.Extent, values: Any) -> None:
     """The mean of each segment's columns, and the sum of squared deviations from it."""
     t = w.t
     doubles, floats, width = extent.doubles, extent.floats, extent.width
@@ -182,7 +172,7 @@ def _moments(w: Writer, extent: Extent, values: Any) -> None:
     extent.backwards(segment)
 
 
-def _from_moments(w: Writer, extent: Extent, values: Any, learn: Callable[[Any, Any, Any], None]) -> None:
+def _from_moments(w: Writer, extent: norm_rows.Extent, values: Any, learn: Callable[[Any, Any, Any], None]) -> None:
     """Have each channel's mean and variance learnt from the moments of segments and of the rows left over."""
     t = w.t
     zero = t.int64(0)
@@ -213,15 +203,14 @@ def _from_moments(w: Writer, extent: Extent, values: Any, learn: Callable[[Any, 
         learn(channel, doubles[mean + channel], total[zero] / count)
 
 
-def _unbiased(w: Writer, extent: Extent, variance: Any) -> Any:
+def _unbiased(w: Writer, extent: norm_rows.Extent, variance: Any) -> Any:
     count = w.keep(w.t.cast(extent.rows, "float64"))
     return variance * (count / (count - w.t.float64(1)))
 
 
 def _fill_table(
     w: Writer,
-    extent: Extent,
-    rows: Any,
+    extent: norm_rows.Extent,
     channel: Any,
     statistics: tuple[Any, Any, Any],
     parameters: tuple[tuple[Any, Any], tuple[Any, Any]],
@@ -235,11 +224,11 @@ def _fill_table(
     rest = w.keep(mean - t.cast(high, "float64"))
     scale = w.keep(_parameter(w, *parameters[0], channel, 1) * inverse)
     shift = w.keep(_parameter(w, *parameters[1], channel, 0) - rest * scale)
-    found = {MEAN: mean, SCALE: scale, SHIFT: shift, INVERSE: inverse, REST: rest, VARIANCE: unbiased}
+    found = enumerate((mean, scale, shift, inverse, rest, unbiased))  # in the order of the table's rows
     with t.serial(0, extent.repeat) as copy:
         place = w.keep(copy * extent.channels + channel)
-        for row, value in found.items():
-            w.store(rows, width * row + place, t.cast(value, "float32"))
+        for row, value in found:
+            w.store(extent.table, width * row + place, t.cast(value, "float32"))
 
 
 def _parameter(w: Writer, address: Any, memory: Any, channel: Any, otherwise: int) -> Any:

@@ -1,4 +1,4 @@
-"""What forward and backward of BatchNorm share: the order of rows, sums over them, activations.
+"""Code that forward and backward of BatchNorm share: loops over rows, sums over them, activations.
 
 A tensor is read as rows (one pixel of one image) of channels. Forward reads it twice: for the moments of the batch, and
 to normalise and activate. Backward reads it and the gradient twice: for the two sums that the gradient needs, and to
@@ -60,16 +60,29 @@ Put = Callable[[Any, Any], None]
 
 
 def define(_writer: Writer) -> dict[str, Any]:
-    """No function: this file is among the sources so that kernels are built anew where it changes."""
+    """Defines no function: this file is one of the sources so that kernels are built anew when it changes.
+
+    Args:
+        _writer: Not used.
+
+    Returns:
+        An empty dictionary.
+    """
     return {}
 
 
 class Extent:
-    """What follows from a function's numbers: how rows are grouped, and where in scratch their sums are."""
+    """How the rows of a call are grouped, and where in scratch memory their sums are.
 
-    def __init__(self, w: Writer, scratch: Any, numbers: dict[str, Any]) -> None:
-        self.t = w.t
-        self.w = w
+    Args:
+        w: Writes statements.
+        scratch: Address of the scratch memory.
+        table: Address of the table of statistics.
+        numbers: The arguments named in `EXTENT`, without `stream`.
+    """
+
+    def __init__(self, w: Writer, scratch: Any, table: Any, numbers: dict[str, Any]) -> None:
+        self.w, self.t, self.table = w, w.t, w.view(table, "float32")
         self.rows, self.channels, self.repeat = numbers["rows"], numbers["channels"], numbers["repeat"]
         self.length, self.begin, self.end = numbers["length"], numbers["begin"], numbers["end"]
         self.phases = numbers["phases"]
@@ -84,29 +97,60 @@ class Extent:
         self.joined = w.keep(self.segments * SEGMENT * self.width)
 
     def phase(self, bit: int) -> Any:
-        """Whether this call is for a phase, or in a mode."""
+        """Whether a bit of the call's `phases` is set.
+
+        Args:
+            bit: `REDUCE`, `JOIN`, `APPLY`, `FIXED`, `TRACK` or `GIVEN`, or several of them for any.
+
+        Returns:
+            A condition.
+        """
         return (self.phases & bit) != 0
 
     def sums(self, segment: Any) -> Any:
-        """Where the two rows of sums of a segment are, among doubles."""
+        """Index of the two rows of sums of a segment among the doubles of scratch memory.
+
+        Args:
+            segment: Number of the segment.
+
+        Returns:
+            The index.
+        """
         return segment * SEGMENT * self.width
 
     def work(self) -> Any:
-        """Where the float32 rows are that belong to this call alone, among floats."""
+        """Index of the float32 rows that this call alone uses, among the floats of scratch memory."""
         return self.w.keep((self.begin * SEGMENT + 2) * self.width * 2)
 
     def bounds(self, segment: Any) -> tuple[Any, Any]:
-        """The wide rows of a segment."""
+        """The wide rows of a segment.
+
+        Args:
+            segment: Number of the segment.
+
+        Returns:
+            The first row, and the one behind the last.
+        """
         first = self.w.keep(segment * self.length)
         return first, self.w.keep(self.t.min(first + self.length, self.wide))
 
     def columns(self, body: Callable[[Any], None]) -> None:
-        """Write a body for every vector of a wide row."""
+        """Write a loop over the vectors of a wide row.
+
+        Args:
+            body: Writes the statements for the vector at a column.
+        """
         with self.t.serial(0, self.width // LANES) as block:
             body(self.w.keep(block * LANES))
 
     def walk(self, start: Any, stop: Any, body: Callable[[Any, Sequence[Any]], None]) -> None:
-        """Write a body for every vector of wide rows: its column, and its places in as many rows as go together."""
+        """Write loops over the vectors of some wide rows, `ROWS` rows at a time.
+
+        Args:
+            start: First row.
+            stop: Row behind the last one.
+            body: Writes the statements for a column and the places of its vectors.
+        """
         t, w = self.t, self.w
         groups = w.keep((stop - start) // ROWS)
         with t.serial(0, groups) as group:
@@ -117,7 +161,13 @@ class Extent:
             self.columns(lambda column: body(column, [row + column]))
 
     def chunks(self, first: Any, last: Any, body: Callable[[Any, Any], None]) -> None:
-        """Write a body for the chunks of some wide rows, the last one first."""
+        """Write a loop over the chunks of some wide rows, the last one first.
+
+        Args:
+            first: First row.
+            last: Row behind the last one.
+            body: Writes the statements for the rows from one to before another.
+        """
         t, w = self.t, self.w
         count = w.keep((last - first + CHUNK - 1) // CHUNK)
         with t.serial(0, count) as step:
@@ -125,12 +175,20 @@ class Extent:
             body(start, w.keep(t.min(start + CHUNK, last)))
 
     def backwards(self, body: Callable[[Any], None]) -> None:
-        """Write a body for the segments of this call, the last one first."""
+        """Write a loop over the segments of this call, the last one first.
+
+        Args:
+            body: Writes the statements for the number of a segment.
+        """
         with self.t.serial(0, self.end - self.begin) as step:
             body(self.w.keep(self.end - 1 - step))
 
     def over_segments(self, value: Callable[[Any, Any, Any], Any]) -> None:
-        """Set the joined row to a sum over segments: of value(place of its sums, its rows, column)."""
+        """Set the joined row to a sum over segments.
+
+        Args:
+            value: What a segment adds, given the place of its sums, its number of rows and the column.
+        """
         t, w = self.t, self.w
         total, first = w.local(LANES, "float64"), w.at(t.int64(0))
 
@@ -145,7 +203,13 @@ class Extent:
         self.columns(column)
 
     def per_channel(self, total: Any, channel: Any, left: Callable[[Any], Any]) -> None:
-        """Set total[0] to the sum of a channel's columns of the joined row, and of left(place) of rows left over."""
+        """Sum a channel over its columns of the joined row and over the rows left over.
+
+        Args:
+            total: Gets the sum in its first element.
+            channel: The channel.
+            left: What the value at a place of a row left over adds.
+        """
         t, w = self.t, self.w
         zero = t.int64(0)
         w.store(total, zero, t.float64(0))
@@ -154,37 +218,54 @@ class Extent:
         with t.serial(0, self.left) as row:
             w.store(total, zero, total[zero] + left((self.tail + row) * self.channels + channel))
 
+    def apply(self, result: Any, put: Put, make: Callable[[Any, Sequence[Any], Put, bool], None]) -> None:
+        """Write the result of the segments of this call, and of the rows left over if the last segment is among them.
+
+        Args:
+            result: Memory of the result.
+            put: Stores a vector.
+            make: Writes the values at some places: column, places, how to store, and whether they are whole vectors.
+        """
+        t, w = self.t, self.w
+        first, last = w.keep(self.begin * self.length), w.keep(t.min(self.end * self.length, self.wide))
+        self.walk(first, last, lambda column, places: make(column, places, put, True))
+
+        def left() -> None:
+            with t.serial(0, self.left * self.channels) as column:
+                place = w.keep(self.tail * self.channels + column)
+                make(column, [place], lambda place, value: w.store(result, place, value), False)
+
+        w.when(self.end == self.segments, left)
+
+    def terms(self, column: Any, wide: bool) -> list[Any]:
+        """Mean, scale and shift, from the table.
+
+        Args:
+            column: Of a wide row.
+            wide: Whether to take a vector of columns that begins there.
+
+        Returns:
+            Mean, scale and shift.
+        """
+        places = [self.width * number + column for number in (MEAN, SCALE, SHIFT)]
+        return [self.w.keep(self.table[self.w.at(place) if wide else place]) for place in places]
+
 
 def write_out(w: Writer, memory: Any, stream: Any, write: Callable[[Put], None]) -> None:
-    """Write a body twice: for vectors that go to the caches, and for those that go past them."""
+    """Write statements twice: with stores to the caches, and with stores past them.
+
+    Args:
+        w: Writes statements.
+        memory: What is stored to.
+        stream: Argument of the function: 1 for past the caches.
+        write: Writes the statements, given how to store a vector.
+    """
 
     def past() -> None:
         write(lambda place, value: w.stream(memory, place, value))
         w.t.evaluate(w.call("int32", "hp_fence"))
 
     w.either(stream != 0, past, lambda: write(lambda place, value: w.store(memory, w.at(place), value)))
-
-
-def apply_rows(
-    w: Writer, extent: Extent, result: Any, put: Put, make: Callable[[Any, Sequence[Any], Put, bool], None]
-) -> None:
-    """Write the result of the segments of this call, and of the rows left over where the last one is among them."""
-    t = w.t
-    first, last = w.keep(extent.begin * extent.length), w.keep(t.min(extent.end * extent.length, extent.wide))
-    extent.walk(first, last, lambda column, places: make(column, places, put, True))
-
-    def left() -> None:
-        with t.serial(0, extent.left * extent.channels) as column:
-            place = w.keep(extent.tail * extent.channels + column)
-            make(column, [place], lambda place, value: w.store(result, place, value), False)
-
-    w.when(extent.end == extent.segments, left)
-
-
-def terms_of(w: Writer, extent: Extent, rows: Any, column: Any, wide: bool) -> list[Any]:
-    """Mean, scale and shift of a column, or of a vector of them."""
-    places = [extent.width * number + column for number in (MEAN, SCALE, SHIFT)]
-    return [w.keep(rows[w.at(place) if wide else place]) for place in places]
 
 
 def _constant(w: Writer, value: float, wide: bool) -> Any:
@@ -196,7 +277,17 @@ def _sigmoid(w: Writer, z: Any, wide: bool) -> Any:
 
 
 def activate(w: Writer, activation: str, z: Any, wide: bool) -> Any:
-    """f(z). What is compared with NaN is not so, and NaN stays."""
+    """The activation of a value; NaN stays NaN.
+
+    Args:
+        w: Writes statements.
+        activation: One of `ACTIVATIONS`.
+        z: A value, or a vector.
+        wide: Whether it is a vector.
+
+    Returns:
+        A value, or a vector.
+    """
     zero, six = _constant(w, 0, wide), _constant(w, 6, wide)
     select = w.t.Select
     z = w.keep(z)
@@ -210,7 +301,18 @@ def activate(w: Writer, activation: str, z: Any, wide: bool) -> Any:
 
 
 def slope_of(w: Writer, activation: str, z: Any, gradient: Any, wide: bool) -> Any:
-    """f'(z) * gradient. Where z is NaN relu lets it through and relu6 does not, as torch's vectors have it."""
+    """The derivative of the activation at z, times a gradient; at NaN, relu passes it on and relu6 does not.
+
+    Args:
+        w: Writes statements.
+        activation: One of `ACTIVATIONS`.
+        z: A value, or a vector.
+        gradient: Of the activation's result.
+        wide: Whether they are vectors.
+
+    Returns:
+        A value, or a vector.
+    """
     zero, six, one = (_constant(w, value, wide) for value in (0, 6, 1))
     select = w.t.Select
     if activation == "none":

@@ -7,6 +7,7 @@ again. Nothing that is computed in it needs a condition.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,14 @@ class PaddedTile:
         return whole_lines(self.rows * self.pitch)
 
     def at(self, column: int) -> int:
-        """Where in a row an image column lies, one of the border too."""
+        """Where in a row of the tile an image column lies.
+
+        Args:
+            column: Index of the column; those of the border are below 0 or behind the image.
+
+        Returns:
+            Index in the row.
+        """
         apart = column - self.low
         return apart % self.phases * self.half + apart // self.phases
 
@@ -70,7 +78,16 @@ class Vector:
 
 
 def padded_tile(vertical: Axis, horizontal: Axis, strip: int) -> PaddedTile:
-    """The padded tile for so many output rows of any strip, whose first row is a multiple of `vertical.whole`."""
+    """The padded tile for a strip of output rows, whose first row is a multiple of `vertical.whole`.
+
+    Args:
+        vertical: Rows.
+        horizontal: Columns.
+        strip: Output rows.
+
+    Returns:
+        Its form.
+    """
     whole = vertical.whole
     strip = min(strip, -(-vertical.out // whole) * whole)
     rows, columns = reach(vertical, strip), reach(horizontal, horizontal.out)
@@ -83,25 +100,57 @@ def padded_tile(vertical: Axis, horizontal: Axis, strip: int) -> PaddedTile:
 
 
 def reach(along: Axis, count: int) -> range:
-    """All that the first so many outputs gather from, the border too."""
+    """The input elements that the first outputs of an axis use, the border included.
+
+    Args:
+        along: The axis.
+        count: Number of outputs.
+
+    Returns:
+        Indices of the elements; those outside of the image are the border.
+    """
     places = [place for out in range(count) for _, place in along.unbounded(out)] or [0]
     return range(min(places), max(places) + 1)
 
 
 def turned_tile(vertical: Axis, horizontal: Axis, strip: int, lanes: int) -> tuple[int, int]:
-    """Floats for the input of so many output rows in so many channels, and for input and output together."""
+    """Sizes of a tile in which pixels of some channels lie as in channels_last.
+
+    Args:
+        vertical: Rows.
+        horizontal: Columns.
+        strip: Output rows.
+        lanes: Channels.
+
+    Returns:
+        Floats for the input, and for input and output together.
+    """
     strip = min(strip, vertical.out)
     inside = whole_lines(min(len(reach(vertical, strip)), vertical.size) * horizontal.size * lanes)
     return inside, inside + whole_lines(strip * horizontal.out * lanes)
 
 
 def whole_lines(places: int) -> int:
-    """So many floats, in whole cache lines."""
+    """Rounds a number of floats up to whole cache lines.
+
+    Args:
+        places: Number of floats.
+
+    Returns:
+        Number of floats.
+    """
     return -(-places // _FLOATS_OF_LINE) * _FLOATS_OF_LINE
 
 
 def empty(w: Writer, padded: Any, start: Any, places: int) -> None:
-    """Set all of a padded tile to zero; what no strip copies stays so."""
+    """Set a padded tile to zero, as the columns of its border stay.
+
+    Args:
+        w: Writes it.
+        padded: Memory of the padded tile.
+        start: Index of the padded tile in it.
+        places: Floats of the padded tile.
+    """
     with w.t.serial(w.t.int64(0), w.t.int64(places)) as index:
         w.store(padded, start + index, w.t.float32(0))
 
@@ -204,10 +253,16 @@ def shuffles(lanes: int) -> str:
 
     `hp_split` reads two vectors and writes even and odd values to two places; `hp_join` is its inverse for two vectors
     that are in registers.
+
+    Args:
+        lanes: Values of a vector.
+
+    Returns:
+        LLVM IR that defines both.
     """
     one, two = f"<{lanes} x float>", f"<{2 * lanes} x float>"
-    even, odd = (_order(range(start, 2 * lanes, 2)) for start in (0, 1))
-    mixed = _order(lane // 2 + lane % 2 * lanes for lane in range(2 * lanes))
+    even, odd = (mask_text(range(start, 2 * lanes, 2)) for start in (0, 1))
+    mixed = mask_text(lane // 2 + lane % 2 * lanes for lane in range(2 * lanes))
     return f"""
 define linkonce_odr void @hp_split{lanes}(ptr %from, ptr %even, ptr %odd) alwaysinline nounwind {{
   %all = load {two}, ptr %from, align 4
@@ -225,6 +280,14 @@ define linkonce_odr void @hp_join{lanes}(ptr %to, {one} %even, {one} %odd) alway
 """
 
 
-def _order(lanes: Any) -> str:
+def mask_text(lanes: Iterable[int]) -> str:
+    """The mask of a `shufflevector` in LLVM IR.
+
+    Args:
+        lanes: Which lane of the operands each lane of the result is.
+
+    Returns:
+        The text.
+    """
     places = [f"i32 {lane}" for lane in lanes]
     return f"<{len(places)} x i32> <{', '.join(places)}>"

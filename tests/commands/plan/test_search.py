@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 
 from hybridpar.comm.world import World
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
 from hybridpar.plan import read_plan
 from hybridpar.planner import links, measure, measure_run, rehearse, step_costs, store
 from hybridpar.planner.inputs import inputs_of_plan
-from hybridpar.planner.request import PlanRequest
 from tests.ranks import run_ranks
 from tests.runs import train_rank
 
@@ -89,7 +89,7 @@ def planned_then_trained(world: World, cache: str, run_dir: Path) -> tuple[int, 
 
         return mock.patch.object(module, name, run)
 
-    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store, rehearse)]
+    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store)]
     certain = [mock.patch.object(links, name, 1e9) for name in ("CONFIRMED", "DRIFT")]
     worth = [mock.patch.object(measure_run, "WORTH", 1e9), mock.patch.object(measure_run, "LEAST_STEPS", 1)]
     with contextlib.ExitStack() as stack:

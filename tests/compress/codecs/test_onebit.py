@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codec import KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import Residual, Scratch
 from hybridpar.compress.codecs import onebit
 from hybridpar.compress.codecs.onebit import ColumnSigns, OneBit, RowSigns
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from hybridpar.compress.packing import unpack_bits
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import Team, same_bits

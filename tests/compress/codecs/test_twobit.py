@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codec import CHUNK, KeptResidual, Scratch
+from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold, TwoBit
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from tests.compress.team import Team
 
 CPU = torch.device("cpu")

@@ -1,13 +1,13 @@
-"""Checks a request for a partition.
+"""The options of `hybridpar plan`, for one cut of a model and for a search, and how they are read.
 
-Everything that can be known without the model is found out here, before the minutes that measuring takes.
+Everything that can be known without the model is checked here, before the minutes that measuring takes.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
 #: Endings of the pictures that can be drawn.
 PICTURES = (".svg", ".png", ".pdf")
 
+#: Options that say how to cut, which the search decides itself.
+_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
+#: Options that say what is measured.
+_RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
-class PlanConfig:
-    """Cut a model into balanced stages and write the plan."""
+class PlanRequest:
+    """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
 
-    model: tyro.conf.Positional[str]
-    """A torchvision classification model, timm/NAME, or your own as package.module:factory."""
+    model: tyro.conf.Positional[str] = ""
+    """A torchvision classification model, timm/NAME, or your own as package.module:factory. Not with --calibrate."""
     stages: int = 2
     """Number of stages."""
     batch: int = 4
@@ -86,7 +91,7 @@ class PlanConfig:
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the plan to this JSON file."""
     draw: Path | None = None
-    """Draw the partition into this .svg or .png file."""
+    """Draw the partition, or of a search the time of a step over the number of workers, into this .svg or .png file."""
     tune_process: Annotated[
         bool,
         tyro.conf.arg(
@@ -97,6 +102,28 @@ class PlanConfig:
     """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
     debug: bool = False
     """Show tracebacks."""
+    explain: bool = False
+    """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule,
+    cut, codecs, memory format, kernels. Say why the others lost, and what would help."""
+    cluster: Path | None = None
+    """Plan for the cluster that this TOML file describes; implies --explain. Default: this machine, measured."""
+    inputs: Path | None = None
+    """Plan again from what this plan recorded, without measuring; implies --explain."""
+    workers: int | None = None
+    """Workers on this machine; default: all GPUs, else 2 on the CPU. Not with --cluster."""
+    batch_size: int = 64
+    """Samples per step over all workers together, for the search."""
+    calibrate: tuple[str, ...] = ()
+    """Fold what these run directories measured back into later predictions; `show` lists what is folded in, `clear`
+    removes it."""
+    fidelity: Literal["exact", "close", "lossy"] | None = None
+    """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
+    same loss. Default: exact, or with --inputs what was recorded."""
+    verify: int = 0
+    """Run so many of the best plans, and plain data parallelism, for some steps each, in turns, and choose by the
+    clock; on the workers of this machine, or of torchrun. Implies --explain."""
+    verify_seconds: float = 60.0
+    """Of that, at most, after each plan's first steps; three rounds are taken in any case."""
 
     def __post_init__(self) -> None:
         """Read the former spelling of `memory_format`."""
@@ -114,7 +141,18 @@ class PlanConfig:
 
         The allocator's defaults alone can change a CPU's times by a third; nothing of a GPU's depends on them.
         """
-        return self.tune_process and self.measure and not self.measured_device.startswith("cuda")
+        measures = self.measure and self.inputs is None and bool(self.model) and not self.calibrate
+        return self.tune_process and measures and not self.measured_device.startswith("cuda")
+
+    @property
+    def searches(self) -> bool:
+        """Whether the fastest plan is wanted, rather than one cut."""
+        return self.explain or self.cluster is not None or self.inputs is not None or self.verify > 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the search is for the machine at hand, which is measured."""
+        return self.searches and self.cluster is None and self.inputs is None and self.measure
 
     def check(self) -> None:
         """Check what can be checked without the model.
@@ -151,10 +189,64 @@ class PlanConfig:
                 _check_writable(option, target)
         if self.draw is not None and self.draw.suffix not in PICTURES:
             raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw plan.svg.")
+        self._check_search()
+
+    def _check_search(self) -> None:
+        """Refuse options that contradict a search, or only have a meaning for one."""
+        if not self.model and not self.calibrate and self.inputs is None:
+            raise UsageError("no model was named", "A plan is of a model.", "Name one: `hybridpar plan resnet18`.")
+        if self.calibrate and (self.model or self.searches):
+            raise UsageError(
+                "--calibrate with a model or a search",
+                "Runs say themselves what they trained; nothing is planned.",
+                "Give run directories alone: `hybridpar plan --calibrate runs/...`.",
+            )
+        defaults = {field.name: field.default for field in fields(self)}
+        if not self.searches:
+            for name in ("workers", "batch_size", "fidelity"):
+                if getattr(self, name) != defaults[name]:
+                    option = f"--{name.replace('_', '-')}"
+                    raise UsageError(f"{option} without --explain", "It is an option of the search.", "Add --explain.")
+            return
+        given = [name for name in _DECIDED if getattr(self, name) != defaults[name]]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(
+                f"{option} with a search", "The search decides it.", f"Leave out {option}, or --explain and --cluster."
+            )
+        if self.batch_size < 1:
+            raise UsageError(f"--batch-size is {self.batch_size}", "A step has at least one sample.", "Use 64.")
+        if self.workers is not None and (self.workers < 1 or self.cluster is not None):
+            rule = "It is 1 or more." if self.workers < 1 else "A described cluster says how many there are."
+            raise UsageError(f"--workers is {self.workers}", rule, "Leave it out, or correct it.")
+        if self.verify < 0 or self.verify_seconds <= 0:
+            raise UsageError(
+                f"--verify {self.verify} --verify-seconds {self.verify_seconds}", "Both are above 0.", "Try --verify 3."
+            )
+        if self.verify and not self.is_here:
+            raise UsageError(
+                "--verify with --cluster, --inputs or --no-measure",
+                "Plans are run on the machine at hand, which is measured.",
+                "Leave out one of them.",
+            )
+        given = [name for name in _RECORDED if getattr(self, name) != defaults[name]]
+        if self.inputs is not None and given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(
+                f"--inputs with {option}",
+                "What was recorded says it.",
+                f"Leave {option} out, or measure again: leave out --inputs.",
+            )
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """The shape of one sample from text like 3x224x224.
+
+    Args:
+        text: Numbers with x between them.
+
+    Returns:
+        The numbers.
 
     Raises:
         UsageError: The text is not a shape.
@@ -168,6 +260,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
     """A number of bytes from text like 500MB; 1 MB is 10^6 bytes.
+
+    Args:
+        text: A number with a unit.
+        option: Names the option in an error.
 
     Raises:
         UsageError: The text is not a size.
@@ -183,6 +279,9 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
 
 def parse_link(text: str | None) -> Link:
     """A link from text like 1.2GB/s or 100MB/s@0.2ms.
+
+    Args:
+        text: Rate and latency; None for a link that costs nothing.
 
     Raises:
         UsageError: The text is not a link.
@@ -201,8 +300,11 @@ def parse_link(text: str | None) -> Link:
     return Link(float(parse_bytes(rate.removesuffix("/s"), "--link")), float(wait[1]) if wait else 0.0)
 
 
-def parse_workers(config: PlanConfig) -> tuple[Worker, ...]:
+def parse_workers(config: PlanRequest) -> tuple[Worker, ...]:
     """The workers that --devices, --memory and --co-run describe; empty where no device is named.
+
+    Args:
+        config: The options.
 
     Raises:
         UsageError: An entry is not a device.
@@ -227,8 +329,11 @@ def parse_workers(config: PlanConfig) -> tuple[Worker, ...]:
     return tuple(workers)
 
 
-def read_problem(config: PlanConfig) -> Problem:
+def read_problem(config: PlanRequest) -> Problem:
     """What the options ask of a partition.
+
+    Args:
+        config: The options.
 
     Raises:
         UsageError: An option cannot be read, or two of them contradict each other.

@@ -1,4 +1,4 @@
-"""Tests how layers and their shapes are found without computing, against a pass with fake tensors."""
+"""Tests how layers and their shapes are found without computing, against a pass with values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import layers
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
-from hybridpar.tvm_kernels.outline import run_outlined
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 
@@ -34,28 +34,22 @@ class Net(nn.Module):
         return y
 
 
-def found(
-    model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, outlined: bool, size: int = 32
+def with_values(
+    model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, size: int = 32
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
-    ran: list[bool] = []
+    def refuse() -> None:
+        raise RuntimeError("no fake tensors")
 
-    def run(*arguments: object) -> None:
-        if not outlined:
-            raise RuntimeError("not this way")
-        run_outlined(*arguments)  # type: ignore[arg-type]
-        ran.append(True)
-
-    monkeypatch.setattr(layers, "run_outlined", run)
-    one = tunable_layers(model, (2, 3, size, size), layout=layout)
-    assert bool(ran) is outlined
-    return one
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "FakeTensorMode", refuse)
+        return tunable_layers(model, (2, 3, size, size), layout=layout)
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_what_is_found_is_what_fake_tensors_find(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_is_what_a_pass_with_values_finds(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     net = Net()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    one, other = (found(net, layout, monkeypatch, outlined) for outlined in (True, False))
+    one, other = tunable_layers(net, (2, 3, 32, 32), layout=layout), with_values(net, layout, monkeypatch)
     assert one == other
     assert [layer.name for layer in one[0]] == ["first", "same", "turned", "last"]
     assert one[0][0].needs == (Direction.FORWARD, Direction.WEIGHT_GRADIENT)
@@ -69,21 +63,13 @@ def test_what_is_found_is_what_fake_tensors_find(layout: Layout, monkeypatch: py
 @pytest.mark.parametrize(
     "name", ["mobilenet_v2", "efficientnet_b0", "convnext_tiny", "shufflenet_v2_x0_5", "densenet121", "regnet_y_400mf"]
 )
-def test_known_models_are_outlined(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_models(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torchvision.models.get_model(name)
-    assert found(model, layout, monkeypatch, True, 64) == found(model, layout, monkeypatch, False, 64)
+    fast = tunable_layers(model, (2, 3, 64, 64), layout=layout)
+    assert fast == with_values(model, layout, monkeypatch, 64)
 
 
-def test_a_layer_that_does_not_fit_is_refused_as_torch_refuses_it() -> None:
-    with pytest.raises(RuntimeError, match="channel"):
-        run_outlined(nn.Conv2d(3, 8, 3), torch.empty(1, 4, 9, 9, device="meta"))
-    with pytest.raises(RuntimeError):
-        run_outlined(nn.Conv2d(3, 8, 5), torch.empty(1, 3, 4, 4, device="meta"))
-
-
-def test_layouts_that_only_a_device_knows_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.ConvTranspose2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6))
-    with pytest.raises(NotImplementedError, match="layout"):
-        run_outlined(net, torch.empty(1, 3, 9, 9, device="meta"))
-    (layer,), _ = found(net, Layout.CHANNELS_LAST, monkeypatch, False)
-    assert layer.layout is Layout.CHANNELS_LAST
+def test_a_layer_that_does_not_fit_is_refused() -> None:
+    for sizes in ((1, 4, 9, 9), (1, 3, 1, 1)):
+        with pytest.raises(UsageError, match="does not run on an input"):
+            tunable_layers(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1, groups=8)), sizes)

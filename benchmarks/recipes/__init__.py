@@ -1,0 +1,1 @@
+"""Whether recipes give what the libraries that they come from give."""

@@ -1,0 +1,127 @@
+"""The exponential moving average (EMA) of a model's parameters and buffers, on the device of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class ModelAverage:
+    """The moving average of all that is in a module's state dict, number for number as timm's ModelEmaV3 has it.
+
+    After step t: average = d average + (1 - d) value, with d = `decay`, or with `warmup` the smaller one of `decay` and
+    1 - (1 + n)^(-2/3) at the n-th update after the first. The first update copies the module. Integer buffers are
+    copied in every update. Tensors of fewer bits than float32 are averaged in float32.
+
+    Args:
+        module: A model, or a part of it; it is not changed, and the average begins as a copy of it.
+        decay: Part of the average that an update keeps, 0 to 1.
+        warmup: Let the decay grow from 0, so that the first values do not count for long.
+        every: Steps from one update to the next.
+
+    Example:
+        >>> average = ModelAverage(model, decay=0.999)                    # doctest: +SKIP
+        >>> for step, (images, labels) in enumerate(loader, start=1):     # doctest: +SKIP
+        ...     train_step(model, images, labels)
+        ...     average.update(step)
+        >>> with average.applied():                                       # doctest: +SKIP
+        ...     accuracy = evaluate(model)
+    """
+
+    def __init__(self, module: nn.Module, decay: float = 0.9998, *, warmup: bool = False, every: int = 1) -> None:
+        self.module = module
+        self.decay = decay
+        self.warmup = warmup
+        self.every = every
+        self._average = {name: _averaged(tensor) for name, tensor in module.state_dict().items()}
+
+    def decay_at(self, step: int) -> float:
+        """The decay of an update.
+
+        Args:
+            step: Number of the step, from 1.
+
+        Returns:
+            The decay; 0 at the first update.
+        """
+        update = step // self.every - 1
+        if update <= 0:
+            return 0.0
+        if not self.warmup:
+            return self.decay
+        return min(1.0 - math.pow(1 + update, -2 / 3), self.decay)
+
+    @torch.no_grad()
+    def update(self, step: int, commit: Tensor | None = None) -> None:
+        """Move the average towards what the module is now; only every `every` steps.
+
+        Args:
+            step: Number of the step that was just made, from 1.
+            commit: 0-d tensor on the device; where it is 0, the step was rolled back and the average stays.
+        """
+        if step % self.every:
+            return
+        weight = 1.0 - self.decay_at(step)
+        averages, values = [], []
+        for name, value in self.module.state_dict().items():
+            average = self._average[name]
+            if average.is_floating_point():
+                averages.append(average)
+                values.append(value.to(average.dtype))
+            else:
+                average.copy_(value)
+        if not averages:
+            return
+        if commit is None:
+            torch._foreach_lerp_(averages, values, weight)
+            return
+        scaled = commit.to(torch.float32) * weight
+        for average, value in zip(averages, values, strict=True):
+            average.lerp_(value, scaled.to(average.dtype))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The average under the names of the module's own state dict, which can be loaded into the module.
+
+        Returns:
+            The tensors themselves: later updates change them.
+        """
+        return dict(self._average)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over an average.
+
+        Args:
+            state: What `state_dict` returned, of this module or of one that holds it; other names are ignored.
+
+        Raises:
+            KeyError: It has no tensor for a name of the module.
+        """
+        for name, average in self._average.items():
+            average.copy_(state[name])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the module holds the average; afterwards what it held before, bit for bit."""
+        own = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        self.copy_to_module()
+        try:
+            yield
+        finally:
+            self.module.load_state_dict(own)
+
+    @torch.no_grad()
+    def copy_to_module(self) -> None:
+        """Overwrite the module with the average."""
+        for name, tensor in self.module.state_dict().items():
+            tensor.copy_(self._average[name])
+
+
+def _averaged(tensor: Tensor) -> Tensor:
+    """A copy in which an average can be kept."""
+    kept = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(kept, copy=True)

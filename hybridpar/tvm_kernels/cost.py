@@ -1,0 +1,383 @@
+"""Cost model of kernels for CPUs: predicts the cycles of a candidate, since compiling and timing one takes a second.
+
+The model counts, per register tile, multiply-adds, loads and stores against the ports that execute them, the latency of
+sums that depend on themselves, and the loads that a lack of registers adds. To that it adds how often cache lines move
+from L2 into L1, by which rows of which channels fit there, and the traffic with memory; for contiguous images also the
+time to copy and transpose them. It is made to order candidates, not to predict milliseconds;
+`benchmarks.kernels.ranking` compares its order with measurements.
+
+Numbers are of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.schedules.geometry import Axis, Span, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.schedules.planes import PaddedTile, padded_tile, turned_tile
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+_LATENCY = 4
+_LINE = 64
+#: Cycles for a line from L2 to L1: in order, and in steps of a pixel, which prefetchers follow less well.
+_IN_ORDER, _IN_STEPS = 3.0, 6.0
+#: Pixels side by side that prefetchers follow where channels are run through, and what many more cost at most.
+_FOLLOWED, _MOST_UNFOLLOWED = 12.0, 2.5
+#: Cycles around each tile for addresses and loops, for a loop whose length varies, and of a byte from memory.
+_TILE, _MISPREDICTED, _PER_NEAR_BYTE, _PER_BYTE = 6.0, 14.0, 0.12, 0.25
+#: Cycles to copy a vector and to copy two apart, around a padded tile, a row and a plane, and to transpose a vector.
+_COPY, _SPLIT, _PADDED, _ROW, _PLANE, _TURN = 1.2, 2.5, 3.0, 2.5, 20.0, 5.0
+#: Cycles for a line from L2 from some planes at a time, and of a vector of sums that is folded.
+_PLANES_CYCLES, _FOLD = 6.0, 8.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of all the work on one thread.
+
+    Attributes:
+        compute: In the register tiles.
+        lines: For lines that come from L2.
+        memory: For what comes from behind the caches.
+        share: Of all that, what the busiest thread does.
+    """
+
+    compute: float
+    lines: float
+    memory: float
+    share: float
+
+    @property
+    def cycles(self) -> float:
+        """Until the last thread is done: what overlaps partly counts partly."""
+        parts = sorted((self.compute + 0.5 * self.lines, self.memory))
+        return self.share * (parts[1] + 0.4 * parts[0])
+
+
+def _cycles(
+    machine: Machine, multiply_adds: float, loads: float, stores: float, sums: float, live: float, held: float
+) -> float:
+    """Cycles of code without branches.
+
+    Where registers are too few, taps or gradients that should be held are read again for each use, and beyond that sums
+    are stored and loaded.
+
+    Args:
+        machine: The CPU.
+        multiply_adds: Vectors that are multiplied and added.
+        loads: Vectors that are loaded.
+        stores: Vectors that are stored.
+        sums: Sums that do not depend on each other.
+        live: Vectors that are needed at a time.
+        held: Taps or gradients among them.
+    """
+    lacking = live - machine.registers
+    if lacking > 0:
+        loads += multiply_adds * min(1.0, lacking / max(held, 1)) + max(0.0, lacking - held) * 2
+    return max(multiply_adds / 2, loads / 2, stores, multiply_adds * _LATENCY / max(sums, 1))
+
+
+def _memory_cycles(shape: ConvShape, machine: Machine) -> float:
+    """Cycles for what comes from behind the caches of a core."""
+    size = shape.least_bytes
+    if size <= machine.level2:
+        return 0.0
+    return size * (_PER_BYTE if _is_far(shape, machine) else _PER_NEAR_BYTE)
+
+
+def _is_far(shape: ConvShape, machine: Machine) -> bool:
+    """Whether images come from memory; of the last cache a quarter is taken as free."""
+    return shape.least_bytes > machine.level3 / 4
+
+
+def _share_of(units: int, threads: int) -> float:
+    """The part of all work that the busiest of some threads does, where the work is cut into equal units."""
+    return -(-units // threads) / units
+
+
+# ------------------------------------------------------------------------------------- forward and input gradient
+
+
+def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """Forward or input gradient in channels_last.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+
+    Returns:
+        The cost.
+    """
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    rows, strip = own["tile_rows"], own["strip"]
+    vectors = -(-own["lanes"] // machine.lanes)
+    blocks = -(-shape.channels // own["lanes"])
+    columns = spans(horizontal, own["tile_columns"])
+    inner = interior(vertical, rows) if own["unroll"] else None
+    tiles = inner.count if inner else 0
+    compute = 0.0
+    for span in columns:
+        if inner is not None:
+            compute += tiles * span.count * _whole_tile(inner, span, vectors, machine)
+        compute += span.count * _border_rows(vertical, inner, span, vectors, machine)
+    compute *= shape.batch * blocks
+    line_cost = _lines(shape, vertical, horizontal, own, machine)
+    turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
+    strips = -(-vertical.out // strip)
+    memory = _memory_cycles(shape, machine)
+    if _is_far(shape, machine):
+        memory *= _unfollowed(vertical, horizontal, own)
+    if own.get("stream"):  # no line is fetched that is overwritten
+        size = shape.least_bytes
+        memory *= size / (size + 4 * shape.batch * shape.channels * vertical.out * horizontal.out)
+    return Cost(compute + turned, shape.batch * line_cost, memory, _share_of(shape.batch * strips, threads))
+
+
+def _unfollowed(vertical: Axis, horizontal: Axis, own: Mapping[str, int]) -> float:
+    """How many times as long memory takes for a tile that reads more pixels at a time than prefetchers follow."""
+
+    def pixels(along: Axis, count: int) -> int:
+        return len({place for out in range(min(count, along.out)) for _, place in along.unbounded(out)})
+
+    rows = pixels(vertical, own["tile_rows"]) if own["unroll"] else 1
+    followed = _FOLLOWED if own["columns_outer"] else 2 * _FOLLOWED
+    return min(_MOST_UNFOLLOWED, max(1.0, rows * pixels(horizontal, own["tile_columns"]) / followed))
+
+
+def _whole_tile(inner: Span, span: Span, vectors: int, machine: Machine) -> float:
+    """A tile without loops."""
+    multiply_adds = loads = taps = 0
+    input_columns = by_input(span.taps)
+    column_uses = sum(len(uses) for _, uses in input_columns)
+    for _, row_uses in by_input(inner.taps):
+        own = len({tap for _, tap in row_uses}) * len({tap for _, uses in input_columns for _, tap in uses})
+        loads += len(input_columns) + own
+        multiply_adds += len(row_uses) * column_uses
+        taps = max(taps, own)
+    sums = inner.width * span.width
+    work = multiply_adds * vectors
+    live, held, sums = (sums + taps + 1) * vectors, taps * vectors, sums * vectors
+    return _cycles(machine, work, loads * vectors + sums, sums, sums, live, held) + _TILE
+
+
+def _border_rows(vertical: Axis, inner: Span | None, span: Span, vectors: int, machine: Machine) -> float:
+    """All rows that go row of taps by row of taps."""
+    input_columns = by_input(span.taps)
+    work = sum(len(uses) for _, uses in input_columns) * vectors
+    taps = len({tap for _, uses in input_columns for _, tap in uses})
+    loads, live = (len(input_columns) + taps) * vectors, (span.width + taps + 1) * vectors
+    step = _cycles(machine, work, loads, 0, span.width * vectors, live, taps * vectors) + 3
+    first, last = (inner.start, inner.start + inner.count * inner.width) if inner else (0, 0)
+    outside = [row for row in range(vertical.out) if not first <= row < last]
+    steps = sum(len(vertical.bounded(row)) for row in outside)
+    return steps * step + len(outside) * (span.width * vectors + _TILE + _MISPREDICTED)
+
+
+def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str, int], machine: Machine) -> float:
+    """Cycles for the input's lines of one image to come from L2."""
+
+    def reach(count: int) -> int:
+        """Input rows that so many output rows use."""
+        used = [place for row in range(min(count, vertical.out)) for _, place in vertical.unbounded(row)]
+        return min(vertical.size, max(used) - min(used) + 1) if used else 0
+
+    rows, strip = own["tile_rows"], own["strip"]
+    row_bytes = horizontal.size * shape.channels * 4
+    if own["columns_outer"]:
+        per_tile = reach(rows) * row_bytes / _LINE
+        beyond = reach(rows) * row_bytes > machine.level2
+        return per_tile * -(-vertical.out // rows) * (_IN_STEPS if beyond else _IN_ORDER)
+    blocks = -(-shape.channels // own["lanes"])
+    lines = horizontal.size * max(1.0, own["lanes"] * 4 / _LINE)  # of one row and one block
+    window = reach(rows) * lines * _LINE
+    kept = window <= 0.75 * machine.level1
+    strips = -(-vertical.out // strip)
+    per_strip = reach(strip) if kept else reach(rows) * -(-min(strip, vertical.out) // rows)
+    twice = 1.0 if reach(strip) * row_bytes <= machine.level2 else 1.6
+    return strips * blocks * per_strip * lines * (_IN_STEPS if shape.channels > own["lanes"] else _IN_ORDER) * twice
+
+
+# --------------------------------------------------------------------------------------------------- weight gradient
+
+
+def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """The weight gradient in channels_last.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+
+    Returns:
+        The cost.
+    """
+    vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
+    lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
+    vectors = -(-lanes // machine.lanes)
+    blocks = -(-shape.channels // lanes)
+    strip = min(own["strip"], vertical.out)
+    strips = -(-vertical.out // strip)
+    groups_down = -(-shape.kernel[0] // tap_rows)
+    groups_across = -(-shape.kernel[1] // tap_columns)
+    sums = tap_rows * tap_columns * vectors
+    row = 0.0
+    for span in spans(horizontal, own["tile_columns"]):
+        input_columns = by_input(span.taps)
+        work = sum(len(uses) for _, uses in input_columns) * tap_rows * vectors / groups_across
+        loads = (span.width + len(input_columns) * tap_rows) * vectors
+        live = sums + (span.width + 1) * vectors
+        row += span.count * (_cycles(machine, work, loads, 0, sums, live, span.width * vectors) + 3)
+    # Rows of taps that lie in the image, counted in groups; a group apart at a border costs as much per row of taps.
+    useful = sum(len(vertical.bounded(one)) for one in range(vertical.out)) / tap_rows
+    held = strips * groups_down * (4 * sums + _TILE + _MISPREDICTED)
+    compute = shape.batch * blocks * groups_across * (useful * (row + 4) + held)
+    taps = shape.kernel[0] * shape.kernel[1]
+    compute += own["parts"] * taps * blocks * vectors * 2 + taps * shape.channels * 2.0
+    lines = (horizontal.size + horizontal.out) * max(1.0, lanes * 4 / _LINE)
+    input_rows = (strip - 1) * vertical.stride + (tap_rows - 1) * vertical.dilation + 1
+    fits = max(input_rows, strip) * lines * _LINE <= 0.75 * machine.level1
+    passes = 1.0 if fits else float(groups_down * groups_across)
+    halo = 1.0 + (shape.kernel[0] - 1) / max(1, strip * vertical.stride) * (0.5 if fits else 0.0)
+    moved = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
+    memory = _memory_cycles(shape, machine)
+    return Cost(compute, moved, memory, _share_of(own["parts"] * own["groups"], threads))
+
+
+# ------------------------------------------------------------------------------------------- contiguous images
+
+
+def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
+    """Copying the rows of a padded tile, the border too, in vectors of the machine."""
+    pieces = max(1.0, lanes / machine.lanes)
+    if padded.phases == 1:
+        one = (padded.columns // lanes * pieces or padded.columns) * _COPY + (padded.columns % lanes > 0)
+    else:
+        pairs = padded.columns // 2
+        one = (pairs // lanes * pieces or padded.columns) * _SPLIT + (pairs % lanes > 0) * _SPLIT
+    return padded.rows * (one + _ROW)
+
+
+def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """Forward or input gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+
+    Returns:
+        The cost.
+    """
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
+    whole, phases = vertical.whole, horizontal.whole
+    padded = padded_tile(vertical, horizontal, strip)
+    strips = -(-(-(-vertical.out // whole) * whole) // strip)
+    tiles_down = -(-strip // rows)
+    count = -(-horizontal.out // (lanes * phases))
+    column_uses = by_input(tuple(horizontal.unbounded(phase) for phase in range(phases)))
+    row_uses = by_input(tuple(vertical.unbounded(row) for row in range(rows)))
+    per_vector_adds = sum(len(uses) for _, uses in row_uses) * sum(len(uses) for _, uses in column_uses)
+    per_vector_loads = len(row_uses) * len(column_uses)
+    taps = shape.kernel[0] * shape.kernel[1]
+
+    def tile(vectors: int) -> float:
+        sums = rows * vectors * phases
+        adds = per_vector_adds * vectors
+        held = taps if taps <= 9 else shape.kernel[1]
+        loads = per_vector_loads * vectors + (0 if taps <= 9 else taps)
+        stored = sums * (1 if phases == 1 else 2)
+        return _cycles(machine, adds, loads, stored, sums, sums + held + 1, held) + 0.5 * stored + _PADDED
+
+    whole_tiles, rest = divmod(count, own["tile_vectors"])
+    compute = tiles_down * (whole_tiles * tile(own["tile_vectors"]) + (tile(rest) if rest else 0.0))
+    planes = shape.batch * shape.channels
+    total = planes * (_PLANE + strips * (compute + _fill(padded, lanes, machine)))
+    moved = 0.0  # where a padded tile fits into L1 it stays there
+    if padded.places * 4 > 0.75 * machine.level1:
+        moved = planes * strips * padded.places * 4 / _LINE * _IN_ORDER * 2
+    return Cost(total, moved, _memory_cycles(shape, machine), _share_of(own["parts"], threads))
+
+
+def rows_weight_cost(
+    shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine
+) -> Cost:
+    """The weight gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+
+    Returns:
+        The cost.
+    """
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
+    padded = padded_tile(vertical, horizontal, strip)
+    groups = -(-shape.kernel[0] // own["tap_rows"]) * -(-shape.kernel[1] // own["tap_columns"])
+    sums = own["tap_rows"] * own["tap_columns"]
+    met = (rows - 1) * vertical.stride + (own["tap_rows"] - 1) * vertical.dilation + 1
+    met = min(met, rows * own["tap_rows"])
+    loads = met * own["tap_columns"] + rows
+    vector = _cycles(machine, rows * sums, loads, 0, sums, sums + rows + 1, rows) + 1
+    count = -(-shape.out_width // lanes)
+    passes = shape.out_height / rows * count * vector + shape.out_height / rows * _ROW
+    held = -(-shape.out_height // strip) * groups * (2 * sums + _PADDED)
+    planes = shape.batch * shape.channels
+    strips = shape.out_height / strip
+    total = planes * (_PLANE + groups * passes + held + strips * _fill(padded, lanes, machine))
+    total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
+    moved = 0.0
+    if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
+        lines = (padded.places + strip * shape.out_width) * 4 / _LINE
+        moved = planes * strips * lines * groups * _IN_ORDER
+    memory = _memory_cycles(shape, machine)
+    return Cost(total, moved, memory, _share_of(own["parts"] * own["groups"], threads))
+
+
+def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """All directions over channels that are transposed first.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+
+    Returns:
+        The cost.
+    """
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes = own["lanes"]
+    strip = min(own["strip"], vertical.out)
+    vectors = max(1.0, lanes / machine.lanes)
+    blocks = -(-shape.channels // lanes)
+    _, padded = turned_tile(vertical, horizontal, strip, lanes)
+    units = own["parts"]
+    if direction is Direction.WEIGHT_GRADIENT:
+        inner = weight_cost(shape, direction, own, 1, machine).compute
+        units *= own["groups"]
+    else:
+        inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute
+    strips = -(-vertical.out // strip)
+    pixels = padded / lanes * strips * shape.batch * blocks
+    total = inner + pixels * vectors * _TURN
+    # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
+    lines = padded * 4 / _LINE * strips * shape.batch * blocks
+    moved = lines * _PLANES_CYCLES
+    if padded * 4 > 0.75 * machine.level1:
+        moved += 2 * lines * _IN_ORDER
+    return Cost(total, moved, _memory_cycles(shape, machine), _share_of(units, threads))
