@@ -14,7 +14,7 @@ from hybridpar.formats.cache import (
     stored_measurements,
 )
 
-KIND, KEY = "profile", {"workers": [1, 2]}
+KIND, KEY = "test", {"workers": [1, 2]}
 
 
 def test_where_the_cache_is(monkeypatch):
