@@ -97,8 +97,8 @@ class PipelineConfig:
 class KernelConfig:
     """Kernels and precision: how the model is computed on a device."""
 
-    amp: Literal["none", "bf16"] = "none"
-    """Run the forward pass in bfloat16 where autocast allows it."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Run the forward pass in bfloat16, or in float16 with dynamic loss scaling, where autocast allows it."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format of images and activations; auto: contiguous, and channels_last with --kernels."""
     channels_last: bool = False
@@ -328,6 +328,7 @@ class TrainConfig(
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
             ("--layer-decay or --head-lr-scale", self.scales_rates, "A shard has one learning rate."),
             ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
+            ("--amp fp16", self.amp == "fp16", "No two workers see the same steps, by which the loss scale falls."),
             ("--model-ema", self.model_ema, "No worker has the weights of every step."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
@@ -384,8 +385,27 @@ def check_recipe(config: TrainConfig) -> None:
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
     if config.model_ema:
         _check_average(config)
+    if config.amp == "fp16":
+        _check_loss_scale(config)
     if config.select_batch:
         _check_select(config, f"--select-batch {config.select_batch}")
+
+
+def _check_loss_scale(config: TrainConfig) -> None:
+    for option, given, why in (
+        ("--no-guard", not config.guard, "A step whose gradients overflow is rolled back, and the loss scale falls."),
+        (f"--sync {config.sync}", config.local_steps is not None, "The scale follows steps that workers agree on."),
+        (
+            "--double-buffer",
+            config.double_buffer not in (None, "off"),
+            "Late gradients have the scale of another step.",
+        ),
+        ("--cuda-graph", config.cuda_graph, "A captured step does not follow the scale."),
+        ("--select-batch", bool(config.select_batch), "Steps on trial would change the scale."),
+        ("--kernels", config.uses_kernels, "Tuned kernels compute in float32 and bfloat16."),
+    ):
+        if given:
+            raise refuse("--amp fp16", option, why)
 
 
 def _check_knobs(config: TrainConfig, recipe: str) -> None:

@@ -24,12 +24,14 @@ def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
     """The context in which a model's forward pass runs.
 
     Args:
-        amp: `none` or `bf16`, the option `--amp`.
+        amp: `none`, `bf16` or `fp16`, the option `--amp`.
         device: The model's device.
 
     Returns:
-        Autocast to bfloat16, or a context that does nothing.
+        Autocast to bfloat16 or float16, or a context that does nothing.
     """
     import torch
 
-    return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=torch.bfloat16)
+    if amp == "none":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16)

@@ -31,7 +31,7 @@ from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, Sync
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
-AfterStep = Callable[[int, Tensor | None], None]
+AfterStep = Callable[[int, bool | Tensor], None]
 
 
 class LocalStage:
@@ -49,8 +49,8 @@ class LocalStage:
             device, the commit flag; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
         nodes: Which of the replicas are on which node, where codecs are used between nodes only.
-        after_step: Called on the lane when parameters and buffers of a step are final, unless the host knows that it
-            was rolled back.
+        after_step: Called on the lane when parameters and buffers of a step are final, with its number and whether it
+            counts: a 0-d tensor, 1 or 0, where the host does not read it.
 
     Attributes:
         gradients: Sums the gradients over the replicas, where there are any.
@@ -219,8 +219,8 @@ class LocalStage:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=where)
-            if self._after_step is not None:
-                self._after_step(self._step, where)
+        if self._after_step is not None:
+            self._after_step(self._step, commit)
         self.gradients.close_step()
         return bad
 

@@ -98,6 +98,8 @@ class StageRun:
         self._step = 0
         #: Sum of the scaled losses of the step so far, float64; None before the first.
         self.loss_sum: Tensor | None = None
+        #: What the loss is multiplied with for the backward pass alone, 0-d float32; None does not scale it.
+        self.loss_scale: Tensor | None = None
         #: Micro-batches whose activations are kept now, and the most there ever were.
         self.in_flight = 0
         self.peak_in_flight = 0
@@ -174,7 +176,7 @@ class StageRun:
                 result = self._call(*flight.leaves.values())
             loss = self._loss(result, flight.target) if self._loss is not None else None
         if loss is not None:
-            flight.loss = loss * flight.share()
+            flight.loss = (loss if self.loss_scale is None else loss.float()) * flight.share()
         else:
             flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
 
@@ -241,7 +243,7 @@ class StageRun:
             with torch.enable_grad(), self._quiet():
                 self._run(flight, index)
         if flight.loss is not None:
-            return [(flight.loss, None)] if flight.loss.requires_grad else []
+            return [(flight.loss, self.loss_scale)] if flight.loss.requires_grad else []
         gradients: dict[str, Tensor] = {}
         # The latest user first, as autograd would come to them in a model that is in one piece.
         for consumer in sorted(self._consumers, reverse=True):

@@ -85,7 +85,7 @@ class Question:
         batch: Samples of a step, over all workers.
         fidelity: `exact`, `close` or `lossy`.
         fixed: What is not searched for.
-        amp: `none` or `bf16`.
+        amp: `none`, `bf16` or `fp16`.
         copies: Tensors per parameter that the optimizer keeps.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.

@@ -34,7 +34,7 @@ from hybridpar.planner.fixed import (
     needs_stages,
     not_modelled,
 )
-from hybridpar.planner.resolve import resolve
+from hybridpar.planner.resolve import DTYPES, resolve
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
     from hybridpar.planner.evaluate import Outcome
@@ -302,7 +302,7 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
         told.append("samples of {}, not {}".format(*shapes))
     if inputs.optimizer_copies != state_copies(config):
         told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
-    if plan.measured is not None and (plan.measured.dtype == "bfloat16") != (config.amp == "bf16"):
+    if plan.measured is not None and plan.measured.dtype != DTYPES[config.amp]:
         told.append(f"computing in {plan.measured.dtype}")
     return ", ".join(told)
 

@@ -35,6 +35,9 @@ from hybridpar.plan import (
 from hybridpar.planner.fixed import decided_options
 from hybridpar.schedule.actions import place_stages
 
+#: Type that the forward pass computes in, by `--amp`.
+DTYPES = {"none": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
 #: Of a plan that is made before the model is known.
 _UNKNOWN = ModelInfo(name="", fingerprint="", parameters=0)
 
@@ -90,7 +93,7 @@ def resolve(
         memory_format = "contiguous" if kernels == "off" else "channels_last"
     facts = {
         "memory_format": memory_format,
-        "dtype": "bfloat16" if config.amp == "bf16" else "float32",
+        "dtype": DTYPES[config.amp],
         "seed": config.seed,
     }
     searched = plan is not None and plan.inputs is not None

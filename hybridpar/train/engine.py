@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
@@ -30,6 +31,7 @@ from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
 from hybridpar.optim.ema import ModelAverage
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
@@ -69,6 +71,7 @@ class Engine:
     Attributes:
         optimizers: Of each stage that this worker trains.
         averages: Moving averages of each stage that this worker trains; empty without `model_ema`.
+        loss_scales: Of each stage that this worker trains, all alike; empty without `amp="fp16"`.
         pipeline: Runs the steps.
         graph: Replays steps as CUDA graphs, where that is asked for.
         late: A step may still be running when `step` returns.
@@ -98,11 +101,16 @@ class Engine:
         self._example = example
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
+        self.loss_scales: list[LossScale] = []
+        self._hooks: list[RemovableHandle] = []
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
         self.on_trial = False
         self.pipeline = self._open_pipeline(world)
+        if self.loss_scales:
+            for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
+                stage.run.loss_scale = scale.value
         policy, names = self.pipeline.options.sync.policy, dict(model.named_parameters())
         try:  # once all workers know that they were given the same policy
             check_compression(policy, names, self.pipeline.replicas, self.optimizers, tell=world.is_main)
@@ -141,7 +149,7 @@ class Engine:
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
-            after_step=self._average_of if config.model_ema else None,
+            after_step=self._after_step_of if config.model_ema or config.amp == "fp16" else None,
         )
 
     def _make_graph(self) -> StepGraph[StepState]:
@@ -204,14 +212,27 @@ class Engine:
         self.optimizers.append(optimizer)
         return optimizer
 
-    def _average_of(self, module: nn.Module) -> AfterStep:
-        """What keeps the moving average of a stage or of the model."""
+    def _after_step_of(self, module: nn.Module) -> AfterStep:
+        """What keeps the moving average and the loss scale of a stage or of the model."""
         config = self._config
-        average = ModelAverage(
-            module, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
-        )
-        self.averages.append(average)
-        return average.update
+        average = scale = None
+        if config.model_ema:
+            average = ModelAverage(
+                module, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
+            )
+            self.averages.append(average)
+        if config.amp == "fp16":
+            scale = LossScale(next((one.device for one in module.parameters()), self._world.device))
+            self.loss_scales.append(scale)
+            self._hooks += scale.attach(module)
+
+        def follow(step: int, commit: bool | Tensor) -> None:
+            if average is not None and commit is not False:
+                average.update(step, commit if isinstance(commit, Tensor) else None)
+            if scale is not None:
+                scale.update(commit)
+
+        return follow
 
     # ------------------------------------------------------------------ a step
 
@@ -401,6 +422,21 @@ class Engine:
         for average in self.averages:
             average.load_state_dict(state)
 
+    def loss_scale_state(self) -> dict[str, float] | None:
+        """The loss scale, which is the same everywhere; None without one."""
+        self.pipeline.wait()
+        return self.loss_scales[0].state_dict() if self.loss_scales else None
+
+    def load_loss_scale_state(self, state: Mapping[str, float]) -> None:
+        """Put a saved loss scale back.
+
+        Args:
+            state: What `loss_scale_state` returned.
+        """
+        self.pipeline.wait()
+        for scale in self.loss_scales:
+            scale.load_state_dict(state)
+
     def optimizer_state(self) -> dict[str, Any]:
         """State of all stages' optimizers by parameter name, on rank 0; a collective."""
         self.pipeline.wait()
@@ -454,6 +490,8 @@ class Engine:
 
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained."""
+        for hook in self._hooks:
+            hook.remove()
         self.pipeline.close()
 
 

@@ -65,10 +65,12 @@ class BadSteps:
     Args:
         late: A step may still be running when it is shown here, so each is looked at when the next one is shown.
         name_parameter: Names a parameter whose gradient is not finite in a step, if this worker has one.
+        allowed: Such steps in a row that are no fault, because a loss scale falls meanwhile.
     """
 
-    def __init__(self, *, late: bool, name_parameter: Callable[[StepOutcome], str | None]) -> None:
+    def __init__(self, *, late: bool, name_parameter: Callable[[StepOutcome], str | None], allowed: int = 0) -> None:
         self._late = late
+        self._most = MAX_BAD_STEPS + allowed
         self._name_parameter = name_parameter
         self._pending: StepResult | None = None
         self._count = 0
@@ -81,7 +83,7 @@ class BadSteps:
             result: The step; results are shown in their order.
 
         Raises:
-            TrainingError: There were `MAX_BAD_STEPS` bad ones in a row.
+            TrainingError: There were too many bad ones in a row.
         """
         before, self._pending = self._pending, result
         seen = before if self._late else result
@@ -93,12 +95,12 @@ class BadSteps:
         self._count += 1
         if self._count == 1 or self._first_bad is None:
             self._first_bad = self._name_parameter(seen.outcome)
-        if self._count >= MAX_BAD_STEPS:
-            first, last = seen.step - MAX_BAD_STEPS + 1, seen.step
+        if self._count >= self._most:
+            first, last = seen.step - self._most + 1, seen.step
             raise TrainingError(
                 f"loss or gradients were not finite in steps {first} to {last}; first bad parameter: "
                 f"{self._first_bad or 'none, only the loss'}",
-                f"After {MAX_BAD_STEPS} such steps in a row training stops, on all workers at the same step.",
+                f"After {self._most} such steps in a row training stops, on all workers at the same step.",
                 "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; the last checkpoint is from before.",
             )
 

@@ -26,6 +26,7 @@ from hybridpar.models import autocast, learning_rate_scales, model_fingerprint
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import undecayed_names
+from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
@@ -172,7 +173,11 @@ class Trainer:
                 self.world.close()
             raise
         self.steps_done = 0
-        self._bad_steps = BadSteps(late=self.engine.late, name_parameter=self.engine.bad_parameter)
+        self._bad_steps = BadSteps(
+            late=self.engine.late,
+            name_parameter=self.engine.bad_parameter,
+            allowed=FALLS if self.engine.loss_scales else 0,
+        )
 
     def _open_engine(
         self,
@@ -437,6 +442,8 @@ class Trainer:
         training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
+        if (scale := self.engine.loss_scale_state()) is not None:
+            training["loss_scale"] = scale
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
@@ -469,6 +476,8 @@ class Trainer:
             self.engine.load_optimizer_state(data.training["optimizer"])
             if self._plateau is not None and "plateau" in data.training:
                 self._plateau.load_state_dict(data.training["plateau"])
+            if "loss_scale" in data.training:
+                self.engine.load_loss_scale_state(data.training["loss_scale"])
             self.engine.go_on_from(data.step)
             self.steps_done = data.step
             self._bad_steps.forget()

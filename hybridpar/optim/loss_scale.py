@@ -1,0 +1,92 @@
+"""Dynamic loss scaling, with which small gradients do not vanish in float16 (Micikevicius et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+#: Steps in a row that may be skipped while the scale falls from the highest that is usual, 2^24, to 1.
+FALLS = 24
+
+
+class LossScale:
+    """What a loss is multiplied with before its backward pass, and gradients of parameters are divided by in it.
+
+    The scale follows the rule of `torch.amp.GradScaler`: it is halved by a step whose gradients are not all finite, and
+    doubled after `interval` steps in a row whose gradients are. Scales are powers of two, so that scaling itself rounds
+    nothing. All numbers are tensors on the device; the host reads none of them.
+
+    Args:
+        device: Where the gradients are.
+        initial: Scale of the first step.
+        growth: Factor of a rise.
+        backoff: Factor of a fall.
+        interval: Steps from one rise to the next.
+
+    Attributes:
+        value: The scale, 0-d float32; changed in place.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+    ) -> None:
+        self.value = torch.full((), initial, device=device)
+        self._inverse = 1.0 / self.value
+        self._steps = torch.zeros((), device=device)  # since the scale last changed
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """From now on divide gradients of a module's parameters by the scale, before they are added up.
+
+        Args:
+            module: The module, whose loss is scaled.
+
+        Returns:
+            Handles that remove the hooks.
+        """
+        divide = partial(torch.mul, self._inverse)
+        trained = [one for one in module.parameters() if one.requires_grad]
+        return [one.register_hook(divide) for one in trained]  # type: ignore[no-untyped-call]
+
+    def update(self, commit: bool | Tensor) -> None:
+        """Follow a step.
+
+        Args:
+            commit: Whether its gradients were finite; a 0-d tensor, 1 or 0, where the host does not know it.
+        """
+        good = torch.as_tensor(commit, device=self.value.device).bool()
+        self._steps.add_(1.0).mul_(good)
+        rises = self._steps >= self._interval
+        risen = torch.where(rises, self.value * self._growth, self.value)
+        risen = torch.where(risen.isfinite(), risen, self.value)
+        self.value.copy_(torch.where(good, risen, self.value * self._backoff))
+        self._steps.mul_(~rises)
+        self._inverse.copy_(1.0 / self.value)
+
+    def state_dict(self) -> dict[str, float]:
+        """Scale and number of steps since it last changed.
+
+        Returns:
+            Both by name.
+        """
+        return {"scale": float(self.value), "steps": float(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Put saved values back.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self.value.fill_(state["scale"])
+        self._steps.fill_(state["steps"])
+        self._inverse.copy_(1.0 / self.value)

@@ -1,0 +1,161 @@
+"""Dynamic loss scaling: torch's schedule, unscaled gradients, and a training in float16 under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar import Trainer
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import TrainingError, UsageError
+from hybridpar.optim.loss_scale import LossScale
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_scale_is_that_of_torchs_grad_scaler_step_by_step(as_tensor):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scale = LossScale(CPU, initial=1024.0, interval=3)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    finite = torch.rand(60, generator=torch.Generator().manual_seed(0)) < 0.6
+    seen = set()
+    for good in [True] * 12 + finite.tolist():
+        scaler.scale(weight.sum()).backward()
+        if not good:
+            weight.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scale.update(torch.tensor(float(good), dtype=torch.float64) if as_tensor else good)
+        assert float(scale.value) == scaler.get_scale()
+        seen.add(scaler.get_scale())
+    assert min(seen) < 1024 < max(seen)
+
+
+def test_gradients_are_divided_by_the_scale_as_it_is_until_the_hooks_go():
+    net = nn.Linear(3, 2)
+    scale = LossScale(CPU)
+    hooks = scale.attach(net)
+    inputs = torch.randn(4, 3)
+    net(inputs).sum().backward()
+    plain = [one.grad.clone() * 2.0**16 for one in net.parameters()]
+    scale.update(False)
+    for _ in range(2):  # they add up
+        net(inputs).sum().backward(scale.value)
+    for one, gradient in zip(net.parameters(), plain, strict=True):
+        assert torch.equal(one.grad, gradient / 2**16 + 2 * gradient)
+    for hook in hooks:
+        hook.remove()
+    net.zero_grad()
+    net(inputs).sum().backward()
+    assert torch.equal(net.bias.grad, plain[1])
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    inputs = torch.randn(16, 6, generator=rng)
+    return inputs, (inputs.sum(dim=1) > 0).long() + (inputs[:, 0] > 1).long()
+
+
+def share(step: int, world: World, stages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = batch(step)
+    if stages > 1:
+        return inputs, targets
+    part = slice(world.rank, None, world.size)
+    return inputs[part], targets[part]
+
+
+def trained(world: World, steps: int, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float, list[bool]]:
+    """Train in float16, with a batch at step 3 whose gradients overflow at the first scale."""
+    config = TrainConfig(amp="fp16", plan="none", lr=0.1, **options)
+    skipped = []
+    example = batch(0)[0][: 16 // config.micro_batches]
+    with Trainer(net(), config=config, world=world, example=example) as trainer:
+        for step in range(steps):
+            inputs, targets = share(step, world, config.stages)
+            skipped.append(trainer.step((inputs * (500 if step == 3 else 1), targets)).skipped)
+        trainer.engine.synchronize_buffers()
+        scale = trainer.engine.loss_scale_state()
+        assert scale is not None
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}, scale["scale"], skipped
+
+
+def layout(world: World, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float, list[bool]]:
+    return trained(world, 8, options)
+
+
+LAYOUTS = [
+    (1, {"stages": 2, "micro_batches": 2}),
+    (2, {"stages": 2, "micro_batches": 2}),
+    (2, {}),
+    (2, {"compress": "fp16"}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options"), LAYOUTS, ids=["lanes", "stages", "replicas", "codec"])
+def test_every_layout_trains_like_one_process(ranks, options):
+    wanted, scale, skipped = trained(World(), 8, {"micro_batches": options.get("micro_batches", 1)})
+    assert skipped[3]
+    assert not skipped[-1]
+    assert scale < 2**16
+    for state, other_scale, other_skipped in run_ranks(layout, ranks, options, shared_memory=False):
+        assert (other_scale, other_skipped) == (scale, skipped)
+        for name, value in wanted.items():
+            torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-3)
+
+
+def test_it_follows_float32_and_a_resumed_run_is_equal_to_the_bit(tmp_path):
+    config = TrainConfig(amp="fp16", plan="none", lr=0.1)
+    with Trainer(net(), config=TrainConfig(plan="none", lr=0.1)) as plain, Trainer(net(), config=config) as trainer:
+        for step in range(6):
+            if step == 3:
+                trainer.engine.loss_scales[0].update(False)
+                saved = trainer.save(tmp_path)
+            plain.step(batch(step))
+            trainer.step(batch(step))
+        for one, other in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+        with Trainer(net(), config=config) as resumed:
+            resumed.load(saved)
+            assert resumed.engine.loss_scale_state() == {"scale": 2.0**15, "steps": 0.0}
+            for step in range(3, 6):
+                resumed.step(batch(step))
+            for one, other in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+                assert torch.equal(one, other)
+            assert resumed.engine.loss_scale_state() == trainer.engine.loss_scale_state()
+
+
+def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_parameter():
+    with Trainer(net(), config=TrainConfig(amp="fp16", plan="none")) as trainer:
+        inputs, targets = batch(0)
+        for _ in range(26):
+            assert trainer.step((inputs * torch.nan, targets)).skipped
+        with pytest.raises(TrainingError, match=r"steps 1 to 27; first bad parameter: 0\.weight"):
+            trainer.step((inputs * torch.nan, targets))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"guard": False}, "--no-guard"),
+        ({"sync": "local:4"}, "--sync local:4"),
+        ({"double_buffer": "delay"}, "--double-buffer"),
+        ({"kernels": "auto"}, "--kernels"),
+        ({"sync": "ps"}, "--amp fp16"),
+    ],
+)
+def test_what_does_not_go_with_it_is_one_error(options, named):
+    with pytest.raises(UsageError, match=named):
+        TrainConfig(amp="fp16", **options).check()
