@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import os
 import re
 import runpy
@@ -16,9 +17,16 @@ from types import ModuleType
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks.rig.table import check_csv
 from hybridpar.comm.world import World
+from hybridpar.commands import find_command
+from hybridpar.commands.train import Train, check_names
+from hybridpar.observe import plots, read_metrics
+from hybridpar.optim.schedule import rate_factor
+from hybridpar.run.run import run_training
+from tests.runs import restored_modes
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -198,3 +206,84 @@ def test_codecs_in_trainers_that_people_have(library: str, start: list[str], tmp
     accuracy, full, sent = re.findall(r"[0-9.]+", line)
     assert float(accuracy) > 60
     assert int(sent) < int(full) / 8
+
+
+RECIPES = sorted((ROOT / "examples/recipes").glob("*.toml"))
+
+#: Models in place of those of recipes that take seconds a step, built by the same library.
+LIGHT = {
+    "convnext-tiny": "timm/test_convnext",
+    "deit-small": "timm/test_vit",
+    "timm-efficientnet-b0": "timm/test_efficientnet",
+    "torchvision-resnet50": "resnet18",
+    "torchvision-resnet50-v2": "resnet18",
+}
+
+
+def read_recipe(path: Path, *words: str) -> Train:
+    """A recipe with more options, without published weights, which would have to be downloaded."""
+    command = find_command("train")
+    line = [one for one in command.expanded("train", ["--config", str(path), *words]) if one != "--weights=default"]
+    options = command.parse("train", line)
+    assert isinstance(options, Train)
+    return options
+
+
+@pytest.fixture(scope="module")
+def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of two classes in files, 16 for training and 16 for testing."""
+    root = tmp_path_factory.mktemp("flowers")
+    for number in range(16):
+        for part in ("train", "test"):
+            place = root / part / f"class-{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((48, 40), 20 + 5 * number).convert("RGB").save(place / f"{number}.jpg")
+    return root
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_train(path: Path, flowers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "timm/" in path.read_text():
+        pytest.importorskip("timm")
+    as_published = read_recipe(path)
+    as_published.check()
+    check_names(as_published)
+    size = 160 if LIGHT.get(path.stem) == "timm/test_vit" else 40
+    small = ["--batch-size=8", f"--image-size={size}", f"--test-image-size={size}", "--steps=2", "--loader-workers=0"]
+    alone = ["--plan=none", "--workers=1", "--no-tune-process", f"--run-dir={tmp_path / 'run'}"]
+    model = [LIGHT[path.stem]] if path.stem in LIGHT else []
+    options = read_recipe(path, *small, *alone, *model, "--data=folder", f"--data-root={flowers}")
+    monkeypatch.setattr(plots, "_png", lambda draw, height: b"")  # to render pictures takes longer than to train
+    with restored_modes():
+        assert run_training(options, options.model, frozenset()) == 0
+    losses = read_metrics(tmp_path / "run").steps["loss"]
+    assert len(losses) == 2
+    assert 0 < float(losses[0]) < 10  # the rates are those of large batches, so the second may be large
+    assert math.isfinite(float(losses[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("convnext-tiny", {20: 4e-3, 160: 2.0005e-3, 300: 1e-6}),
+        ("deit-small", {0: 1e-6, 5: 1e-5 + 9.9e-4 * (1 + math.cos(math.pi / 60)) / 2, 150: 5.05e-4}),
+        ("pytorch-cifar-resnet18", {0: 0.1, 100: 0.05}),
+        ("pytorch-examples-resnet18", {0: 0.1, 29: 0.1, 30: 0.01, 89: 0.001}),
+        ("pytorch-tutorial-hymenoptera", {6: 1e-3, 7: 1e-4, 24: 1e-6}),
+        ("timm-efficientnet-b0", {0: 1e-6, 3: 0.048 * 0.97, 449: 0.048 * 0.97**187}),
+        ("timm-mobilenetv3-large-100", {0: 1e-6, 5: 0.064 * 0.973**2, 599: 0.064 * 0.973**249}),
+        ("torchvision-mobilenet-v3-large", {1: 0.064, 2: 0.064 * 0.973, 599: 0.064 * 0.973**299}),
+        ("torchvision-resnet50", {0: 0.1, 29: 0.1, 30: 0.01, 89: 0.001}),
+        ("torchvision-resnet50-v2", {0: 0.005, 1: 0.104, 5: 0.5, 302.5: 0.5 * (1 + math.cos(math.pi * 297 / 595)) / 2}),
+    ],
+)
+def test_rates_of_recipes_are_those_of_their_sources(name: str, rates: dict[float, float]) -> None:
+    """Learning rates at the beginning of some epochs, by the formulas of the sources' schedulers."""
+    options = read_recipe(ROOT / f"examples/recipes/{name}.toml")
+    found = {at: options.lr * rate_factor(int(100 * at), 100 * options.epochs, 100, options) for at in rates}
+    assert found == pytest.approx(rates, rel=1e-6)
+
+
+def test_the_readme_of_recipes_names_them_all() -> None:
+    rows = re.findall(r"^\| ([a-z0-9-]+) \|", (ROOT / "examples/recipes/README.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) - {"file"} == {path.stem for path in RECIPES}
