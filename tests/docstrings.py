@@ -21,13 +21,6 @@ from pathlib import Path
 
 from tests.structure import ROOT, python_files, relative
 
-#: Folders and top-level modules of hybridpar whose docstrings are not complete yet.
-NOT_YET = {
-    *("compress", "comm", "sync", "lanes", "pipeline"),
-    *("run", "server", "observe", "machine", "formats", "commands"),
-    "models",
-}
-
 #: Words that begin a docstring which says what a function does; any other word begins what it returns.
 _VERBS = set(
     re.findall(

@@ -62,6 +62,9 @@ def gather_spans(
         identity: Equal in workers that read the same clock; default: `clock_identity()`.
         clock: What the origins were read from, in seconds.
 
+    Returns:
+        The spans of all workers on one clock, and what is known of its error.
+
     Raises:
         SyncError: A peer died or did not answer in time.
     """

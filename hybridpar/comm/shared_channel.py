@@ -61,6 +61,9 @@ class Offer:
     def accept(self) -> SharedSend:
         """Meet the receiver, which has come already.
 
+        Returns:
+            The end that sends through the shared memory.
+
         Raises:
             OSError: It has not.
         """
@@ -122,7 +125,13 @@ class _Ring:
 
 
 class SharedSend(_Ring):
-    """Send end in shared memory."""
+    """Send end in shared memory.
+
+    Args:
+        memory: The mapped ring.
+        bell: Socket that wakes the peer.
+        peer: Rank of the receiver.
+    """
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
@@ -147,7 +156,13 @@ class SharedSend(_Ring):
 
 
 class SharedReceive(_Ring):
-    """Receive end in shared memory."""
+    """Receive end in shared memory.
+
+    Args:
+        memory: The mapped ring.
+        bell: Socket that wakes the peer.
+        peer: Rank of the sender.
+    """
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
@@ -158,6 +173,9 @@ class SharedReceive(_Ring):
 
         Args:
             parts: What was sent.
+
+        Returns:
+            The tensors of the message.
         """
         doing = f"receiving from worker {self._peer}"
         tensors = [part.empty(_CPU) for part in parts]

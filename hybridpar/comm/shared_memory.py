@@ -46,6 +46,9 @@ def map_segment(path: Path, size: int) -> mmap.mmap:
         path: The file.
         size: Bytes to reserve.
 
+    Returns:
+        The mapped memory.
+
     Raises:
         OSError: There is no room for it.
     """

@@ -139,6 +139,9 @@ class ReceiveEnd(Protocol):
         Args:
             parts: What was sent.
 
+        Returns:
+            The tensors of the message, on the device of this end.
+
         Raises:
             RuntimeError: The peer died or did not send in time. `World.named_errors` says who waited for whom.
         """
@@ -180,7 +183,14 @@ def memory_of(dense: Tensor) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a message's tensor number `tensor`, and where in a chunk they are put."""
+    """Bytes `start` to `stop` of a message's tensor number `tensor`, and where in a chunk they are put.
+
+    Attributes:
+        tensor: Number of the tensor in the message.
+        start: First of its bytes.
+        stop: The byte after the last one.
+        place: Byte of the chunk at which they begin.
+    """
 
     tensor: int
     start: int
@@ -286,6 +296,9 @@ class BackendReceive(_Backend):
 
         Args:
             parts: What was sent.
+
+        Returns:
+            The tensors of the message.
         """
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]

@@ -143,6 +143,9 @@ class World:
             device: Device to compute on; default: the GPU numbered `LOCAL_RANK`, else the CPU.
             shared_memory: Let CPU workers of one host add through shared memory instead of over the network.
 
+        Returns:
+            The workers of the job; a world of this process alone where no launcher set its environment.
+
         Raises:
             LaunchError: The peers cannot be reached within the time-out.
         """

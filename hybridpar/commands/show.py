@@ -250,7 +250,11 @@ def _show_plan(data: dict[str, Any], path: Path, console: Console) -> Plan:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What a plan says besides its partition: how micro-batches flow, and what was predicted."""
+    """What a plan says besides its partition: how micro-batches flow, and what was predicted.
+
+    Args:
+        plan: The plan.
+    """
     lines = []
     if plan.pipeline is not None and len(plan.partition.stages) > 1:
         replicas = plan.placement.replicas if plan.placement is not None else 1

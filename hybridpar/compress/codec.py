@@ -396,6 +396,9 @@ class Full(Coder):
     """All elements, in the type in which the spec says messages are sent.
 
     In a type shorter than float32 each worker sends g / K, as the sum of g might leave the range of float16.
+
+    Args:
+        spec: Says in which type messages are sent.
     """
 
     def __init__(self, spec: TensorSpec) -> None:

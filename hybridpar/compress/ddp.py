@@ -73,7 +73,13 @@ class CodecState(ParameterCoders):
     """What the hook keeps between steps. `close` it, or use it as a context, before process groups are destroyed.
 
     Args:
-        See `ddp_hook`.
+        codec: How gradients are sent: a codec, a policy, or the text of one.
+        model: The model inside of DDP; needed for policies of names.
+        group: The process group that DDP was given; None for the default one.
+        lanes: Exchanges that may be under way at one time.
+        seed: For what codecs draw at random; equal on all workers.
+        timeout: Seconds after which a silent worker is an error.
+        hierarchical: Use the codec between nodes alone, and add in full precision inside of them.
     """
 
     def __init__(
@@ -375,6 +381,9 @@ def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: fl
         nodes: Which workers are on which node; None where the codec is used between all.
         group: The workers; None for all of the job.
         timeout: Seconds after which a silent worker is an error.
+
+    Returns:
+        The process groups that messages of the lane take.
     """
     everybody = tuple(range(dist.get_world_size(group)))
     codec = _own_group([everybody] if nodes is None else nodes.columns[: nodes.leaders], group, timeout)

@@ -155,7 +155,13 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Milliseconds of an exchange, or of several."""
+    """Milliseconds of an exchange, or of several.
+
+    Attributes:
+        encode: From gradients to messages.
+        wire: On the way.
+        decode: From messages to gradients.
+    """
 
     encode: float = 0.0
     wire: float = 0.0
@@ -223,7 +229,12 @@ class PhaseTimer:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce:
-    """Replace a tensor by the sum, maximum or bitwise and over the workers."""
+    """Replace a tensor by the sum, maximum or bitwise and over the workers.
+
+    Attributes:
+        tensor: What is replaced by the result.
+        collective: Which reduction it is.
+    """
 
     tensor: Tensor
     collective: Collective
@@ -239,7 +250,14 @@ class AllReduce:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Send each worker its part of a tensor, and receive one from each."""
+    """Send each worker its part of a tensor, and receive one from each.
+
+    Attributes:
+        out: Where the parts of all workers go, by rank.
+        inp: The parts for all workers, by rank.
+        out_sizes: Elements from each worker.
+        in_sizes: Elements for each worker.
+    """
 
     out: Tensor
     inp: Tensor
@@ -257,7 +275,12 @@ class AllToAll:
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Receive every worker's tensor, by rank; all have one size."""
+    """Receive every worker's tensor, by rank; all have one size.
+
+    Attributes:
+        out: Where the tensors of all workers go, by rank.
+        inp: The tensor of this worker.
+    """
 
     out: Tensor
     inp: Tensor

@@ -131,6 +131,9 @@ def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
         length: Of the first dimension of `Quantiser.view`.
         unit: Stripes begin at multiples of it.
         workers: Number of workers.
+
+    Returns:
+        First element and length of each stripe, by worker.
     """
     units = -(-length // unit)
     ends = [(units // workers * k + min(k, units % workers)) * unit for k in range(workers + 1)]

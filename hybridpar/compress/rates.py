@@ -198,6 +198,9 @@ def measure_codec(
         shapes: Shapes of the parameters.
         workers: How many workers there are.
         device: Where gradients are.
+
+    Returns:
+        What the codec takes and sends.
     """
     fitting = sorted({shape for shape in shapes if codec.fits(shape)}, key=math.prod)
     if not fitting:

@@ -77,14 +77,32 @@ def read_text(
 def read_json(
     path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "", most: int = MOST_BYTES
 ) -> Any:
-    """What a JSON file holds. See `read_text` for arguments and errors."""
+    """What a JSON file holds. Errors are those of `read_text`.
+
+    Args:
+        path: The file.
+        kind: What it is called in messages.
+        error: Class of the error that is raised.
+        fix: What the user can do.
+        why: The rule that is broken.
+        most: Bytes that it may have.
+    """
     return _read(path, kind, error, why, fix, most, lambda data: parse_json(data.decode()))
 
 
 def read_toml(
     path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "", most: int = 1 << 20
 ) -> dict[str, Any]:
-    """What a TOML file holds. See `read_text` for arguments and errors."""
+    """What a TOML file holds. Errors are those of `read_text`.
+
+    Args:
+        path: The file.
+        kind: What it is called in messages.
+        error: Class of the error that is raised.
+        fix: What the user can do.
+        why: The rule that is broken.
+        most: Bytes that it may have.
+    """
     found: dict[str, Any] = _read(path, kind, error, why, fix, most, lambda data: parse_toml(data.decode()))
     return found
 
@@ -117,6 +135,9 @@ def _read(
 def parse_json(text: str | bytes) -> Any:
     """What a JSON text says.
 
+    Args:
+        text: The text, or its bytes in UTF-8.
+
     Raises:
         Unreadable: It is not JSON, or above the limits.
     """
@@ -136,6 +157,9 @@ def parse_json(text: str | bytes) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """What a TOML text says.
+
+    Args:
+        text: The text.
 
     Raises:
         Unreadable: It is not TOML, or above the limits.
@@ -187,7 +211,11 @@ def _check_text(text: str) -> None:
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Where and what is the first thing that pydantic found wrong, both short."""
+    """Where and what is the first thing that pydantic found wrong, both short.
+
+    Args:
+        error: What pydantic raised.
+    """
     count = error.error_count()
     if count > _MOST_PROBLEMS:  # listing them takes long, too
         return "", f"{count:,} values in it are not what they should be"
@@ -205,6 +233,9 @@ def read_torch(path: Path) -> dict[str, Any]:
     Before torch reads it, the file is looked through for what would take long or much memory: compressed parts, calls
     of anything but what makes tensors and plain values, tensors larger than the file, and containers that contain
     themselves, or each other very often.
+
+    Args:
+        path: The file.
 
     Raises:
         Unreadable: It is none, or damaged.

@@ -47,6 +47,9 @@ def pack(item: Any) -> bytes:
 def unpack(data: bytes | bytearray | memoryview) -> Any:
     """What `pack` was given.
 
+    Args:
+        data: The bytes of `pack`.
+
     Raises:
         ValueError: These are no bytes that `pack` makes.
     """
@@ -75,6 +78,9 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 def take_apart(item: Any) -> tuple[str, list[Tensor]]:
     """Plain values as text, and the tensors among them.
 
+    Args:
+        item: Plain values and tensors, in lists, tuples and dictionaries.
+
     Raises:
         TypeError: See `pack`.
     """
@@ -84,6 +90,10 @@ def take_apart(item: Any) -> tuple[str, list[Tensor]]:
 
 def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
     """What `take_apart` was given.
+
+    Args:
+        text: The text that `take_apart` returned.
+        tensors: The tensors, in their order.
 
     Raises:
         ValueError: It did not return this text and so many tensors.
@@ -95,7 +105,11 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor."""
+    """Shape and dtype of each tensor.
+
+    Args:
+        tensors: The tensors.
+    """
     return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
 
 

@@ -207,6 +207,9 @@ class Lane(ABC):
         Args:
             event: An event from `Lanes.event` that was not recorded yet; None makes a new one.
 
+        Returns:
+            The event, which is passed when everything that was issued before is done.
+
         Raises:
             LaneError: The event is of another family, or was recorded before; or the family is closed.
         """

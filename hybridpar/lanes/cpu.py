@@ -20,7 +20,13 @@ from hybridpar.lanes.check import Checker, Clock
 
 
 class CpuEvent(Event):
-    """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much)."""
+    """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much).
+
+    Args:
+        family: The lanes it belongs to.
+        checker: Watches who waits for whom
+         None does not.
+    """
 
     def __init__(self, family: Family, checker: Checker | None) -> None:
         super().__init__(family)
@@ -59,6 +65,9 @@ class CpuEvent(Event):
 
         Args:
             timeout: Seconds; None waits as long as it takes.
+
+        Returns:
+            Whether it is open.
         """
         if not self._passed:
             if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
@@ -202,7 +211,15 @@ class Worker:
 
 
 class CpuLane(Lane):
-    """A thread with a queue."""
+    """A thread with a queue.
+
+    Args:
+        family: The lanes it belongs to.
+        name: Of the thread, in messages.
+        worker: The thread that runs what is issued.
+        checker: Watches which lane uses which tensor
+         None does not.
+    """
 
     def __init__(self, family: Family, name: str, worker: Worker, checker: Checker | None) -> None:
         super().__init__(family, name)
@@ -250,7 +267,14 @@ class CpuLane(Lane):
 
 
 class CpuCaller(Lane):
-    """The issuing thread itself: work runs inline, and to wait is to block."""
+    """The issuing thread itself: work runs inline, and to wait is to block.
+
+    Args:
+        family: The lanes it belongs to.
+        name: In messages.
+        checker: Watches which lane uses which tensor
+         None does not.
+    """
 
     def __init__(self, family: Family, name: str, checker: Checker | None) -> None:
         super().__init__(family, name)

@@ -41,7 +41,11 @@ def open_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
 
 
 class CudaEvent(Event):
-    """A CUDA event without timing."""
+    """A CUDA event without timing.
+
+    Args:
+        family: The lanes it belongs to.
+    """
 
     def __init__(self, family: Family) -> None:
         super().__init__(family)

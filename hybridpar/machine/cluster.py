@@ -111,7 +111,11 @@ class Cluster(_Record):
 
 
 def ring_factor(world_size: int) -> float:
-    """Times a tensor's size that each of K workers sends in an all-reduce, 2(K-1)/K."""
+    """Times a tensor's size that each of K workers sends in an all-reduce, 2(K-1)/K.
+
+    Args:
+        world_size: Number of workers.
+    """
     return 2 * (world_size - 1) / world_size
 
 
@@ -146,7 +150,12 @@ def default_workers(cluster: Cluster | None = None) -> int:
 
 
 def default_backend(cluster: Cluster | None = None) -> str:
-    """The backend that the default workers talk over."""
+    """The backend that the default workers talk over.
+
+    Args:
+        cluster: The machine
+         None looks for a GPU.
+    """
     gpus = gpu_count() if cluster is None else len(cluster.of_kind("cuda"))
     return "nccl" if gpus else "gloo"
 
@@ -180,6 +189,9 @@ def write_cluster(cluster: Cluster) -> None:
     """Keep a cluster for the next time: readable for the user alone, replaced as a whole or not at all.
 
     A directory that cannot be written costs only the next measurement, so it is no error.
+
+    Args:
+        cluster: What was measured.
     """
     path = cluster_path(cluster.host)
     try:
@@ -230,7 +242,11 @@ def cpu_name() -> str:
 
 
 def cluster_path(host: dict[str, str]) -> Path:
-    """The cache file of one host."""
+    """The cache file of one host.
+
+    Args:
+        host: Facts by which the host is told from others.
+    """
     return cache_directory() / f"cluster-{_digest(json.dumps(host, sort_keys=True))}.json"
 
 

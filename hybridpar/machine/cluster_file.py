@@ -321,6 +321,12 @@ class ClusterSpec(_Part):
 def read_cluster_file(path: Path) -> ClusterSpec:
     """Read a description.
 
+    Args:
+        path: The TOML or JSON file.
+
+    Returns:
+        The nodes, their devices and the links between them.
+
     Raises:
         UsageError: It cannot be read, a key is unknown, or a value is impossible; the message names the place.
     """
@@ -331,6 +337,13 @@ def read_cluster_file(path: Path) -> ClusterSpec:
 
 def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
     """Check and type a description that was read from somewhere.
+
+    Args:
+        data: What a parser of TOML or JSON returned.
+        source: What it is called in messages.
+
+    Returns:
+        The nodes, their devices and the links between them.
 
     Raises:
         UsageError: As for `read_cluster_file`.

@@ -122,6 +122,9 @@ def probe_link(
         seconds: Time to spend on latency, and again on bandwidth.
         timeout: Seconds after which local workers that have not answered are stopped.
 
+    Returns:
+        Latency in seconds and bandwidth in bytes per second.
+
     Raises:
         LaunchError: The local workers could not be started or did not find each other.
         ValueError: There are less than two workers.
@@ -148,7 +151,11 @@ def probe_link(
 
 
 def start_torch_probe() -> Programs:
-    """Begin to ask the installed torch what it can do; answers with `hybridpar.machine.probe_worker.torch_facts`."""
+    """Begin to ask the installed torch what it can do; answers with `hybridpar.machine.probe_worker.torch_facts`.
+
+    Returns:
+        The program that was started; its answer is JSON.
+    """
     return Programs([_worker_program("torch_facts")], "importing torch", workers=1)
 
 
@@ -214,6 +221,9 @@ class Programs:
 
     def answer(self) -> str:
         """Wait until all programs have ended, and give the answer of the first.
+
+        Returns:
+            What the first program printed.
 
         Raises:
             LaunchError: A program failed, crashed, or did not end in time.

@@ -30,7 +30,11 @@ _LARGE_BYTES = 16 << 20
 
 
 def devices(seconds: float) -> str:
-    """The rates of the CPU and of every GPU as JSON: `devices`, and `problems` with those that failed."""
+    """The rates of the CPU and of every GPU as JSON: `devices`, and `problems` with those that failed.
+
+    Args:
+        seconds: Time to spend on each rate.
+    """
     found = [measure_cpu(seconds)]
     problems = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -106,7 +110,14 @@ def _torchvision_version() -> str | None:
 
 
 def measure_cpu(seconds: float) -> Device:
-    """Measure all cores that this process may use, with as many threads as torch was started with."""
+    """Measure all cores that this process may use, with as many threads as torch was started with.
+
+    Args:
+        seconds: Time to spend on each rate.
+
+    Returns:
+        Its rates and its memory.
+    """
     memory, device = usable_memory(), torch.device("cpu")
     copies, noise = _copy_rate(device, min(256 << 20, memory // 16), seconds)
     flops, apart = _matrix_rates(device, (torch.float32, torch.bfloat16), seconds)
@@ -124,6 +135,13 @@ def measure_cpu(seconds: float) -> Device:
 
 def measure_gpu(index: int, seconds: float) -> Device:
     """Measure one GPU.
+
+    Args:
+        index: Which GPU.
+        seconds: Time to spend on each rate.
+
+    Returns:
+        Its rates and its memory.
 
     Raises:
         RuntimeError: The GPU cannot be used: no memory is left, or this torch has no kernels for it.
@@ -214,6 +232,9 @@ def measure_link(group: dist.ProcessGroup | None, seconds: float) -> Link:
         group: The group; None for the default group.
         seconds: Time to spend on latency, and again on bandwidth. A very slow link takes longer: the large message is
             1 MiB at least, and is sent four times.
+
+    Returns:
+        Latency in seconds and bandwidth in bytes per second.
 
     Raises:
         ValueError: The group has only one worker.

@@ -113,7 +113,12 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
 
 
 def usable_memory(proc: Path = Path("/proc/self")) -> int:
-    """Bytes of main memory that this process may use: what the machine has, or less where a cgroup limits it."""
+    """Bytes of main memory that this process may use: what the machine has, or less where a cgroup limits it.
+
+    Args:
+        proc: Directory of this process under /proc
+         tests name another.
+    """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for directory in _cgroup_directories("memory", proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -206,7 +211,15 @@ def physical_cores(cores: Sequence[int], system: Path = Path("/sys/devices/syste
 
 
 def threads_per_worker(workers: int, cores: Sequence[int]) -> int:
-    """Compute threads of each of `workers` processes that share `cores`: its part of the physical cores, at least 1."""
+    """Compute threads of each of `workers` processes that share `cores`: its part of the physical cores, at least 1.
+
+    Args:
+        workers: Number of processes.
+        cores: Logical cores that they share.
+
+    Returns:
+        The number of threads.
+    """
     return max(1, len(physical_cores(cores)) // workers)
 
 
@@ -268,6 +281,9 @@ def share_cores(workers: int) -> int | None:
     """Threads of this process beside `workers` - 1 others with the same cores; None where it did not choose them.
 
     What torch computes with is the caller's to set; what is started from here inherits the number.
+
+    Args:
+        workers: Number of processes, this one included.
     """
     if not _chose_threads:
         return None

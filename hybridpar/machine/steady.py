@@ -44,7 +44,11 @@ def halves_apart(times: Sequence[float]) -> float:
 
 
 def least_apart(times: Sequence[float]) -> float:
-    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two."""
+    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two.
+
+    Args:
+        times: In any unit.
+    """
     return relative_distance(*sorted(times)[:2]) if len(times) > 1 else math.inf
 
 

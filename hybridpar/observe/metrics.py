@@ -169,6 +169,9 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
     Args:
         run_dir: Directory of the run; without `metrics.jsonl` the table is empty.
+
+    Returns:
+        Steps and epochs, in order.
     """
     columns = {name: array("d") for name in STEP_COLUMNS}
     epochs: dict[int, EpochRecord] = {}

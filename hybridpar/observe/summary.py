@@ -65,6 +65,9 @@ def summarize(
         ended: How it ended.
         resumed_from: Step of the checkpoint it last went on from.
         versions: Versions to name besides those of python, hybridpar, torch and torchvision.
+
+    Returns:
+        The summary, as `summary.json` holds it.
     """
     steps = table.steps
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
@@ -188,6 +191,9 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     Args:
         run_dir: Directory of the run.
         summary: The summary.
+
+    Returns:
+        The file.
 
     Raises:
         ValueError: As for `validate_summary`.

@@ -55,6 +55,9 @@ def read_timeline(path: Path) -> Timeline:
     Args:
         path: The file.
 
+    Returns:
+        The timeline that was written.
+
     Raises:
         UsageError: The file cannot be read, or was written by something else.
     """

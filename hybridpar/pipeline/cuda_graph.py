@@ -53,6 +53,9 @@ class Captured(Protocol[_Issued_co]):
             samples: Samples of this worker.
             global_samples: Samples of all workers.
             flags: Whether this worker wants to stop and to save, two float64 numbers on the device.
+
+        Returns:
+            What `adopt` makes an outcome of.
         """
 
     def set_rates(self, factor: float) -> None:

@@ -276,6 +276,9 @@ class PipelineEngine:
             stop: Ask all workers to stop after this step.
             save: Ask all workers for a checkpoint after this step.
 
+        Returns:
+            What the workers agree on; reading it waits for the step.
+
         Raises:
             SyncError: A worker died or did not answer in time.
             ScheduleError: The schedule cannot do with so many micro-batches.
@@ -305,6 +308,9 @@ class PipelineEngine:
             micro_batches: See `step`.
             global_samples: See `step`.
             flags: `stop` and `save` of `step`, float64, on the device.
+
+        Returns:
+            What is known of the step, for `adopt`.
         """
         return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
@@ -313,6 +319,9 @@ class PipelineEngine:
 
         Args:
             step: What `issue` returned.
+
+        Returns:
+            What the workers agree on; reading it waits for the step.
         """
         return self._executor.adopt(step)
 

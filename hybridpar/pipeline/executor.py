@@ -123,6 +123,9 @@ class Executor:
         Args:
             request: What the step is to do.
 
+        Returns:
+            What the workers agree on; reading it waits for the step.
+
         Raises:
             SyncError: A worker died or did not answer in time.
             HybridparError: Work of an earlier step failed.
@@ -136,6 +139,9 @@ class Executor:
 
         Args:
             request: What the step is to do.
+
+        Returns:
+            What is known of the step, for `adopt`.
         """
         self._rebuild_buckets()
         self.borders.follow_trainable()
@@ -177,6 +183,9 @@ class Executor:
         Args:
             samples: Of this replica.
             refusing: This replica cannot do the step.
+
+        Returns:
+            Called, waits for the sum and returns it.
         """
         self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
         return self._agreement.count_samples(samples, refusing=refusing)
@@ -186,6 +195,9 @@ class Executor:
 
         Args:
             step: What `issue` returned, for a request with `flags`; its values may be overwritten after this.
+
+        Returns:
+            What the workers agree on; reading it waits for the step.
         """
         assert step.values is not None
         while len(self._running) > 1:

@@ -32,6 +32,8 @@ class PipelineOptions:
         bytes_per_second: Of a transfer between workers; None where transfers take no time.
         saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
         memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` respects it.
+        sync: How gradients are exchanged between replicas.
+        sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
         record: On a GPU, note when every action ran, by two events each. On a CPU that is always done.
     """
@@ -61,6 +63,10 @@ class PipelineOptions:
     def layout(self, stages: int, edges: tuple[Edge, ...] = ()) -> Layout:
         """Where the stages are, and what flows between them.
 
+        Args:
+            stages: Number of stages.
+            edges: What flows from stage to stage.
+
         Raises:
             ScheduleError: There are lanes for another number of stages.
         """
@@ -73,7 +79,12 @@ class PipelineOptions:
         return Layout(self.lane_of, self.worker_of, edges)
 
     def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
-        """What a schedule is made from."""
+        """What a schedule is made from.
+
+        Args:
+            layout: Where the stages are.
+            micro_batches: Of a replica and step.
+        """
         return ScheduleRequest(
             layout,
             micro_batches,

@@ -26,7 +26,13 @@ MOST_SPLIT_COST = 1.1
 
 @dataclass(frozen=True)
 class BackwardCost:
-    """What the backward pass of one stage takes, whole and in halves, in milliseconds."""
+    """What the backward pass of one stage takes, whole and in halves, in milliseconds.
+
+    Attributes:
+        whole_ms: In one piece.
+        input_ms: The half that gives gradients of what entered the stage.
+        weight_ms: The half that gives gradients of its parameters.
+    """
 
     whole_ms: float
     input_ms: float
@@ -53,6 +59,9 @@ def measure_backward(
         target: What the loss compares the output with.
         loss: Mean loss.
         passes: Measured passes of each kind, after one that is not counted.
+
+    Returns:
+        The costs, by stage.
     """
     modules = [module_of(stage) for stage in stages]
     rollbacks = [BufferRollback(module) for module in modules]

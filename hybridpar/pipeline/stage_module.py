@@ -52,7 +52,15 @@ class _Input:
 
 @dataclass
 class WholeModel:
-    """A model that is not cut, as the only stage of its pipeline. It is called as it is, with one input."""
+    """A model that is not cut, as the only stage of its pipeline. It is called as it is, with one input.
+
+    Attributes:
+        module: The model.
+        index: 0, as it is the only stage.
+        model_inputs: Name of its input.
+        inputs: What enters it.
+        outputs: Nothing, as no stage follows.
+    """
 
     module: nn.Module
     index: int = 0

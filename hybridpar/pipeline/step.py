@@ -188,7 +188,30 @@ class SpanRecorder:
 
 @dataclass
 class StepState:
-    """What is known about a step that was issued; filled in by the host and by the lanes."""
+    """What is known about a step that was issued; filled in by the host and by the lanes.
+
+    Attributes:
+        number: Of the step, from 1.
+        request: What it is to do.
+        facts: What crosses the borders between stages.
+        flights: Of the gradients of each stage.
+        spans: Records when actions ran.
+        events: Passed when an action is done.
+        reports: Of the forward passes, by stage, summed over the replicas.
+        used: For each parameter of a stage whether this worker used it.
+        squares: Of the gradients of each stage, summed over the replicas.
+        backward_done: Passed when the last backward pass of a stage is done.
+        users: `used`, summed over the replicas.
+        shared: Passed when `reports`, `squares` and `users` of a stage are summed.
+        values: Of the outcome, float64, on the device; None until they are decided.
+        host_values: The same on the host, once they are copied.
+        decided: Passed when `values` are there.
+        ends: Passed when everything is done, by lane.
+        bad: Parameters whose gradient was not finite, where the step was rolled back.
+        waited_ms: For which the host waited for the sync, where it runs the passes itself.
+        bytes_sent: Bytes that this worker sent.
+        message_bytes: Of control messages, by their lane.
+    """
 
     number: int
     request: StepRequest
@@ -196,20 +219,20 @@ class StepState:
     flights: dict[int, Flight]
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
-    reports: dict[int, Tensor] = field(default_factory=dict)  # of the forward passes, by stage, summed over replicas
+    reports: dict[int, Tensor] = field(default_factory=dict)
     used: dict[int, list[bool]] = field(default_factory=dict)
-    squares: dict[int, Tensor] = field(default_factory=dict)  # of the gradients of each stage, summed over replicas
+    squares: dict[int, Tensor] = field(default_factory=dict)
     backward_done: dict[int, Event] = field(default_factory=dict)
-    users: dict[int, Tensor] = field(default_factory=dict)  # `used`, summed over replicas
-    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports`, `squares` and `users` are summed
+    users: dict[int, Tensor] = field(default_factory=dict)
+    shared: dict[int, Event] = field(default_factory=dict)
     values: Tensor | None = None
     host_values: Tensor | None = None
     decided: Event | None = None
     ends: list[Event] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
-    waited_ms: float | None = None  # for which the host waited for the sync, where it runs the passes itself
+    waited_ms: float | None = None
     bytes_sent: int = 0
-    message_bytes: list[int] = field(default_factory=list)  # of control messages, by their lane
+    message_bytes: list[int] = field(default_factory=list)
 
 
 class StepOutcome(ABC):

@@ -161,6 +161,9 @@ class Snapshot:
             engine: What trains it.
             step: Steps done.
             device: Where random numbers are drawn.
+
+        Returns:
+            The copy.
         """
         engine.wait()
         engine.wire_format()

@@ -134,6 +134,9 @@ def load_data(config: TrainConfig, world: World) -> ImageData:
     Args:
         config: Options of the run.
         world: All workers.
+
+    Returns:
+        The data set.
     """
     if not config.download or world.size == 1:
         return load_dataset(config)
@@ -149,6 +152,9 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
         config: Options.
         name: What the user calls the model.
         classes: Number of classes.
+
+    Returns:
+        The model, on the CPU.
 
     Raises:
         UsageError: See `build_model` and `parse_arguments`.
@@ -215,6 +221,9 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
         name: What the user calls the model.
         data: The data.
         device: Where it will be trained.
+
+    Returns:
+        The model, on the CPU; its trainer moves it.
 
     Raises:
         UsageError: There is no such model, nothing of it would be trained, or its outputs do not fit the data.

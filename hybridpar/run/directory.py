@@ -102,6 +102,9 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
         config: Options of the run.
         model: What the command line calls the model.
 
+    Returns:
+        The directory, and what of it is continued or replaced.
+
     Raises:
         UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
         CheckpointError: `--resume` without a checkpoint to resume, or `--resume-from` names none.

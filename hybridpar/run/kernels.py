@@ -84,7 +84,11 @@ class KernelUse:
         return Kernels(database=self.choices.database.name, choices=tuple(choices))
 
     def measured(self, world: World) -> dict[str, Any]:
-        """The entry of the summary; a collective that times kernels against torch on all workers at once."""
+        """The entry of the summary; a collective that times kernels against torch on all workers at once.
+
+        Args:
+            world: All workers.
+        """
         everything = (*self.operations, *self.norms, *self.pairs)
         often = Counter(decision.key for _, decision in everything if decision.kernel is not None)
         saved = self.choices.measure_saving(often) * self.micro_batches

@@ -240,7 +240,11 @@ class Run(RunLoop):
         )
 
     def say_finished(self) -> int:
-        """Show the result that a finished run has; what it left behind stays as it is."""
+        """Show the result that a finished run has; what it left behind stays as it is.
+
+        Returns:
+            0, the exit code.
+        """
         if self.world.is_main and (result := read_summary(self.place.directory)) is not None:
             self.progress.message(
                 f"nothing left to train: the run in {self.place.directory} has done all of its {self.total:,} steps; "

@@ -10,7 +10,13 @@ from hybridpar.errors import UsageError
 
 @dataclass(frozen=True)
 class SaveRule:
-    """When to write checkpoints: `--checkpoint-every`."""
+    """When to write checkpoints: `--checkpoint-every`.
+
+    Attributes:
+        epoch: After each epoch.
+        steps: After so many steps.
+        seconds: After so many seconds.
+    """
 
     epoch: bool = False
     steps: int | None = None
@@ -22,6 +28,9 @@ class SaveRule:
 
         Args:
             text: The value of the option.
+
+        Returns:
+            The rule; one that never saves for `never`.
 
         Raises:
             UsageError: Anything else.

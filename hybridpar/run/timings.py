@@ -93,7 +93,21 @@ _TOLD_AS = {"covered_ms": "sync_ms"}
 
 @dataclass
 class Timings:
-    """This worker's own share of the figures that the summary takes over the workers, one value per step."""
+    """This worker's own share of the figures that the summary takes over the workers, one value per step.
+
+    Attributes:
+        times: What steps took.
+        bytes_sent: Bytes that this worker sent.
+        bytes_pulled: Bytes of weights that it received from servers.
+        encode_ms: Milliseconds of encoding, over all lanes.
+        wire_ms: Of transfers.
+        decode_ms: Of decoding.
+        covered_ms: Of syncing, whatever ran beside it.
+        sync_ms: Of syncing, added over the lanes.
+        computed: What passes and transfers of a pipeline took.
+        bytes_before: Bytes of the gradients that were compressed.
+        bytes_after: Bytes of their messages.
+    """
 
     times: list[StepTimes] = field(default_factory=list)
     bytes_sent: list[float] = field(default_factory=list)

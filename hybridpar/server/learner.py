@@ -139,6 +139,9 @@ class Learner:
             stop: Ask all workers to stop.
             save: Ask all workers for a checkpoint.
 
+        Returns:
+            What the servers answered, and what the exchange took.
+
         Raises:
             SyncError: A shard is gone, or an update waits for a worker that is.
         """

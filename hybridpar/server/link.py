@@ -37,6 +37,9 @@ class Links:
         Args:
             buffers: How many running statistics the model has.
             rows: Step after which this worker wants to know what each step did; None for never.
+
+        Returns:
+            The answer of each shard.
         """
         first, *others = self.links
         futures = [first.submit(first.hello, buffers, rows)]
@@ -48,6 +51,9 @@ class Links:
 
         Args:
             starts: What each shard begins with, see `shard_starts`.
+
+        Returns:
+            The answer of each shard that had no weights.
         """
         pairs = zip(self.links, starts, strict=True)
         return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])

@@ -179,6 +179,9 @@ class ShardLink:
         Args:
             start: What it begins with, see `shard_starts`.
 
+        Returns:
+            The shard's answer, with its weights.
+
         Raises:
             SyncError: The shard is gone.
         """

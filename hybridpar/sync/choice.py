@@ -83,6 +83,9 @@ def choose_policy(
         time_backward: Without stages: measures the backward pass of the model. Called on rank 0, where there is
             anything to choose from.
 
+    Returns:
+        The policy, and what was measured and predicted for each codec.
+
     Raises:
         UsageError: There is no such fidelity.
         SyncError: A worker died or did not answer in time.

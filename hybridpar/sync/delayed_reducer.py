@@ -49,10 +49,14 @@ class _Late:
 
 
 class DelayedReducer(GradientReducer):
-    """Sums gradients over the workers one step late. See `GradientReducer` for arguments and the calls of a step.
+    """Sums gradients over the workers one step late, with the calls of `GradientReducer` in a step.
 
     `place_gradients` puts the gradients of the step before in `.grad`; before there are any, all are None. For a model
     that is not cut: its lane is the caller's.
+
+    Args:
+        arguments: As of `GradientReducer`.
+        options: As of `GradientReducer`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

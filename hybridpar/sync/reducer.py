@@ -42,9 +42,9 @@ class Flight:
     number: int  # of the step, from 1
     squares: Tensor  # float64, per bucket: only the share of this worker is filled in; or 0-d, of all gradients
     releasing: bool = False  # the last backward pass runs, so full buckets may leave
-    checked: set[Lane] = field(default_factory=set)
-    landed: list[Event] = field(default_factory=list)
-    next_bucket: int = 0
+    checked: set[Lane] = field(default_factory=set)  # sync lanes that have compared the layouts
+    landed: list[Event] = field(default_factory=list)  # passed when a bucket is summed
+    next_bucket: int = 0  # the first one that has not left
     costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
     loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
     layouts: Tensor | None = None  # sums of the replicas' `layout` and of its square, float64; see `reported`

@@ -16,7 +16,11 @@ from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """Measure on this machine what compressing gradients costs and gains."""
+    """Measure on this machine what compressing gradients costs and gains.
+
+    Attributes:
+        what: Speeds of codecs, or steps of a job.
+    """
 
     what: Bench
 

@@ -87,6 +87,10 @@ class CodecSpeed:
 def run_bench_codecs(request: BenchCodecs, console: Console | None = None) -> int:
     """Measure, print, and write the file that was asked for; returns the exit code.
 
+    Args:
+        request: The options.
+        console: Where it is printed.
+
     Raises:
         HybridparError: A codec or model is unknown, or a measuring process failed.
     """
@@ -99,7 +103,11 @@ def run_bench_codecs(request: BenchCodecs, console: Console | None = None) -> in
 
 
 def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
-    """The speeds of all codecs with each kind of code that is there, each kind in a process of its own."""
+    """The speeds of all codecs with each kind of code that is there, each kind in a process of its own.
+
+    Args:
+        request: The options.
+    """
     for text in request.codec:
         parse_codec(text)  # an unknown one is an error before anything is measured
     by_code = {code: _in_process(request, code) for code in (_KERNELS, _FALLBACK)}
@@ -113,7 +121,11 @@ def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
 
 
 def code_of(codec: Codec) -> str:
-    """What a codec runs on in this process: `compiled` kernels, or `torch` alone."""
+    """What a codec runs on in this process: `compiled` kernels, or `torch` alone.
+
+    Args:
+        codec: The codec.
+    """
     inner: Any = codec
     while hasattr(inner, "inner"):
         inner = inner.inner
@@ -121,7 +133,11 @@ def code_of(codec: Codec) -> str:
 
 
 def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:
-    """Measure in this process, with the kernels that it has; the request's file is not written."""
+    """Measure in this process, with the kernels that it has; the request's file is not written.
+
+    Args:
+        request: The options.
+    """
     shapes = {name: tuple(one.shape) for name, one in build_model(request.model, request.classes).named_parameters()}
     draw = torch.Generator().manual_seed(0)
     gradients = [0.01 * torch.randn(count, generator=draw) for count in map(_count, shapes.values())]
@@ -131,7 +147,13 @@ def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:
 
 
 def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
-    """GB/s at which tensors are copied, one after the other."""
+    """GB/s at which tensors are copied, one after the other.
+
+    Args:
+        tensors: What is copied.
+        repeats: How often
+         the best time counts.
+    """
     copies = [torch.empty_like(tensor) for tensor in tensors]
     times = []
     for _ in range(repeats + 1):
@@ -143,7 +165,11 @@ def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
 
 
 class TimedCoder(Coder):
-    """A coder that is timed: `encode`, `merge` and `decode` hold the seconds since they were last set to zero."""
+    """A coder that is timed: `encode`, `merge` and `decode` hold the seconds since they were last set to zero.
+
+    Args:
+        inner: The coder that does the work.
+    """
 
     def __init__(self, inner: Coder) -> None:
         super().__init__(inner.spec)
@@ -308,7 +334,13 @@ _COLUMNS = ("codec", "code", "encode", "decode\nand add", "merge", "decode", "me
 
 
 def print_speeds(request: BenchCodecs, speeds: Sequence[CodecSpeed], console: Console) -> None:
-    """Print a table of speeds."""
+    """Print a table of speeds.
+
+    Args:
+        request: The options.
+        speeds: What was measured.
+        console: Where it is printed.
+    """
     table = Table(
         title=f"{request.model}: GB/s of float32 gradient on one core, MB sent by one of {request.workers} workers",
         title_justify="left",
@@ -334,7 +366,12 @@ def print_speeds(request: BenchCodecs, speeds: Sequence[CodecSpeed], console: Co
 
 
 def write_speeds(path: Path, speeds: Sequence[CodecSpeed]) -> None:
-    """Write speeds as CSV."""
+    """Write speeds as CSV.
+
+    Args:
+        path: The file.
+        speeds: What was measured.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

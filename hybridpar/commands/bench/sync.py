@@ -67,6 +67,10 @@ class StepTimes:
 def run_bench_sync(request: BenchSync, console: Console | None = None) -> int:
     """Measure as one of the workers of a job; rank 0 prints and writes. Returns the exit code.
 
+    Args:
+        request: The options.
+        console: Where it is printed.
+
     Raises:
         HybridparError: A codec or model is unknown, or a worker died or did not answer.
     """
@@ -143,7 +147,11 @@ def measure_steps(request: BenchSync, stack: ExitStack) -> tuple[str, float, lis
 
 
 def link_rate(world: World) -> float:
-    """Bytes per second that a worker sends in an all-reduce, the best of five; a collective."""
+    """Bytes per second that a worker sends in an all-reduce, the best of five; a collective.
+
+    Args:
+        world: The workers.
+    """
     tensor = torch.zeros(_PROBE // 4, device=world.device)
     sent = 2 * (world.size - 1) / world.size * _PROBE
     best = float("inf")
@@ -157,7 +165,11 @@ def link_rate(world: World) -> float:
 
 
 def advice(times: Sequence[StepTimes]) -> str:
-    """One sentence on what to do."""
+    """One sentence on what to do.
+
+    Args:
+        times: What was measured, by codec.
+    """
     by_name = {one.codec: one for one in times}
     floor, full = by_name[FLOOR], by_name[FULL]
     others = [one for one in times if one.codec not in (FLOOR, FULL)]
@@ -174,7 +186,15 @@ def advice(times: Sequence[StepTimes]) -> str:
 
 
 def print_times(request: BenchSync, transport: str, rate: float, times: Sequence[StepTimes], console: Console) -> None:
-    """Print a table and the advice."""
+    """Print a table and the advice.
+
+    Args:
+        request: The options.
+        transport: What gradients travel over.
+        rate: Bytes per second that a worker sends.
+        times: What was measured, by codec.
+        console: Where it is printed.
+    """
     title = (
         f"{request.model}, {request.image_size}x{request.image_size} images, batch {request.batch_size}, "
         f"{request.steps} steps each; without compression by {transport}; link: {rate / 1e6:,.0f} MB/s per worker"
@@ -202,7 +222,12 @@ def print_times(request: BenchSync, transport: str, rate: float, times: Sequence
 
 
 def write_times(path: Path, times: Sequence[StepTimes]) -> None:
-    """Write the rows as CSV."""
+    """Write the rows as CSV.
+
+    Args:
+        path: The file.
+        times: What was measured, by codec.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [entry.name for entry in fields(StepTimes)]
     with path.open("w", newline="") as file:

@@ -22,5 +22,9 @@ def wire_bytes(codec: Codec, shapes: Mapping[str, Sequence[int]], workers: int) 
 
 
 def after_warmup(codec: Codec) -> Codec:
-    """The codec as it is when its first steps in full precision are over."""
+    """The codec as it is when its first steps in full precision are over.
+
+    Args:
+        codec: The codec.
+    """
     return dataclasses.replace(codec, warmup=0) if isinstance(codec, ErrorFeedback) else codec

@@ -113,6 +113,9 @@ def _gpu(config: TuneConfig) -> Gpu:
 def find_work(config: TuneConfig) -> Counter[KernelKey]:
     """The convolutions, norms and pairs of both that a request asks for, and how often each one runs in a step.
 
+    Args:
+        config: The options.
+
     Raises:
         UsageError: There is none, or the model does not run on such an input.
     """
@@ -165,6 +168,9 @@ def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
 def parse_train_options(text: str) -> TrainConfig:
     """Options of `hybridpar train` from one word.
 
+    Args:
+        text: The options as they would be typed.
+
     Raises:
         UsageError: They contradict each other.
         SystemExit: They cannot be read; what is wrong has been printed.
@@ -180,6 +186,9 @@ def read_shapes(path: Path) -> list[ConvShape | NormShape]:
     """Shapes from a file with one per line; empty lines and what stands behind # do not count.
 
     A line of a norm is rows x channels and an activation, all others are of convolutions.
+
+    Args:
+        path: The file.
 
     Raises:
         UsageError: The file cannot be read, a line is no shape, or there is none.

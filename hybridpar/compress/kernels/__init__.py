@@ -111,6 +111,9 @@ def onebit_encode(
         upper: Where the upper levels go.
         packed: Where the bits go.
         scratch: Memory to borrow, where values do not lie side by side.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
     """
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, *_halves(residual))
@@ -201,6 +204,9 @@ def twobit_encode(
         level: Where the level goes, one element.
         codes: Where the codes go, whole words of 32 bits.
         scratch: Memory to borrow, where values do not lie side by side.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
     """
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, *_halves(residual))
@@ -242,6 +248,9 @@ def largest(values: Tensor, out: Tensor) -> bool:
     Args:
         values: 1-D float32.
         out: One element.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
     """
     kernels = _kernels(values, out)
     if kernels is None:
@@ -264,6 +273,9 @@ def qsgd_encode(
         fields: Where codes lie.
         words: What to fill.
         scratch: Memory to borrow, where values do not lie side by side.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
     """
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, scale)

@@ -19,7 +19,11 @@ DECODE = ("lower", "upper", "bits", "out", "rows", "columns", "stride", "stream"
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name."""
+    """The functions of this file by name.
+
+    Args:
+        w: What the functions are written with.
+    """
     name = "onebit_columns"
     return {
         f"{name}_encode": w.function(f"{name}_encode", ENCODE, (), _encode(w, keeps=False)),
