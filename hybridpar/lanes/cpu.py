@@ -24,8 +24,7 @@ class CpuEvent(Event):
 
     Args:
         family: The lanes it belongs to.
-        checker: Watches who waits for whom
-         None does not.
+        checker: Watches who waits for whom; None does not.
     """
 
     def __init__(self, family: Family, checker: Checker | None) -> None:
@@ -217,8 +216,7 @@ class CpuLane(Lane):
         family: The lanes it belongs to.
         name: Of the thread, in messages.
         worker: The thread that runs what is issued.
-        checker: Watches which lane uses which tensor
-         None does not.
+        checker: Watches which lane uses which tensor; None does not.
     """
 
     def __init__(self, family: Family, name: str, worker: Worker, checker: Checker | None) -> None:
@@ -272,8 +270,7 @@ class CpuCaller(Lane):
     Args:
         family: The lanes it belongs to.
         name: In messages.
-        checker: Watches which lane uses which tensor
-         None does not.
+        checker: Watches which lane uses which tensor; None does not.
     """
 
     def __init__(self, family: Family, name: str, checker: Checker | None) -> None:

@@ -153,8 +153,7 @@ def default_backend(cluster: Cluster | None = None) -> str:
     """The backend that the default workers talk over.
 
     Args:
-        cluster: The machine
-         None looks for a GPU.
+        cluster: The machine; None looks for a GPU.
     """
     gpus = gpu_count() if cluster is None else len(cluster.of_kind("cuda"))
     return "nccl" if gpus else "gloo"

@@ -116,8 +116,7 @@ def usable_memory(proc: Path = Path("/proc/self")) -> int:
     """Bytes of main memory that this process may use: what the machine has, or less where a cgroup limits it.
 
     Args:
-        proc: Directory of this process under /proc
-         tests name another.
+        proc: Directory of this process under /proc; tests name another.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for directory in _cgroup_directories("memory", proc):

@@ -151,8 +151,7 @@ def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
 
     Args:
         tensors: What is copied.
-        repeats: How often
-         the best time counts.
+        repeats: How often; the best time counts.
     """
     copies = [torch.empty_like(tensor) for tensor in tensors]
     times = []
