@@ -22,7 +22,7 @@ from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.models import autocast, learning_rate_scales, model_fingerprint
+from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import undecayed_names
@@ -154,6 +154,7 @@ class Trainer:
         self.pace: Pace | None = None
         try:
             check_recipe(self.config)
+            freeze(model, self.config.freeze)
             if self.config.batch_norm == "frozen":
                 freeze_batch_norm(model)
             self.planned = (

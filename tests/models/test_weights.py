@@ -88,6 +88,8 @@ def test_files_that_cannot_be_used_are_one_error_each(tmp_path, source, capsys):
     torch.save(source, tmp_path / "weights.pt")
     with pytest.raises(UsageError, match=r"weights\.pt"):
         load_weights(plain(), tmp_path / "weigths.pt")
+    with pytest.raises(UsageError, match="No file of weights is in"):
+        load_weights(plain(), tmp_path / "nowhere" / "weights.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "weights.pt").read_bytes()[:200])
     (tmp_path / "code.pt").write_bytes(pickle.dumps({"state_dict": Code()}))
     (tmp_path / "numbers.pt").write_bytes(b"")

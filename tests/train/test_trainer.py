@@ -385,3 +385,12 @@ def test_closing_goes_to_its_end_whatever_failed():
     with pytest.raises(ZeroDivisionError):
         trainer.close()
     assert type(trainer.model.body[1]) is nn.BatchNorm2d
+
+
+def test_options_freeze_parameters_in_a_loop_of_ones_own_too():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    frozen = model[0].weight.clone()
+    with Trainer(model, config=TrainConfig(freeze=("0",), plan="none")) as trainer:
+        trainer.step((torch.randn(4, 4), torch.tensor([0, 1, 0, 1])))
+        assert torch.equal(trainer.model[0].weight, frozen)
+        assert not any(one.requires_grad for one in trainer.model[0].parameters())
