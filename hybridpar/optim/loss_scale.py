@@ -48,6 +48,8 @@ class LossScale:
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """From now on divide gradients of a module's parameters by the scale, before they are added up.
 
+        Frozen parameters are included, since they may be thawed between steps.
+
         Args:
             module: The module, whose loss is scaled.
 
@@ -55,8 +57,15 @@ class LossScale:
             Handles that remove the hooks.
         """
         divide = partial(torch.mul, self._inverse)
-        trained = [one for one in module.parameters() if one.requires_grad]
-        return [one.register_hook(divide) for one in trained]  # type: ignore[no-untyped-call]
+        handles = []
+        for one in module.parameters():
+            if not one.is_floating_point():
+                continue
+            trained = one.requires_grad
+            one.requires_grad_(True)  # without it torch takes no hook
+            handles.append(one.register_hook(divide))  # type: ignore[no-untyped-call]
+            one.requires_grad_(trained)
+        return handles
 
     def update(self, commit: bool | Tensor) -> None:
         """Follow a step.

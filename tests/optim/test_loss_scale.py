@@ -137,6 +137,21 @@ def test_it_follows_float32_and_a_resumed_run_is_equal_to_the_bit(tmp_path):
             assert resumed.engine.loss_scale_state() == trainer.engine.loss_scale_state()
 
 
+def test_a_parameter_that_is_thawed_while_training_gets_its_unscaled_gradient():
+    states = []
+    for amp in ("none", "fp16"):
+        model = net()
+        model[0].weight.requires_grad_(False)
+        with Trainer(model, config=TrainConfig(amp=amp, plan="none", lr=0.1)) as trainer:
+            assert not model[0].weight.requires_grad
+            for step in range(6):
+                model[0].weight.requires_grad_(step >= 3)
+                trainer.step(batch(step))
+        states.append(model.state_dict())
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=2e-2, atol=2e-3)
+
+
 def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_parameter():
     with Trainer(net(), config=TrainConfig(amp="fp16", plan="none")) as trainer:
         inputs, targets = batch(0)
