@@ -34,8 +34,8 @@ from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.data import batch_maker, check_batch, make_model, start_from_weights, test_batches
-from hybridpar.run.directory import before_the_start, find_place
+from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
+from hybridpar.run.directory import before_the_start
 from hybridpar.run.figures import WorkerFigures, measured_fields
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.save_rule import SaveRule
@@ -160,9 +160,6 @@ class ServedRun(RunLoop):
         self.sample_shape = data.sample_shape
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
-        self.weights_lines: list[str] = []
-        if find_place(config, model_name).checkpoint is None:  # on every worker: servers hold no buffers
-            self.weights_lines = start_from_weights(config, model_name, self.model)
         self.data_line = describe_data(data) if self.is_main else ""
         if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
@@ -230,7 +227,7 @@ class ServedRun(RunLoop):
             run_dir=self.at.directory,
             notes=(
                 *self._opening_notes(),
-                *self.weights_lines,
+                *self.state.weights_lines,
                 f"gradients are added at {where}: --sync {config.sync}",
             ),
             replicas=place.workers,

@@ -19,6 +19,7 @@ from hybridpar.errors import CheckpointError
 from hybridpar.models import model_fingerprint
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
+from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing
 from hybridpar.server.checkpoints import merged_states, shard_starts
@@ -68,6 +69,8 @@ class ServedState:
         self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
         self.model = model
+        #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
+        self.weights_lines: list[str] = []
         self.fingerprint = model_fingerprint(model)
         self.device = next(model.parameters()).device
         parameters = trained_parameters(model)
@@ -165,6 +168,8 @@ class ServedState:
                 step = self._at.resumed_from = data.step
                 progress = data.training.get("server", {}).get("shards", [])
                 clock = max((int(one["clock"]) for one in progress), default=step)
+        else:
+            self.weights_lines = start_from_weights(self._config, self._name, self.model)
         place = claim_place(place, self._config, self._name, {"torch": torch.__version__})
         checkpoint = None if place.checkpoint is None else str(place.checkpoint)
         self.links.initialise(

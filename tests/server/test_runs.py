@@ -47,6 +47,19 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     assert (tmp_path / "served" / "staleness.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
+    train(tmp_path / "source")
+    options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoint_every": "2"}
+    run(tmp_path / "served", 3, sync="ps", **options)
+    assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
+    source, served, plain = (saved_state(tmp_path / name) for name in ("source", "served", "plain"))
+    for name in ("body.0.weight", "body.1.weight", "body.1.running_mean"):
+        assert torch.equal(served[name], source[name])
+    for name, value in parameters(tmp_path / "plain").items():
+        torch.testing.assert_close(served[name], value, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(plain["head.weight"], source["head.weight"])
+
+
 def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
     with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
         train(tmp_path / "run", "fixed", sync="ps", servers=0)
