@@ -3,7 +3,8 @@
     python -m tests.docstrings [FOLDER...]    print file:line: name: what is missing
 
 A function or method with parameters has an `Args:` section that names each one, and a `Returns:` or `Yields:` section
-where it hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns".
+where it hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns";
+and a `Raises:` section where it raises an error itself.
 A class says in `Args:` what its `__init__` takes; a dataclass, named tuple or pydantic model describes its fields in
 `Attributes:`, in `Args:`, or in a string or comment beside each. A method that overrides another may leave it all to
 the docstring of the base class.
@@ -166,6 +167,22 @@ def _missing_of_function(function: _Function, text: str) -> Iterator[str]:
         says = _section(text, "Returns", "Yields") or re.search(r"\b(returns?|yields?)\b", text.lower())
         if does and not says:
             yield "Returns"
+    if _raises(function) and not _section(text, "Raises"):
+        yield "Raises"
+
+
+def _raises(function: _Function) -> bool:
+    """Whether a function raises an error itself, which it does not catch; what is only declared does not count."""
+    caught = {id(inner) for node in _own_nodes(function) if isinstance(node, ast.Try) for inner in _nodes(node.body)}
+    return any(
+        isinstance(node, ast.Raise) and node.exc is not None and _name(node.exc) != "NotImplementedError"
+        for node in _own_nodes(function)
+        if id(node) not in caught
+    )
+
+
+def _nodes(statements: list[ast.stmt]) -> Iterator[ast.AST]:
+    return (node for statement in statements for node in ast.walk(statement))
 
 
 def _fields(node: ast.ClassDef) -> dict[str, int]:
@@ -218,7 +235,9 @@ def _missing(node: ast.AST, prefix: str, path: Path, lines: list[str]) -> Iterat
         elif not (isinstance(node, ast.ClassDef) and _classes().inherits(node.name, item.name)):
             overload = {"overload", "setter"} & set(map(_name, item.decorator_list))
             lacking.extend(() if overload else ["docstring"])
-        if re.fullmatch(r"See (also )?[^.]*\.?", text):
+        if re.fullmatch(r"See (also )?[^.]*\.?", text) or re.search(
+            r"^ +(\w+: )?See `[^`]*`", text, flags=re.MULTILINE
+        ):
             lacking.append("more than a reference")
         for what in lacking:
             yield Missing(path, item.lineno, name, what)
@@ -242,13 +261,16 @@ def main(folders: list[str]) -> int:
         folders: folders or files of the repository; all of hybridpar where there are none.
 
     Returns:
-        1 where something is missing, else 0.
+        1 where something is missing, 2 where a folder has no Python files, else 0.
     """
     paths = [
         path
         for folder in folders or ["hybridpar"]
         for path in ([ROOT / folder] if folder.endswith(".py") else python_files(folder))
     ]
+    if not paths:
+        print(f"no Python files in {', '.join(folders)}", file=sys.stderr)
+        return 2
     found = [entry for path in paths for entry in missing(path)]
     print(*found, sep="\n")
     print(f"{len(found)} missing in {len(paths)} files", file=sys.stderr)

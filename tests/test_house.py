@@ -211,6 +211,8 @@ def test_the_checker_of_docstrings_sees_what_is_missing(tmp_path: Path) -> None:
         'def half(a, b):\n    """Add.\n\n    Args:\n        a: one.\n    """\n    return a + b\n'
         'def whole(a):\n    """The half.\n\n    Args:\n        a: one.\n    """\n    return a / 2\n'
         'def elsewhere():\n    """See `whole`."""\n'
+        'def entry(a):\n    """Add.\n\n    Args:\n        a: See `whole`.\n    """\n'
+        'def refuses(a):\n    """Check.\n\n    Args:\n        a: one.\n    """\n    raise ValueError(a)\n'
         'class Taken:\n    """A thing."""\n\n    def __init__(self, size): ...\n'
         '@dataclass\nclass Point:\n    """A point."""\n\n    x: int\n    """in pixels"""\n    y: int\n'
     )
@@ -219,6 +221,8 @@ def test_the_checker_of_docstrings_sees_what_is_missing(tmp_path: Path) -> None:
         ("half", "Args: b"),
         ("half", "Returns"),
         ("elsewhere", "more than a reference"),
+        ("entry", "more than a reference"),
+        ("refuses", "Raises"),
         ("Taken", "Args: size"),
         ("Point", "Attributes: y"),
     ]

@@ -107,10 +107,10 @@ def register_command(
         name: What users type after `hybridpar`.
         description: One sentence for `hybridpar --help`.
         options: Dataclass whose fields are the options; their docstrings are the help.
-        groups: See `Command`.
-        shown: See `Command`.
-        former: See `Command`.
-        expand: See `Command`.
+        groups: Titles of its help screen, with the base classes of `options` that each shows.
+        shown: Options that `--help` shows where there are groups.
+        former: Options that are still read, and are in no help screen.
+        expand: Called with a command line and with what reads one; returns the command line that is read instead.
 
     Returns:
         The decorator; it returns the function as it is.

@@ -109,8 +109,8 @@ class OwnerRule:
     Attributes:
         adagrad: Where AdaGrad is: one of `PLACEMENTS`.
         momentum: mu; 0 for none.
-        memory: See `adagrad_`.
-        level: See `adagrad_`.
+        memory: Of AdaGrad's squares from step to step; less than 1 for a moving average.
+        level: Make what AdaGrad divided as long as it was before.
         warm: Number of first steps that are sent in full precision; AdaGrad and momentum are the same in them.
     """
 

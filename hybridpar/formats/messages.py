@@ -82,7 +82,7 @@ def take_apart(item: Any) -> tuple[str, list[Tensor]]:
         item: Plain values and tensors, in lists, tuples and dictionaries.
 
     Raises:
-        TypeError: See `pack`.
+        TypeError: Something is in it that `pack` does not take.
     """
     tensors: list[Tensor] = []
     return json.dumps(_plain(item, tensors)), tensors
@@ -117,7 +117,7 @@ def gather_items(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """The items of all members of a group, by rank; a collective.
 
     Args:
-        item: See `pack`.
+        item: What this member has: plain values and tensors.
         group: The group; None for the whole job.
 
     Raises:
@@ -144,7 +144,7 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
     Tensors follow one by one, each into the memory where it stays.
 
     Args:
-        mine: See `pack`; looked at on the members of `ranks` only.
+        mine: What this member has: plain values and tensors; looked at on the members of `ranks` only.
         ranks: Whose.
         group: The group; None for the whole job.
 

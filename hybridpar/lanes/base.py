@@ -40,7 +40,11 @@ class Failure:
         self._traceback = error.__traceback__
 
     def throw(self) -> NoReturn:
-        """Raise the original exception; resetting the traceback keeps it from growing with every raise."""
+        """Raise the original exception; resetting the traceback keeps it from growing with every raise.
+
+        Raises:
+            BaseException: The error that the work failed with.
+        """
         self.met = True
         raise self.error.with_traceback(self._traceback)
 

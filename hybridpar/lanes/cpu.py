@@ -234,7 +234,11 @@ class CpuLane(Lane):
         return CpuEvent(self._family, self._checker)
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """The work is done when it returns, so there is nothing to hold, only to check."""
+        """The work is done when it returns, so there is nothing to hold, only to check.
+
+        Raises:
+            LaneError: It is not called from work of this lane.
+        """
         if threading.current_thread() is not self._worker.thread:
             raise self._misplaced_keep()
         if self._checker is not None:

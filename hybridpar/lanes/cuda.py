@@ -115,7 +115,11 @@ class CudaLane(Lane):
         return current
 
     def mark(self, event: Event) -> None:
-        """Also from autograd's thread, which runs the backward pass while the work waits for it."""
+        """Also from autograd's thread, which runs the backward pass while the work waits for it.
+
+        Raises:
+            LaneError: It is not called from work of this lane.
+        """
         if not self._marks or self._marks[0] is not event:
             raise self._misplaced_mark()
         self._record(self._marks.popleft())

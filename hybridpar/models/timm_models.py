@@ -89,7 +89,7 @@ def create_timm_model(name: str, args: Mapping[str, Any], *, pretrained: bool) -
         The model.
 
     Raises:
-        UsageError: See `build_timm_model`.
+        UsageError: timm is not installed, has no such model or tag, or the model does not take an argument.
     """
     check_timm_name(name)
     import timm

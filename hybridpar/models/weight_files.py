@@ -167,7 +167,7 @@ def clean(loaded: Any, source: object) -> dict[str, Tensor]:
         source: What to call it in a message.
 
     Returns:
-        See `read_weights`.
+        Tensors by name, without what DDP and torch.compile put in front of names.
 
     Raises:
         UsageError: It has no tensors by name.

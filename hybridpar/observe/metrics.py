@@ -130,7 +130,11 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def close(self) -> None:
-        """Close the files; what was written is kept. May be called twice."""
+        """Close the files; what was written is kept. May be called twice.
+
+        Raises:
+            RunDirectoryError: The file cannot be written to its end.
+        """
         self._events.close()
         # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
         try:

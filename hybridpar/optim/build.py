@@ -105,7 +105,7 @@ def build_optimizer(
             the whole model has to be asked.
 
     Raises:
-        UsageError: See `optimizer_by_name`.
+        UsageError: There is no such optimizer, timm is missing, or the optimizer refuses its arguments.
     """
     names = undecayed_names(model, config.no_decay) if no_decay is None else no_decay
     groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.lr, scales=scales)

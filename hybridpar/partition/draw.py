@@ -67,7 +67,11 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raise a `UsageError` with the command that installs matplotlib where it is missing."""
+    """Raise a `UsageError` with the command that installs matplotlib where it is missing.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
 

@@ -79,7 +79,7 @@ def measured_profile(
         seconds: No measurement is begun again after so many.
 
     Raises:
-        UsageError: See `measure_units`.
+        UsageError: `passes` or `threads` is too small, or the model's training step fails.
     """
     say = announce or (lambda line: None)
     key = profile_key(units, inputs, threads or torch.get_num_threads(), passes)

@@ -66,7 +66,7 @@ class PipelineEngine:
         loss: Mean loss of outputs and targets.
         optimizer: Makes what steps a stage's parameters: called with the stage, returns the step; None for a stage
             without anything to train.
-        options: See `PipelineOptions`.
+        options: Where stages run, in which schedule, and how gradients are exchanged.
         micro_batches: Micro-batches per step and replica.
         context: Context in which model and loss run, such as autocast.
         time_backward: Measures the milliseconds of a micro-batch's backward pass, where stage times are not known, for
@@ -305,8 +305,8 @@ class PipelineEngine:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
 
         Args:
-            micro_batches: See `step`.
-            global_samples: See `step`.
+            micro_batches: Inputs and targets of every micro-batch, on the device.
+            global_samples: Samples of all replicas.
             flags: `stop` and `save` of `step`, float64, on the device.
 
         Returns:

@@ -208,7 +208,7 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
 
     Args:
         inputs: As measured, part by part.
-        rehearsals: See `measure_rehearsal`; one with a codec whose rates are unknown changes nothing.
+        rehearsals: Steps that were timed as a whole; one with a codec whose rates are unknown changes nothing.
     """
     names = [one.name for one in inputs.profile.parameters]
     profile = inputs.profile

@@ -157,7 +157,7 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
         The model, on the CPU.
 
     Raises:
-        UsageError: See `build_model` and `parse_arguments`.
+        UsageError: There is no such model, or it does not take an argument.
     """
     return build_model(
         name,

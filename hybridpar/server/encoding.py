@@ -91,7 +91,7 @@ class PushEncoder:
         stripe: The stripe.
 
     Raises:
-        UsageError: See `check_for_servers`.
+        UsageError: A codec of the policy has owners of stripes make an update, which servers do themselves.
     """
 
     def __init__(self, policy: Policy, stripe: Stripe) -> None:

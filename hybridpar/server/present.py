@@ -34,7 +34,11 @@ class PresentWorkers(World):
         self._link, self._occasion, self._number = link, occasion, 0
 
     def gather(self, item: object) -> list[object]:
-        """Exchange an item with all workers of the occasion."""
+        """Exchange an item with all workers of the occasion.
+
+        Raises:
+            SyncError: A worker left in the middle of the occasion.
+        """
         self._number += 1
         workers, items = exchange(self._link, f"{self._occasion}/{self._number}", item)
         if tuple(workers) != self.members:

@@ -254,7 +254,11 @@ class ShardServer(SocketLoop):
         return _FACT_BYTES if kind == "gather" else 0
 
     def handle(self, connection: Connection, frame: Frame) -> None:
-        """Act on a frame of a worker."""
+        """Act on a frame of a worker.
+
+        Raises:
+            Garbled: It is no frame that may come now.
+        """
         kind = frame.kind
         if kind == "hello":
             self._hello(connection, frame)

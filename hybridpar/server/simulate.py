@@ -149,6 +149,9 @@ class Simulation:
 
         Returns:
             Learners that may compute on.
+
+        Raises:
+            UsageError: The learner cannot do that now.
         """
         number, what = arrival.learner, arrival.what
         if what is Happening.JOINS:

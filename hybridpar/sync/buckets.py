@@ -145,7 +145,7 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
 
     Args:
         order: Names and parameters.
-        limit: See `cut_buckets`, bytes.
+        limit: Bytes at which a bucket is full.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, (_, parameter) in enumerate(order):

@@ -343,11 +343,11 @@ def make_compression(
         world: The workers.
         groups: What the sync lanes add on.
         seed: For what codecs draw at random.
-        nodes: See `Compression`.
+        nodes: Where gradients are sent in full precision inside of nodes; None where the codec is used between all.
 
     Raises:
         UsageError: The text names no policy.
-        SyncError: See `Compression`.
+        SyncError: The workers meet in shared memory, where only sums can be taken.
     """
     policy = read_policy(codec) if isinstance(codec, str) else codec
     if policy.changes_nothing:

@@ -333,6 +333,9 @@ class GradientReducer(LocalGradients):
 
         Args:
             name: The parameter's name in the model.
+
+        Raises:
+            SyncError: The gradient came twice in a step.
         """
         flight = self._flight
         if flight is None or name not in self._places:

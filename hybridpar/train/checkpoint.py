@@ -168,10 +168,13 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
     """The own parts of all workers that wrote a checkpoint, by rank.
 
     Args:
-        path: See `load_checkpoint`.
+        path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
+
+    Returns:
+        For each rank what it alone kept, on the CPU.
 
     Raises:
-        CheckpointError: See `load_checkpoint`.
+        CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
     """
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)

@@ -97,6 +97,9 @@ def measure_steps(request: BenchSync, stack: ExitStack) -> tuple[str, float, lis
 
     Returns:
         What gradients travel by, bytes per second of the link, and a row per codec. On rank 0 alone.
+
+    Raises:
+        UsageError: The job has one worker.
     """
     config = TrainConfig(
         batch_size=request.batch_size,

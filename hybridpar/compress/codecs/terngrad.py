@@ -67,7 +67,7 @@ class TernaryCoder(ScaledCoder):
 
     Args:
         spec: The parameter.
-        clip: See `TernGrad`.
+        clip: Largest element in root mean squares of the layer; 0 does not clip.
     """
 
     def __init__(self, spec: TensorSpec, clip: float) -> None:

@@ -117,9 +117,9 @@ def register_schedule(
     Args:
         name: The name users type.
         description: One line for listings.
-        placements: See `ScheduleKind`.
-        searches: See `ScheduleKind`.
-        splits: See `ScheduleKind`.
+        placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
+        searches: Whether it tries several orders itself, which takes long where there are many passes.
+        splits: Whether it splits backward passes into their two halves.
 
     Raises:
         ValueError: The name is taken.

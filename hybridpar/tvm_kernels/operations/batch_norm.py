@@ -173,7 +173,11 @@ class BatchNormAct(Operation):
         return [] if self.without_kernels(key) else [({}, 0.0)]
 
     def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
-        """What computes it."""
+        """What computes it.
+
+        Raises:
+            KernelsUnavailable: The kernel cannot be built or loaded here.
+        """
         if not norm_kernels.table():
             raise KernelsUnavailable("see the log for why; HYBRIDPAR_KERNELS must not be off")
         return fused_batch_norm_act
