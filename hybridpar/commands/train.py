@@ -126,11 +126,12 @@ def check_names(command: Train) -> None:
     arguments = parse_arguments(command.model_arg)
     if command.weights is not None:
         from hybridpar.models.inputs import model_input
-        from hybridpar.models.weight_files import check_file, is_file
+        from hybridpar.models.weight_files import check_file, is_file, is_published
 
         if is_file(command.weights):
             check_file(Path(command.weights))
-        model_input(command.model, command.weights, arguments)
+        if is_published(command.weights):
+            model_input(command.model, command.weights, arguments)
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
     codec = command.compress.strip()

@@ -24,6 +24,7 @@ from torchvision.transforms import v2
 from hybridpar.config import DataConfig
 from hybridpar.config.augment import AugmentConfig
 from hybridpar.config.data import data_set_kind
+from hybridpar.config.torchvision_sets import USUAL_SIZE
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
@@ -34,9 +35,6 @@ from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
-
-#: Side of images from files, in pixels, where nothing says another.
-DEFAULT_SIZE = 224
 
 #: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -459,7 +457,7 @@ def decoded_data(
     config: DataConfig,
     parts: Callable[[Decoding], Iterable[DecodedImages]],
     *,
-    size: int = DEFAULT_SIZE,
+    size: int = USUAL_SIZE,
     **more: Any,
 ) -> ImageData:
     """A data set whose images are decoded when they are asked for.

@@ -11,11 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, load_weights
-from hybridpar.models.inputs import model_input
-from hybridpar.run.data import with_images_of_weights
 from tests.small_nets import plain, wide
 
 
@@ -134,15 +131,3 @@ def test_without_a_hub_timms_weights_are_one_error(tmp_path, monkeypatch, weight
     model = build_model("timm/resnet10t", 10)
     with pytest.raises(UsageError, match="cannot be had from the Hugging Face hub"):
         load_weights(model, weights, name="timm/resnet10t")
-
-
-def test_images_are_as_the_weights_want_them():
-    assert model_input("resnet18", None) is None
-    known = model_input("resnet50", "IMAGENET1K_V2")
-    assert known is not None
-    assert (known.size, known.interpolation, known.crop_ratio) == (224, "bilinear", 224 / 232)
-    name = "timm/vit_tiny_patch16_224"
-    config = with_images_of_weights(TrainConfig(weights="default", interpolation="nearest"), name)
-    assert (config.image_size, config.mean, config.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert (config.interpolation, config.crop_ratio) == ("nearest", 0.9)
-    assert with_images_of_weights(config, name) == config
