@@ -32,6 +32,9 @@ class AugmentConfig:
     """Least and largest aspect ratio of a random crop; of images from files."""
     random_erasing: float = 0.0
     """Probability of erasing a rectangle of an image."""
+    erase_mode: Literal["const", "rand", "pixel"] = "const"
+    """What a rectangle is erased to, in timm's words: the mean colour (const), a random colour (rand), or noise that is
+    drawn for each pixel (pixel)."""
     interpolation: Interpolation | None = None
     """How images from files are resized; default: as of --image-size, else bilinear."""
     train_interpolation: Interpolation | Literal["random"] | None = None

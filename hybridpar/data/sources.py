@@ -28,6 +28,7 @@ from hybridpar.config.torchvision_sets import USUAL_SIZE
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
+from hybridpar.data.erasing import Erased, NoiseErasing
 from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
@@ -51,11 +52,13 @@ class Loaded(NamedTuple):
         images: uint8, shape (n, channels, height, width).
         indices: Which they are, shape (n,).
         damaged: Why each file that could not be read could not.
+        erased: What is erased in the images once they are normalised; None where nothing is.
     """
 
     images: Tensor
     indices: IntArray
     damaged: tuple[str, ...] = ()
+    erased: Erased | None = None
 
 
 class ImageSource(ABC):
@@ -427,6 +430,7 @@ class ImageData:
         mean: Mean of each channel of pixels in [0, 1], taken off before training.
         std: Standard deviation of each channel, divided by.
         test_size: Side of the test images, in pixels; None where it is that of `sample_shape`.
+        erasing: Erases rectangles of training images to noise once they are normalised; None does not.
         ignored: What was found beside the images, such as "1 hidden directory (.ipynb_checkpoints)".
     """
 
@@ -438,6 +442,7 @@ class ImageData:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     test_size: int | None = None
+    erasing: NoiseErasing | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -498,6 +503,9 @@ def load_dataset(config: DataConfig) -> ImageData:
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)
+        if config.random_erasing and config.erase_mode != "const":
+            erasing = NoiseErasing(config.random_erasing, config.erase_mode == "pixel", data.sample_shape)
+            data = replace(data, erasing=erasing)
     if config.cache_images:
         keep_decoded(data, memory_for_images(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)
