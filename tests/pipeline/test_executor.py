@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridpar.lanes import Checker
 from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.sync.pieces import step_optimizer
 from tests.partition.nets import CASES as HARD_MODELS
 from tests.pipeline.oracle import (
     MODELS,
@@ -306,7 +307,7 @@ def _with_a_bad_step(
 
     def step_of(stage: nn.Module) -> Any:
         optimizer = make(stage)
-        return lambda factor, commit: optimizer.step()
+        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
 
     run = Run()
     lane_of, worker_of = places(len(parts))
