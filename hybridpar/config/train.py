@@ -326,7 +326,6 @@ class TrainConfig(
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
-            ("--layer-decay or --head-lr-scale", self.scales_rates, "A shard has one learning rate."),
             ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
             ("--amp fp16", self.amp == "fp16", "No two workers see the same steps, by which the loss scale falls."),
             ("--model-ema", self.model_ema, "No worker has the weights of every step."),

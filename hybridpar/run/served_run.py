@@ -21,7 +21,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.models import parameter_count
+from hybridpar.models import learning_rate_scales, parameter_count
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
@@ -170,7 +170,10 @@ class ServedRun(RunLoop):
             check_optimizer(entry.codec, build_optimizer(self.model, config))
         described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
-        self.stripes = cut_model(described, place.hosts * self.parts)
+        scales = None
+        if config.scales_rates:
+            scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)
+        self.stripes = cut_model(described, place.hosts * self.parts, scales)
         if self.is_main:
             tell_parts(place, self.parts)
         self.loss = OutputLoss(make_loss(config))

@@ -138,10 +138,11 @@ class Worker:
         returns: bool | None = None,
         facts: dict[str, Any] | None = None,
         hosts: int | None = None,
+        scales: dict[str, float] | None = None,
     ) -> None:
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
-        self.stripes = cut_model(described_parameters(model), shards)
+        self.stripes = cut_model(described_parameters(model), shards, scales)
         policy = read_policy(codec)
         tensors = {name: own.data for name, own in trained_parameters(model).items()}
         comes_again = not rules.barrier if returns is None else returns

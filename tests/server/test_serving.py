@@ -15,11 +15,12 @@ from torch import nn
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.serve import ShardServer
-from tests.server.serving import Clock, Worker, copies, images, serving, together
+from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 
 OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -41,10 +42,10 @@ def train(served, rules, workers, steps, **options):
     return team, results
 
 
-def oracle(workers, steps):
+def oracle(workers, steps, scales=None):
     """One process: micro-batches are the workers' shares, and each is normalised by itself."""
     (model,) = copies(1)
-    optimizer = build_optimizer(model, OPTIMIZER)
+    optimizer = build_optimizer(model, OPTIMIZER, scales)
     for number in range(steps):
         statistics = []
         optimizer.zero_grad()
@@ -59,12 +60,12 @@ def oracle(workers, steps):
     return model
 
 
-@pytest.mark.parametrize(("shards", "hosts"), [(1, 1), (3, 3), (5, 2)])
-def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts):
-    rules = Rules.synchronous(3)
+@pytest.mark.parametrize(("shards", "hosts", "decay"), [(1, 1, 1.0), (3, 3, 1.0), (5, 2, 0.5)])
+def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts, decay):
+    rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4, hosts=hosts)
-        expected = oracle(3, 4)
+        team, results = train(served, rules, 3, 4, hosts=hosts, scales=scales)
+        expected = oracle(3, 4, scales)
         for worker in team:
             assert same(worker.model, expected)
             torch.testing.assert_close(worker.model.norm.running_mean, expected.norm.running_mean)
