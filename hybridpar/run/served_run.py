@@ -297,6 +297,7 @@ class ServedRun(RunLoop):
             self._latest = result
             self._record(result, data_ms)
             self._watch(result)
+            self.state.follow(result.step, applied=result.applied)
             if result.save:
                 self._save(f"save-{result.save}")
             if result.stop:
@@ -345,7 +346,8 @@ class ServedRun(RunLoop):
         if (ended or result.done) and (barrier or self.is_main):
             # Without a barrier an answer may come some steps after the end of the epoch that it tells of.
             epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
-            wanted = self._note_epoch(epoch, step, self._evaluate(step), last=result.done)
+            tested, averaged = self._evaluate(f"test-{step}"), self._evaluate_average(f"test-average-{step}")
+            wanted = self._note_epoch(epoch, step, tested, averaged, last=result.done)
             if barrier and not result.done and wanted:
                 self._save(f"epoch-{step}")
             elif not result.done:
@@ -358,7 +360,7 @@ class ServedRun(RunLoop):
         else:
             self._save_asked |= self.is_main
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, occasion: str) -> Evaluation:
         """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
         self.model.eval()
         with self.learner.autocast():
@@ -368,9 +370,16 @@ class ServedRun(RunLoop):
         if not self.rules.barrier:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
-        _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
+        _, items = exchange(self.state.links.links[0], f"{occasion}/0", sums)
         right, loss, samples = (sum(values) for values in zip(*items, strict=True))
         return Evaluation(right / samples, loss / samples, samples)
+
+    def _evaluate_average(self, occasion: str) -> Evaluation | None:
+        """The result of the moving average (`--model-ema`), if one is kept."""
+        if self.state.average is None:
+            return None
+        with self.state.average.applied():
+            return self._evaluate(occasion)
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:
         """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""
@@ -397,6 +406,7 @@ class ServedRun(RunLoop):
         """Steps that ended since the last answer."""
         if rows and self._latest is not None:
             self.at.step = int(rows[-1]["step"])
+            self.state.follow(self.at.step)
             self._record(replace(self._latest, rows=rows, news=()), self.timings.times[-1].data_ms)
 
     def _progress_made(self) -> tuple[object, ...]:
