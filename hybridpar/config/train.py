@@ -327,7 +327,6 @@ class TrainConfig(
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
             ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
-            ("--amp fp16", self.amp == "fp16", "No two workers see the same steps, by which the loss scale falls."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),

@@ -21,7 +21,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.models import learning_rate_scales, parameter_count
+from hybridpar.models import autocast, learning_rate_scales, parameter_count
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
@@ -29,6 +29,7 @@ from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
@@ -260,7 +261,8 @@ class ServedRun(RunLoop):
                 self.loss,
                 self.state.links,
                 barrier=self.rules.barrier,
-                bf16=self.config.amp == "bf16",
+                context=lambda: autocast(self.config.amp, self.device),
+                loss_scale=self.state.loss_scale,
                 guard=self.config.guard,
                 compiled=self.config.compile,
                 took=self.state.take_weights,
@@ -311,10 +313,10 @@ class ServedRun(RunLoop):
         """End a training in which nothing but bad gradients comes, as `hybridpar.train.step_result.BadSteps` does.
 
         Raises:
-            TrainingError: There were `MAX_BAD_STEPS` in a row.
+            TrainingError: There were `MAX_BAD_STEPS` in a row, and before them as many as a loss scale may fall.
         """
         self._bad = 0 if result.applied or result.done or not self.config.guard else self._bad + 1
-        if self._bad >= MAX_BAD_STEPS:
+        if self._bad >= MAX_BAD_STEPS + (FALLS if self.state.loss_scale is not None else 0):
             raise TrainingError(
                 f"loss or gradients were not finite in {self._bad} steps in a row, up to step {result.step}",
                 "After so many training stops.",

@@ -20,6 +20,7 @@ from hybridpar.models import model_fingerprint
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing
@@ -82,6 +83,8 @@ class ServedState:
             for name, own in parameters.items()
         }
         self.links = self._open_links(policy)
+        #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
+        self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
         #: The moving average (`--model-ema`), on all workers where they are in step, else on worker 0; from `begin` on.
         self.average: ModelAverage | None = None
         self._averaged = 0  # steps that it has followed
@@ -202,7 +205,12 @@ class ServedState:
     def _load_own(self, path: Path) -> None:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
-        own = data.local
+        own, scale = data.local, data.training.get("loss_scale")
+        if not self._barrier and own is not None and data.workers == self._place.workers:
+            scale = own.get("server", {}).get("loss_scale", scale)
+        if self.loss_scale is not None and scale is not None:
+            with usable(path):
+                self.loss_scale.load_state_dict(scale)
         if own is None or data.workers != self._place.workers:
             torch.manual_seed(self._config.seed + 1000003 * data.step + self._place.rank)
             return
@@ -270,11 +278,13 @@ class ServedState:
         if not isinstance(step, int):
             return None
         world = PresentWorkers(link, occasion, worker, workers, self.device, self._config.timeout)
-        local = {
+        local: dict[str, Any] = {
             "random": random_state(self.device),
             "sync": {},
             "server": {"own_steps": self._at.own_steps, "codecs": self.links.coder_states()},
         }
+        if self.loss_scale is not None:
+            local["server"]["loss_scale"] = self.loss_scale.state_dict()
         self._at.epoch, self._at.epoch_step = divmod(step, steps_per_epoch)
         model, training = self._whole(states) if states is not None else ({}, {})
         average = None
@@ -295,6 +305,8 @@ class ServedState:
             "extra": self._at.to_extra(self._config),
             "server": {"shards": progress},
         }
+        if self.loss_scale is not None:
+            training["loss_scale"] = self.loss_scale.state_dict()
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training
 
 

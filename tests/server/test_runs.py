@@ -84,7 +84,7 @@ def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
     options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "constant", "warmup_epochs": 0.0}
-    options |= {"model_ema": True, "model_ema_decay": 0.9}
+    options |= {"model_ema": True, "model_ema_decay": 0.9, "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
     run(tmp_path / "halves", 3, "dropping", resume=True, **options)
@@ -115,8 +115,14 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
 
 
 def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
-    """Momentum, the place in the data and weights go over; sums are added in another order."""
-    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
+    """Momentum, the place in the data, weights, their average and the loss scale go over; sums are added otherwise."""
+    options = {
+        "lr_schedule": "constant",
+        "warmup_epochs": 0.0,
+        "amp": "fp16",
+        "model_ema": True,
+        "model_ema_decay": 0.9,
+    }
     run_without_servers(tmp_path / "whole", 2, steps=6, **options)
     run(tmp_path / "there", 3, sync="ps", steps=3, **options)
     run_without_servers(tmp_path / "there", 2, steps=6, resume=True, **options)
@@ -124,6 +130,9 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
     run(tmp_path / "back", 3, sync="ps", steps=6, resume=True, **options)
     whole = parameters(tmp_path / "whole")
     for place in ("there", "back"):
+        assert load_checkpoint(tmp_path / place).training["loss_scale"] == {"scale": 2.0**16, "steps": 6.0}
+        for name, own in average(tmp_path / place).items():
+            torch.testing.assert_close(own, average(tmp_path / "whole")[name], rtol=1e-5, atol=1e-6)
         for name, own in parameters(tmp_path / place).items():
             torch.testing.assert_close(own, whole[name], rtol=1e-5, atol=1e-6)
 
