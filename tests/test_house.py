@@ -201,7 +201,8 @@ def test_public_methods_have_a_docstring_or_inherit_one() -> None:
 def test_docstrings_name_every_parameter_and_what_is_returned() -> None:
     paths = python_files("hybridpar")
     lacking = [str(entry) for path in paths for entry in missing(path)]
-    assert not lacking, "see `python -m tests.docstrings`:\n" + "\n".join(lacking)
+    rule = "what overrides inherits the docstring of the base; see `python -m tests.docstrings`:\n"
+    assert not lacking, rule + "\n".join(lacking)
 
 
 def test_the_checker_of_docstrings_sees_what_is_missing(tmp_path: Path) -> None:
