@@ -9,7 +9,7 @@ import pytest
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
-from hybridpar.config.files import config_text, preset_file, preset_names, read_settings
+from hybridpar.config.files import config_text, preset_names, read_settings
 from hybridpar.errors import UsageError
 
 
@@ -79,14 +79,6 @@ def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: 
 def test_presets_are_valid(name: str) -> None:
     parsed("--preset", name).check()
     assert preset_names()[name].endswith((".", ")."))
-
-
-def test_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    command = find_command("presets")
-    assert command.run(command.parse("presets", []), []) == 0
-    assert "digits" in capsys.readouterr().out
-    assert command.run(command.parse("presets", ["digits"]), []) == 0
-    assert capsys.readouterr().out == preset_file("digits").read_text()
 
 
 @pytest.mark.parametrize(
