@@ -128,7 +128,8 @@ def check_names(command: Train) -> None:
         from hybridpar.models.weight_files import check_file, is_file
 
         if is_file(command.weights):
-            check_file(Path(command.weights))
+            if not command.resume:  # else they have been read
+                check_file(Path(command.weights))
         else:
             from hybridpar.models.inputs import check_published_weights
 
