@@ -45,7 +45,7 @@ IMAGES, TESTED = 200, 16
 #: Both recipes on small images and batches, in float32, with rates by step, so that they run on a laptop.
 SMALL = (
     "--batch-size 16 --image-size 64 --test-image-size 96 --epochs 5 --plan none --amp none "
-    "--warmup-epochs 1 --warmup-lr 1e-5 --warmup-prefix --lr-update step"
+    "--warmup-epochs 1 --warmup-lr 1e-5 --set warmup-prefix=true --lr-update step"
 )
 
 RECIPES = {

@@ -38,6 +38,11 @@ def test_a_typed_model_wins_over_the_file_s(tmp_path: Path) -> None:
     assert parsed("vgg11", f"--config={file}").model == "vgg11"
 
 
+@pytest.mark.parametrize("words", [["vgg11", "--preset", "digits", "--bogus"], ["--preset", "digits", "vgg11", "--lr"]])
+def test_a_message_about_a_wrong_option_does_not_name_the_model(words: list[str]) -> None:
+    assert "resnet18" not in find_command("train").expanded("train", words)
+
+
 def test_every_kind_of_value(tmp_path: Path) -> None:
     file = write(
         tmp_path,
