@@ -42,7 +42,8 @@ class Registry(Generic[T]):
 
         def enter(entry: T) -> T:
             if name in self._entries:
-                raise ValueError(f"{self.kind} {name!r} is registered twice")
+                first = self._entries[name][1]
+                raise ValueError(f"{self.kind} {name!r} is registered twice: as {first!r} and as {description!r}")
             self._entries[name] = (entry, description)
             return entry
 

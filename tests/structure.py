@@ -24,7 +24,7 @@ LAYERS: dict[str, set[str]] = {
     "lanes": {"errors"},
     "compress": {"codegen", "errors", "formats", "machine", "registry"},
     "comm": {"compress", "errors", "formats", "machine", "schedule"},
-    "sync": {"comm", "compress", "errors", "lanes"},
+    "sync": {"codegen", "comm", "compress", "errors", "lanes"},
     "plan": {"errors", "formats"},
     "pipeline": {"comm", "errors", "lanes", "schedule", "sync"},
     "models": {"errors", "registry"},

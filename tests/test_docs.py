@@ -10,6 +10,7 @@ that has the examples in it, as a checkout has. A comment above a block changes 
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -21,15 +22,17 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar import cli
+from hybridpar import cli, commands
 from hybridpar.commands import find_command
 from hybridpar.compress import CODECS
 from hybridpar.config.files import read_settings
 from hybridpar.data import DATA_SETS
 from hybridpar.observe import summary_schema
+from hybridpar.registry import names_in_source
 from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.tvm_kernels import operation
 from tests.runs import restored_modes
+from tests.structure import PACKAGE
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -174,6 +177,32 @@ def test_every_key_of_the_summary_is_described() -> None:
     assert set(summary_schema()["properties"]) <= described
 
 
+def first_cells(document: str) -> str:
+    """The first cells of all rows of the tables of a document."""
+    return " ".join(re.findall(r"^\| (`[^|]+) \|", (ROOT / document).read_text(), flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("folder", "decorator", "document"),
+    [
+        ("compress/codecs", "CODECS.register", "docs/compress.md"),
+        ("schedule/schedules", "register_schedule", "docs/pipeline.md"),
+    ],
+)
+def test_every_codec_and_schedule_is_described(folder: str, decorator: str, document: str) -> None:
+    names = names_in_source(PACKAGE / folder, decorator)
+    lacking = names - set(re.findall(r"`(\w+)[`:]", first_cells(document)))
+    assert names, f"nothing is registered by @{decorator} in {folder}"
+    assert not lacking, f"add a row for each of {lacking} to a table in {document}"
+
+
+def test_every_command_is_described() -> None:
+    text = " ".join(document.read_text() for document in DOCUMENTS)
+    lacking = {module.name for module in pkgutil.iter_modules(commands.__path__)} - set(
+        re.findall(r"hybridpar ([a-z_]+)", text)
+    )
+    assert not lacking, f"no document says what `hybridpar {' or '.join(lacking)}` is for; docs/guide.md could"
+
+
 def test_every_data_set_is_described() -> None:
-    table = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/guide.md").read_text(), flags=re.MULTILINE)
-    assert set(re.findall(r"`([\w/]+)`", " ".join(table))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/]+)`", first_cells("docs/guide.md"))) == set(DATA_SETS)

@@ -48,7 +48,7 @@ def test_an_unknown_name_is_answered_with_the_near_ones(fruits):
 
 
 def test_a_name_can_be_taken_only_once(fruits):
-    with pytest.raises(ValueError, match="fruit 'pear' is registered twice"):
+    with pytest.raises(ValueError, match="fruit 'pear' is registered twice: as 'green' and as 'another'"):
         fruits.register("pear", "another")("X")
     assert fruits.get("pear") == "P"
 

@@ -7,7 +7,6 @@ torch.distributed.pipelining, and a loop by hand.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,9 @@ from hybridpar.comm.world import World
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.cost import Link, Problem, Worker
 from hybridpar.partition.planning import partition_model
+from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.plan import Plan, parse_plan
+from hybridpar.sync.pieces import step_optimizer
 
 CLASSES = 10
 RATE, MOMENTUM = 1e-3, 0.9
@@ -120,16 +121,12 @@ def placement_of(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(lanes.index(place) for place in places), tuple(worker for worker, _ in lanes)
 
 
-def optimizer_step(stage: nn.Module) -> Callable[[float | None, Tensor | None], None] | None:
+def optimizer_step(stage: nn.Module) -> OptimizerStep | None:
     """The optimizer of one stage, as the engine wants it."""
     if not any(True for _ in stage.parameters()):
         return None
     optimizer = optimizer_of(stage)
-
-    def step(factor: float | None, commit: Tensor | None) -> None:
-        optimizer.step()
-
-    return step
+    return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
 
 
 def optimizer_of(*modules: nn.Module) -> torch.optim.Optimizer:

@@ -117,6 +117,10 @@ define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinli
   ret void
 }}
 declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
+define linkonce_odr <16 x float> @hp_muladd(<16 x float> %x, <16 x float> %y, <16 x float> %z) alwaysinline nounwind {{
+  {_muladd("sum", "%x", "%y", "%z")}
+  ret <16 x float> %sum
+}}
 define linkonce_odr <16 x float> @hp_sigmoid(<16 x float> %z) alwaysinline nounwind {{
   {_sigmoid()}
 }}

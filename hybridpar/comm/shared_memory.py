@@ -162,7 +162,106 @@ class Bell:
         return RuntimeError(f"Connection closed by peer while {doing}")
 
 
-class SharedMemorySum:
+class SharedSegment:
+    """Memory that the workers of one machine share, and a `Bell` between every two of them.
+
+    Args:
+        rank: This worker.
+        size: Number of workers, at least 2.
+        gather: Collects an object from every worker, by rank; used here only, to set up.
+        timeout: Seconds after which a silent peer is an error.
+        count: Bytes to share.
+
+    Raises:
+        OSError: No shared memory or no sockets here; on every worker or on none.
+    """
+
+    def __init__(self, rank: int, size: int, gather: Gather, timeout: float, count: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._timeout = timeout
+        self._count = count
+        self._peers: list[Bell] = []
+        self._map: mmap.mmap | None = None
+        with contextlib.ExitStack() as stack:
+            # Rank 0's directory holds the segment and everybody's socket until all are connected. Each step is
+            # followed by a gather, so a worker's problem is everybody's, and no step starts before its predecessor.
+            place: object = None
+            problem: object = None
+            if rank == 0:
+                place = stack.enter_context(shared_directory())
+            place = Path(str(gather(place)[0]))
+            for step in (self._create, self._open, self._connect):
+                if problem is None:
+                    problem = _problem_of(step, place, stack)
+                problem = next((answer for answer in gather(problem) if answer is not None), None)
+        if problem is not None:
+            self.close()
+            raise OSError(problem)
+
+    def close(self) -> None:
+        """Close the sockets and let go of the memory. Safe to call twice."""
+        for peer in self._peers:
+            peer.close()
+        self._peers = []
+        self._map = None  # unmapped when the last tensor over it is gone
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """The memory as a 1-D tensor.
+
+        Args:
+            dtype: Of its elements.
+
+        Raises:
+            RuntimeError: The segment was closed.
+        """
+        if self._map is None:
+            raise RuntimeError("Connection closed: this worker has left the job")
+        return torch.frombuffer(self._map, dtype=dtype)
+
+    def ring(self, doing: str) -> None:
+        """Tell every peer that something is there or gone.
+
+        Args:
+            doing: What this worker does, as errors tell it.
+
+        Raises:
+            RuntimeError: A peer died or left.
+        """
+        for peer in self._peers:
+            peer.ring(doing)
+
+    def wait(self, doing: str) -> None:
+        """Wait until every peer has rung once more.
+
+        Args:
+            doing: What this worker does, as errors tell it.
+
+        Raises:
+            RuntimeError: A peer died or left, or did not ring within the time-out.
+        """
+        for peer in self._peers:
+            peer.wait(doing)
+
+    # ------------------------------------------------------------------- set-up
+
+    def _create(self, place: Path, stack: contextlib.ExitStack) -> None:
+        self._door = stack.enter_context(open_door(place / str(self.rank), self._timeout, self.size))
+        if self.rank == 0:
+            (place / "segment").touch()
+
+    def _open(self, place: Path, stack: contextlib.ExitStack) -> None:
+        self._map = map_segment(place / "segment", self._count)
+
+    def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
+        """Every pair connects once: the higher rank calls, the lower answers."""
+        for lower in range(self.rank):
+            self._peers.append(Bell(call(place / str(lower), self._timeout), self._timeout))
+        for _ in range(self.size - 1 - self.rank):
+            self._peers.append(Bell(self._door.accept()[0], self._timeout))
+
+
+class SharedMemorySum(SharedSegment):
     """Sums CPU tensors over the workers of one machine, in place.
 
     With K workers a chunk is divided into K stripes, and worker r adds up stripe r. All workers get the same bits,
@@ -180,28 +279,9 @@ class SharedMemorySum:
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, timeout: float) -> None:
-        self.rank = rank
-        self.size = size
-        self._timeout = timeout
         self._turn = 0
-        self._peers: list[Bell] = []
-        self._map: mmap.mmap | None = None
         self._views: dict[torch.dtype, Tensor] = {}
-        with contextlib.ExitStack() as stack:
-            # Rank 0's directory holds the segment and everybody's socket until all are connected. Each step is
-            # followed by a gather, so a worker's problem is everybody's, and no step starts before its predecessor.
-            place: object = None
-            problem: object = None
-            if rank == 0:
-                place = stack.enter_context(shared_directory())
-            place = Path(str(gather(place)[0]))
-            for step in (self._create, self._open, self._connect):
-                if problem is None:
-                    problem = _problem_of(step, place, stack)
-                problem = next((answer for answer in gather(problem) if answer is not None), None)
-        if problem is not None:
-            self.close()
-            raise OSError(problem)
+        super().__init__(rank, size, gather, timeout, 2 * size * CHUNK_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place.
@@ -219,13 +299,8 @@ class SharedMemorySum:
 
     def close(self) -> None:
         """Close the sockets and let go of the memory. Safe to call twice."""
-        for peer in self._peers:
-            peer.close()
-        self._peers = []
         self._views.clear()
-        self._map = None  # unmapped when the last tensor over it is gone
-
-    # ------------------------------------------------------------------ a chunk
+        super().close()
 
     def _reduce_chunk(self, chunk: Tensor) -> None:
         """One chunk in three phases: hand out, add, take back.
@@ -250,39 +325,14 @@ class SharedMemorySum:
             chunk[stripes[other]] = slots[other, stripes[other]]
 
     def _meet(self, doing: str) -> None:
-        for peer in self._peers:
-            peer.ring(doing)
-        for peer in self._peers:
-            peer.wait(doing)
+        self.ring(doing)
+        self.wait(doing)
 
     def _slots(self, dtype: torch.dtype) -> Tensor:
         """The segment as (turn, worker, element)."""
         if dtype not in self._views:
-            if self._map is None:
-                raise RuntimeError("Connection closed: this worker has left the job")
-            self._views[dtype] = torch.frombuffer(self._map, dtype=dtype).view(2, self.size, -1)
+            self._views[dtype] = self.view(dtype).view(2, self.size, -1)
         return self._views[dtype]
-
-    # ------------------------------------------------------------------- set-up
-
-    def _create(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self._door = stack.enter_context(open_door(place / str(self.rank), self._timeout, self.size))
-        if self.rank == 0:
-            (place / "segment").touch()
-
-    def _open(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self._map = map_segment(place / "segment", self._bytes)
-
-    def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
-        """Every pair connects once: the higher rank calls, the lower answers."""
-        for lower in range(self.rank):
-            self._peers.append(Bell(call(place / str(lower), self._timeout), self._timeout))
-        for _ in range(self.size - 1 - self.rank):
-            self._peers.append(Bell(self._door.accept()[0], self._timeout))
-
-    @property
-    def _bytes(self) -> int:
-        return 2 * self.size * CHUNK_BYTES
 
 
 def _problem_of(

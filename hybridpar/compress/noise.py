@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CHUNK, Coder, Scratch, TensorSpec
+from hybridpar.compress.codec import CHUNK, NO_RESIDUAL, Coder, Residual, Scratch, TensorSpec
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
@@ -99,7 +99,12 @@ class Noise:
 class NoisyCoder(Coder):
     """A coder whose state is what it draws. A step that does not count needs no putting back: it is drawn again."""
 
+    #: Set by subclasses.
     _noise: Noise
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        super().begin(gradient, residuals)
+        self._noise.begin()
 
     def commit(self) -> None:
         self._noise.commit()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
+from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import UsageError, nearest
 
@@ -264,6 +265,18 @@ class GatheredCoder(Coder):
         shaped.add_(self.quantiser.lay(residual, shaped.shape))
 
 
+class _NoisyShardedCoder(NoisyCoder, ShardedCoder):
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, noise: Noise) -> None:
+        super().__init__(spec, quantiser)
+        self._noise = noise
+
+
+class _NoisyGatheredCoder(NoisyCoder, GatheredCoder):
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, noise: Noise) -> None:
+        super().__init__(spec, quantiser)
+        self._noise = noise
+
+
 def check_meet(meet: str) -> None:
     """Check the option `meet`, which says how messages are reduced.
 
@@ -277,13 +290,18 @@ def check_meet(meet: str) -> None:
         raise UsageError(f"meet={meet}", "It says how messages meet.", nearest(meet, WAYS))
 
 
-def quantised_coder(spec: TensorSpec, quantiser: Quantiser, meet: str) -> ShardedCoder | GatheredCoder:
+def quantised_coder(
+    spec: TensorSpec, quantiser: Quantiser, meet: str, noise: Noise | None = None
+) -> ShardedCoder | GatheredCoder:
     """A coder whose messages are exchanged in one of `WAYS`.
 
     Args:
         spec: The parameter, and who exchanges it.
         quantiser: How a stripe becomes bytes.
         meet: One of `WAYS`.
+        noise: What the quantiser draws from, if it rounds at random; the coder begins, commits and saves it.
     """
     gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
+    if noise is not None:
+        return (_NoisyGatheredCoder if gather else _NoisyShardedCoder)(spec, quantiser, noise)
     return GatheredCoder(spec, quantiser) if gather else ShardedCoder(spec, quantiser)

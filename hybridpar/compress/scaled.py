@@ -39,7 +39,6 @@ class ScaledCoder(NoisyCoder):
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         super().begin(gradient, residuals)
         self._values = self._residual.take(gradient, 0)
-        self._noise.begin()
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         if index == 0:

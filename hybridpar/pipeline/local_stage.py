@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import SumGroup, World
@@ -26,9 +25,13 @@ from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import Pieces
 from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
+from hybridpar.sync.shared_reducer import SharedReducer
 
-OptimizerStep = Callable[[float | None, Tensor | None], None]
+#: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
+#: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
+OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
@@ -45,8 +48,7 @@ class LocalStage:
         sync_lanes: Lanes that all stages of the worker share; unused where there is one replica.
         options: How gradients are synchronised.
         micro_batches: Micro-batches per step; with one, and one replica, BatchNorm needs no pooling.
-        step_optimizer: Takes the rate factor (None where the rates have been set) and, where the decision is on the
-            device, the commit flag; None where nothing is trained here.
+        step_optimizer: Steps the optimizer; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
         nodes: Which of the replicas are on which node, where codecs are used between nodes only.
         after_step: Called on the lane when parameters and buffers of a step are final, with its number and whether it
@@ -132,9 +134,18 @@ class LocalStage:
         options = self.options
         if self._replicas.size == 1:
             return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
+        parameters = dict(self.module.named_parameters())
+        inline = self.lane is self._lanes.caller  # the host runs the passes itself
+        plain = options.policy.changes_nothing and not options.delayed
+        if inline and plain and SharedReducer.fits(parameters, self._replicas):
+            with suppress(OSError):  # on no worker there is enough shared memory, then
+                return SharedReducer(
+                    *(parameters, self._replicas, self._lanes, self.lane, self.measured, self._sync_lanes),
+                    clips=options.global_norm is not None,
+                )
         kind = DelayedReducer if options.delayed else GradientReducer
         return kind(
-            *(dict(self.module.named_parameters()), self._replicas, self._lanes, self.lane),
+            *(parameters, self._replicas, self._lanes, self.lane),
             *(options.bucket_bytes, self.measured, self._sync_lanes),
             codec=options.policy,
             seed=options.seed,
@@ -200,21 +211,24 @@ class LocalStage:
             Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
         """
         self.gradients.place_gradients()
-        self._clip(values)
-        if sums is None and self.batch_norm is not None:
-            sums = self.batch_norm.sums
         commit = self._decision(values, on_device)
         if users is not None and used is not None:
             self._settle_codecs(commit, self.gradients.keep_used(users, used), costs)
+        pieces, squares = self._clip(values)
+        if sums is None and self.batch_norm is not None:
+            sums = self.batch_norm.sums
         bad = None
         if commit is False:
             if self._rollback is not None:
                 self._rollback.restore()
-            bad = first_bad_parameter(self.module)
+            bad = self.gradients.first_bad()
         else:
             where = commit if isinstance(commit, Tensor) else None
             if self._step_optimizer is not None:
-                self._step_optimizer(factor, where)
+                stepped = self._step_optimizer(factor, where, pieces)
+                squares = stepped if squares is None else squares
+            if squares is not None and values is not None:
+                values[SQUARES] = squares
             if self._rollback is not None and where is not None:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None and sums is not None:
@@ -224,18 +238,27 @@ class LocalStage:
         self.gradients.close_step()
         return bad
 
-    def _clip(self, values: Tensor | None) -> None:
-        """Clip the gradients of the stage, which are those of all replicas by now."""
+    def _clip(self, values: Tensor | None) -> tuple[Pieces | None, Tensor | None]:
+        """Clip the gradients of the stage, which are those of all replicas by now.
+
+        Returns:
+            The gradients, where they are not in `.grad`, and their squared norm, where it has been taken here.
+        """
         options = self.options
+        pieces = self.gradients if isinstance(self.gradients, SharedReducer) else None
+        squares = None
         if options.global_norm is not None and values is not None:
             shrink = clip_factor(values[SQUARES], options.global_norm)
             if shrink is not None:
                 self.gradients.scale(shrink)
         elif options.clip_norm is not None and options.clip_mode != "norm":
+            if pieces is not None:
+                squares, pieces = pieces.materialise(), None
             named = self.module.named_parameters()
             clip_each(
                 [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
             )
+        return pieces, squares
 
     def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
         """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""
@@ -280,15 +303,3 @@ def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
     if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
         return None
     return factor
-
-
-def first_bad_parameter(module: nn.Module) -> str | None:
-    """Name of the first parameter of a module, in its order, whose gradient is not finite.
-
-    Args:
-        module: With gradients in `.grad`.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            return name
-    return None

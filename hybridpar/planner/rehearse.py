@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from hybridpar.machine.steady import halves_apart
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.planner.evaluate import Evaluator
@@ -36,6 +37,7 @@ from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
 from hybridpar.planner.store import NOISE, remembered
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import step_optimizer
 
 #: What is kept.
 KIND = "rehearsal"
@@ -179,8 +181,8 @@ def _steps(
         parameter.grad = None
     whole = replace(WHOLE, sync=options)
 
-    def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
-        return lambda factor, commit: optimizer.step()  # the rates are 0
+    def step_of(_: nn.Module) -> OptimizerStep:
+        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)  # the rates are 0
 
     with (
         Lanes(example.device) as lanes,

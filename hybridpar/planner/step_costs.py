@@ -94,7 +94,7 @@ def measure_step_costs(
         # With two micro-batches BatchNorm's statistics are pooled, as they are between replicas.
         stage = LocalStage(
             *(StageRun(WholeModel(model), {}, Mailbox()), lanes.caller, lanes, World(device=example.device), []),
-            *(SyncOptions(), 2, lambda factor, commit: optimizer.step()),
+            *(SyncOptions(), 2, lambda factor, commit, pieces: optimizer.step()),
         )
         try:
             for _ in range(steps + 1):

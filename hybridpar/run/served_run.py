@@ -21,7 +21,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.models import parameter_count
+from hybridpar.models import autocast, learning_rate_scales, parameter_count
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
@@ -29,6 +29,7 @@ from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
@@ -170,7 +171,10 @@ class ServedRun(RunLoop):
             check_optimizer(entry.codec, build_optimizer(self.model, config))
         described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
-        self.stripes = cut_model(described, place.hosts * self.parts)
+        scales = None
+        if config.scales_rates:
+            scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)
+        self.stripes = cut_model(described, place.hosts * self.parts, scales)
         if self.is_main:
             tell_parts(place, self.parts)
         self.loss = OutputLoss(make_loss(config))
@@ -257,7 +261,8 @@ class ServedRun(RunLoop):
                 self.loss,
                 self.state.links,
                 barrier=self.rules.barrier,
-                bf16=self.config.amp == "bf16",
+                context=lambda: autocast(self.config.amp, self.device),
+                loss_scale=self.state.loss_scale,
                 guard=self.config.guard,
                 compiled=self.config.compile,
                 took=self.state.take_weights,
@@ -294,6 +299,7 @@ class ServedRun(RunLoop):
             self._latest = result
             self._record(result, data_ms)
             self._watch(result)
+            self.state.follow(result.step, applied=result.applied)
             if result.save:
                 self._save(f"save-{result.save}")
             if result.stop:
@@ -307,10 +313,10 @@ class ServedRun(RunLoop):
         """End a training in which nothing but bad gradients comes, as `hybridpar.train.step_result.BadSteps` does.
 
         Raises:
-            TrainingError: There were `MAX_BAD_STEPS` in a row.
+            TrainingError: There were `MAX_BAD_STEPS` in a row, and before them as many as a loss scale may fall.
         """
         self._bad = 0 if result.applied or result.done or not self.config.guard else self._bad + 1
-        if self._bad >= MAX_BAD_STEPS:
+        if self._bad >= MAX_BAD_STEPS + (FALLS if self.state.loss_scale is not None else 0):
             raise TrainingError(
                 f"loss or gradients were not finite in {self._bad} steps in a row, up to step {result.step}",
                 "After so many training stops.",
@@ -342,7 +348,8 @@ class ServedRun(RunLoop):
         if (ended or result.done) and (barrier or self.is_main):
             # Without a barrier an answer may come some steps after the end of the epoch that it tells of.
             epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
-            wanted = self._note_epoch(epoch, step, self._evaluate(step), last=result.done)
+            tested, averaged = self._evaluate(f"test-{step}"), self._evaluate_average(f"test-average-{step}")
+            wanted = self._note_epoch(epoch, step, tested, averaged, last=result.done)
             if barrier and not result.done and wanted:
                 self._save(f"epoch-{step}")
             elif not result.done:
@@ -355,7 +362,7 @@ class ServedRun(RunLoop):
         else:
             self._save_asked |= self.is_main
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, occasion: str) -> Evaluation:
         """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
         self.model.eval()
         with self.learner.autocast():
@@ -365,9 +372,16 @@ class ServedRun(RunLoop):
         if not self.rules.barrier:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
-        _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
+        _, items = exchange(self.state.links.links[0], f"{occasion}/0", sums)
         right, loss, samples = (sum(values) for values in zip(*items, strict=True))
         return Evaluation(right / samples, loss / samples, samples)
+
+    def _evaluate_average(self, occasion: str) -> Evaluation | None:
+        """The result of the moving average (`--model-ema`), if one is kept."""
+        if self.state.average is None:
+            return None
+        with self.state.average.applied():
+            return self._evaluate(occasion)
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:
         """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""
@@ -394,6 +408,7 @@ class ServedRun(RunLoop):
         """Steps that ended since the last answer."""
         if rows and self._latest is not None:
             self.at.step = int(rows[-1]["step"])
+            self.state.follow(self.at.step)
             self._record(replace(self._latest, rows=rows, news=()), self.timings.times[-1].data_ms)
 
     def _progress_made(self) -> tuple[object, ...]:

@@ -19,6 +19,8 @@ from hybridpar.errors import CheckpointError
 from hybridpar.models import model_fingerprint
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
+from hybridpar.optim.ema import ModelAverage
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing
@@ -38,6 +40,7 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
+from hybridpar.train.checkpoint_files import latest_checkpoint
 
 
 class ServedState:
@@ -80,6 +83,11 @@ class ServedState:
             for name, own in parameters.items()
         }
         self.links = self._open_links(policy)
+        #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
+        self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
+        #: The moving average (`--model-ema`), on all workers where they are in step, else on worker 0; from `begin` on.
+        self.average: ModelAverage | None = None
+        self._averaged = 0  # steps that it has followed
 
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
@@ -130,10 +138,14 @@ class ServedState:
         if not main:
             at.best = facts["best"]  # all must agree on what is worth a checkpoint
         at.step = at.own_steps = int(facts["step"])
+        checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
             at.step = at.own_steps = int(welcome[0].get("step", at.step))
-        elif facts["checkpoint"] is not None:
-            self._load_own(Path(facts["checkpoint"]))
+            checkpoint = latest_checkpoint(at.checkpoints) or checkpoint
+        elif checkpoint is not None:
+            self._load_own(checkpoint)
+        if self._config.model_ema and (main or self._barrier):
+            self._begin_average(checkpoint)
 
     def take_weights(self) -> None:
         """Put into the model what the shards sent last."""
@@ -193,7 +205,12 @@ class ServedState:
     def _load_own(self, path: Path) -> None:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
-        own = data.local
+        own, scale = data.local, data.training.get("loss_scale")
+        if not self._barrier and own is not None and data.workers == self._place.workers:
+            scale = own.get("server", {}).get("loss_scale", scale)
+        if self.loss_scale is not None and scale is not None:
+            with usable(path):
+                self.loss_scale.load_state_dict(scale)
         if own is None or data.workers != self._place.workers:
             torch.manual_seed(self._config.seed + 1000003 * data.step + self._place.rank)
             return
@@ -202,6 +219,34 @@ class ServedState:
             if "server" in own:
                 self._at.own_steps = int(own["server"]["own_steps"])
                 self.links.load_coders(own["server"]["codecs"])
+
+    # ----------------------------------------------------------------- average
+
+    def _begin_average(self, checkpoint: Path | None) -> None:
+        """Begin with the average of a checkpoint, or where it has none with the weights as they are."""
+        config = self._config
+        self.average = ModelAverage(
+            self.model, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
+        )
+        self._averaged = self._at.step
+        if checkpoint is None or (data := load_checkpoint(checkpoint)).average is None:
+            return
+        with usable(checkpoint):
+            self.average.load_state_dict(data.average)
+        self._averaged = data.step
+
+    def follow(self, step: int, *, applied: bool = True) -> None:
+        """Move the average towards the weights of now, once for each step that the servers have done since last time.
+
+        Args:
+            step: Steps that they have done.
+            applied: Whether this worker's last gradient counts. Where workers are in step and it does not, the step was
+                skipped, and the average stays.
+        """
+        if self.average is not None and (applied or not self._barrier):
+            for number in range(self._averaged + 1, step + 1):
+                self.average.update(number)
+        self._averaged = step
 
     # -------------------------------------------------------------------- save
 
@@ -233,14 +278,19 @@ class ServedState:
         if not isinstance(step, int):
             return None
         world = PresentWorkers(link, occasion, worker, workers, self.device, self._config.timeout)
-        local = {
+        local: dict[str, Any] = {
             "random": random_state(self.device),
             "sync": {},
             "server": {"own_steps": self._at.own_steps, "codecs": self.links.coder_states()},
         }
+        if self.loss_scale is not None:
+            local["server"]["loss_scale"] = self.loss_scale.state_dict()
         self._at.epoch, self._at.epoch_step = divmod(step, steps_per_epoch)
         model, training = self._whole(states) if states is not None else ({}, {})
-        data = CheckpointData(step, self.fingerprint, model, training, local)
+        average = None
+        if self.average is not None:
+            average = {name: tensor.cpu() for name, tensor in self.average.state_dict().items()}
+        data = CheckpointData(step, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(self._at.checkpoints, data, world)
 
     def _whole(self, states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -255,6 +305,8 @@ class ServedState:
             "extra": self._at.to_extra(self._config),
             "server": {"shards": progress},
         }
+        if self.loss_scale is not None:
+            training["loss_scale"] = self.loss_scale.state_dict()
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training
 
 

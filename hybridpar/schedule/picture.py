@@ -61,7 +61,7 @@ def draw_schedule(
                 cells.append(f"{text}?")
         rows.append(cells)
     total = max(len(cells) for cells in rows)
-    column = 1 + max(len(str(total)), *(len(cell) for cells in rows for cell in cells))
+    column = 1 + max([len(str(total)), *(len(cell) for cells in rows for cell in cells)])
     label = len(f"lane {len(rows) - 1}  ")
     shown = max(1, (width - label) // column)
     first = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import trained_parameters
@@ -66,7 +67,9 @@ class Learner:
         loss: Mean loss of outputs and targets.
         links: The ways to the shards.
         barrier: Whether an update takes a part of one batch from every worker.
-        bf16: Whether the forward pass runs in bfloat16 where autocast allows it.
+        context: Makes the context in which model and loss run, as that of autocast.
+        loss_scale: What the loss is multiplied with, and gradients divided by before they are pushed. It follows the
+            steps where all workers make them together, else this worker's own gradients.
         guard: Whether a gradient that is not finite does not count.
         compiled: Whether the model is run through torch.compile.
         took: Called when weights have come, to put them where the model's parameters are.
@@ -79,7 +82,8 @@ class Learner:
         links: Links,
         *,
         barrier: bool,
-        bf16: bool = False,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+        loss_scale: LossScale | None = None,
         guard: bool = True,
         compiled: bool = False,
         took: Callable[[], object] = lambda: None,
@@ -88,7 +92,8 @@ class Learner:
         self.links = links
         self._took = took
         self._loss = loss
-        self._barrier, self._bf16, self._guard = barrier, bf16, guard
+        self._barrier, self._guard = barrier, guard
+        self.autocast, self._loss_scale = context, loss_scale
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
         self._parameters = trained_parameters(model)
         self._places: dict[str, list[tuple[int, int, slice]]] = {name: [] for name in self._parameters}
@@ -104,12 +109,9 @@ class Learner:
             )
             for name, parameter in self._parameters.items()
         ]
+        if loss_scale is not None:
+            self._hooks += loss_scale.attach(model)
         self._counts: tuple[int, int] = self._traffic()
-
-    def autocast(self) -> Any:
-        """The context in which the model runs."""
-        device = next(self.model.parameters()).device.type
-        return torch.autocast(device, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
     def forward(self, inputs: Tensor) -> Any:
         """Outputs of the model.
@@ -150,7 +152,7 @@ class Learner:
         for parameter in self._parameters.values():
             parameter.grad = None
         self._handed = set()
-        before = flat_buffers(self.model)
+        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in _counters(self.model)]
         self.links.begin_push(rate)
         whole = global_samples if self._barrier else samples
         total = 0.0
@@ -158,8 +160,11 @@ class Learner:
             self._last = index == len(micro_batches) - 1
             with self.autocast():
                 loss = self._loss(self._forward(inputs), targets)
-            share = loss * (targets.shape[0] / whole)
-            share.backward()  # type: ignore[no-untyped-call]
+            part = targets.shape[0] / whole
+            if self._loss_scale is None:
+                (loss * part).backward()  # type: ignore[no-untyped-call]
+            else:
+                (loss.float() * part).backward(self._loss_scale.value)  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * targets.shape[0] / samples
         missing = {name for name, parameter in self._parameters.items() if parameter.grad is None}
         for name in self._parameters:
@@ -181,13 +186,20 @@ class Learner:
         ]
         answers = self.links.finish_push(end, unused, flat_buffers(self.model).cpu())
         first = answers[0]
+        applied = bool(first["applied"])
+        counts = applied if self._barrier else bool(end["sound"])
+        if self._loss_scale is not None:
+            self._loss_scale.update(counts)
+        if not counts:
+            for buffer, batches in zip(_counters(self.model), seen, strict=True):
+                buffer.copy_(batches)
         put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
         self._took()
         pushed, pulled = self._moved()
         return Exchanged(
             step=int(first["step"]),
             loss=total,
-            applied=bool(first["applied"]),
+            applied=applied,
             staleness=int(first["staleness"]),
             done=bool(first["done"]),
             stop=bool(first["stop"]),
@@ -238,3 +250,8 @@ class Learner:
         """Remove all hooks. The model stays as it is."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _counters(model: nn.Module) -> list[Tensor]:
+    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen."""
+    return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]

@@ -24,7 +24,8 @@ from hybridpar.server.snapshot import Snapshot
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripes import Stripe
 
-#: Makes the optimizer of a stripe, from groups of parameters with their weight decay (`decays`).
+#: Makes the optimizer of a stripe, from groups of parameters that say whether weight decay applies (`decays`) and what
+#: the learning rate is multiplied with (`scale`).
 OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -139,15 +140,12 @@ class Shard:
         self.ledger = ledger or Ledger(rules.learners)
         self._total = torch.zeros_like(self.values)
         self._pieces = [nn.Parameter(self.values[first:last]) for first, last in stripe.ranges]
-        decaying = [piece.decays for piece in stripe.pieces]
-        groups = [
-            {
-                "params": [own for own, decays in zip(self._pieces, decaying, strict=True) if decays is kind],
-                "decays": kind,
-            }
-            for kind in (True, False)
-        ]
-        self.optimizer = optimizer([group for group in groups if group["params"]])
+        members: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for own, piece in zip(self._pieces, stripe.pieces, strict=True):
+            members.setdefault((piece.decays, piece.scale), []).append(own)
+        self.optimizer = optimizer(
+            [{"params": own, "decays": decays, "scale": scale} for (decays, scale), own in members.items()]
+        )
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._learners: dict[int, _Learner] = {}
         self._departed: dict[int, _Learner] = {}

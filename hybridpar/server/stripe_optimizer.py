@@ -23,7 +23,11 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         ready = [
-            {"params": group["params"], "weight_decay": config.weight_decay if group["decays"] else 0.0}
+            {
+                "params": group["params"],
+                "weight_decay": config.weight_decay if group["decays"] else 0.0,
+                "lr": config.lr * group["scale"],
+            }
             for group in groups
         ]
         return optimizer_by_name(ready, config)

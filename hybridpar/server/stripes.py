@@ -9,8 +9,8 @@ and a codec still sees whole filters and whole output units.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -36,6 +36,7 @@ class Piece:
         shape: Of the piece; the whole parameter's but for the first dimension.
         decays: Whether weight decay applies.
         whole: Whether it is all of the parameter.
+        scale: What the learning rate is multiplied with.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Piece:
     shape: tuple[int, ...]
     decays: bool
     whole: bool
+    scale: float = 1.0
 
     @property
     def count(self) -> int:
@@ -126,12 +128,15 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def cut_model(parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: int) -> list[Stripe]:
+def cut_model(
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: int, scales: Mapping[str, float] | None = None
+) -> list[Stripe]:
     """Cut parameters into stripes.
 
     Args:
         parameters: Name, shape, and whether weight decay applies, in the model's order.
         shards: Number of stripes.
+        scales: What the learning rate of a parameter is multiplied with, by name; 1 for those that are not named.
 
     Returns:
         The stripes, one for each shard.
@@ -165,14 +170,18 @@ def cut_model(parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: i
             if done < size or (number < shards - 1 and begin + done >= cuts[number]):
                 number += 1
         begin += size
-    if all(stripes):
-        return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
-    return _by_parameters(parameters, sizes, shards)
+    if not all(stripes):
+        stripes = _by_parameters(parameters, sizes, shards)
+    factors = scales or {}
+    return [
+        Stripe(tuple(replace(piece, scale=factors.get(piece.name, 1.0)) for piece in reversed(pieces)))
+        for pieces in stripes
+    ]
 
 
 def _by_parameters(
     parameters: Sequence[tuple[str, tuple[int, ...], bool]], sizes: Sequence[int], shards: int
-) -> list[Stripe]:
+) -> list[list[Piece]]:
     """Whole parameters only, at least one for each shard: for models that are too small to be cut evenly."""
     stripes: list[list[Piece]] = [[] for _ in range(shards)]
     total, begin, number = sum(sizes), 0, 0
@@ -183,7 +192,7 @@ def _by_parameters(
             number += 1
         stripes[number].append(Piece(name, 0, shape, decays, True))
         begin += size
-    return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
+    return stripes
 
 
 def _count(shape: Sequence[int]) -> int:

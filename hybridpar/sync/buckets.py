@@ -85,9 +85,6 @@ class Bucket:
         self.bytes = self.numel * first.element_size()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        if len(slots) > 1:
-            self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-            self._views = [view_like(self._buffer, slot) for slot in slots]
 
     def collect(self) -> Tensor:
         """Bring the gradients together; from then on each `.grad` is a view of the flat tensor.
@@ -98,11 +95,15 @@ class Bucket:
             The bucket's gradients as one 1-D tensor.
         """
         with torch.no_grad():
-            if self._buffer is None:
+            if len(self.slots) == 1:
                 parameter = self.slots[0].parameter
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 return flat_view(parameter.grad)
+            if self._buffer is None:
+                first = self.slots[0].parameter
+                self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+                self._views = [view_like(self._buffer, slot) for slot in self.slots]
             views, gradients = [], []
             for slot, view in zip(self.slots, self._views, strict=True):
                 gradient = slot.parameter.grad

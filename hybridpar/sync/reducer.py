@@ -182,6 +182,13 @@ class LocalGradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
 
+    def first_bad(self) -> str | None:
+        """Name of the first parameter, in the model's order, whose gradient is not finite."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return None
+
     def close_step(self) -> None:
         """After the step was applied or rolled back."""
 
@@ -344,18 +351,22 @@ class GradientReducer(LocalGradients):
         slot.seen = flight.number
         if not flight.releasing:
             return
-        if slot.ready == flight.number:
-            raise SyncError(
-                f"the gradient of {name!r} arrived twice in one backward pass",
-                "A bucket leaves at the first arrival, so a second one would be lost.",
-                "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
-            )
-        slot.ready = flight.number
+        self._note_ready(slot, flight)
         if self._observed is not None:
             self._observed.append(name)
         bucket.pending -= 1
         if bucket.pending == 0:
             self._launch_full_buckets(flight)
+
+    def _note_ready(self, slot: Slot, flight: Flight) -> None:
+        """A gradient is complete, and must be so only once."""
+        if slot.ready == flight.number:
+            raise SyncError(
+                f"the gradient of {slot.name!r} arrived twice in one backward pass",
+                "It is sent at the first arrival, so a second one would be lost.",
+                "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
+            )
+        slot.ready = flight.number
 
     def _launch_full_buckets(self, flight: Flight) -> None:
         while flight.next_bucket < len(self.buckets) and self.buckets[flight.next_bucket].pending <= 0:

@@ -35,7 +35,7 @@ from hybridpar.optim.loss_scale import LossScale
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep, first_bad_parameter
+from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome, StepState
@@ -44,6 +44,7 @@ from hybridpar.planner.stages import pipeline_options
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
 
 if TYPE_CHECKING:
@@ -180,17 +181,23 @@ class Engine:
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
         self._rates.append(rates)
 
-        def step(factor: float | None, commit: Tensor | None) -> None:
+        def step(factor: float | None, commit: Tensor | None, pieces: Pieces | None) -> Tensor | None:
             if factor is not None:
                 rates.set(factor)
+            squares = None
+            if pieces is not None and not can_step(optimizer):
+                squares, pieces = pieces.materialise(), None
             fill_momentum(optimizer)
             with scaled_options(optimizer, self._momentum_power, self._decay_factor):
+                if pieces is not None:
+                    return step_in_pieces(optimizer, pieces)
                 if commit is None:
                     optimizer.step()
                 elif getattr(optimizer, "_step_supports_amp_scaling", False):
                     step_if_committed(optimizer, commit)
                 elif bool(commit):  # waits for the device: this optimizer has to be told
                     optimizer.step()
+            return squares
 
         return step
 
@@ -346,7 +353,9 @@ class Engine:
             outcome: Of the step.
         """
         found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
-        return found or (None if self.plan.is_staged else first_bad_parameter(self.model))
+        if found or self.plan.is_staged:
+            return found
+        return self.pipeline.stages[0].gradients.first_bad()
 
     # ----------------------------------------------------------- between steps
 

@@ -72,7 +72,7 @@ def several_trainers() -> list[str]:
 
 
 def expected(rank: int) -> list[str]:
-    lost = "worker 1 died or left, so worker 0 of 2 stopped while agreeing on the order of buckets"
+    lost = "worker 1 died or left, so worker 0 of 2 stopped while exchanging sample counts"
     failing = f"failing: {lost if rank == 0 else repr('failing')}"
     return ["first", "second", failing, "after the error", "own group", "sum 2", "last"]
 

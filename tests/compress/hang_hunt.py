@@ -30,6 +30,7 @@ from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import step_optimizer
 from tests.ranks import run_ranks, stop_pool
 
 #: Process groups that are made; a hunt uses some of them.
@@ -95,7 +96,7 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         return F.cross_entropy(output, labels) * (float("inf") if own.random() < 0.03 else 1.0)
 
     def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
-        return lambda factor, commit: optimizer.step()
+        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
 
     whole = replace(WHOLE, sync=options)
     with Lanes("cpu", check=Checker(seed=seed + world.rank) if checked else None) as lanes:

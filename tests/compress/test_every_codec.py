@@ -1,8 +1,14 @@
-"""Tests what must hold for every registered codec; a new codec is tested here without being named."""
+"""Tests what must hold for every registered codec; a new codec is tested here without being named.
+
+Each is tested as it comes, and as `VARIANTS` in its own test, `tests/compress/codecs/test_NAME.py`, says.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import math
+import pkgutil
 from itertools import pairwise
 
 import pytest
@@ -12,48 +18,15 @@ from torch import Tensor
 from hybridpar.compress import CODECS, ErrorFeedback, TensorSpec, bind, format_codec, parse_codec, run_together
 from hybridpar.compress.exchange import AllReduce, AllToAll
 from hybridpar.compress.together import meet
+from tests.compress import codecs
 from tests.compress.team import Team, equal, same_bits
 
-#: Beside every codec as it comes.
-VARIANTS = (
-    "none:cast=bf16",
-    "none:cast=fp16",
-    "onebit:feedback=off",
-    "onebit:group=column",
-    "onebit:warmup=2",
-    "onebit:decay=0.9,rescale=on",
-    "onebit:least=1",
-    "qsgd_mn:bits=8,least=1",
-    "qsgd_mn:meet=shard,bits=3",
-    "powersgd:rank=3,gain=0",
-    "powersgd:feedback=off",
-    "powersgd:rank=1,cast=bf16",
-    "onebit_sgd:momentum=0,adagrad=off",
-    "onebit_sgd:momentum=0,adagrad=off,bits=off",
-    "onebit_sgd:adagrad=worker,warm=2,group=column",
-    "onebit_sgd:adagrad=after,memory=0.9,least=1",
-    "onebit_adam:warm=2",
-    "onebit_adam:levels=norm,warm=1,feedback=off",
-    "twobit:threshold=0.5",
-    "twobit:levels=mean",
-    "twobit:pull=full",
-    "twobit:feedback=off",
-    "hylo:least=150,delay=3",
-    "hylo:least=150,rate=0.5,cast=bf16",
-    "hylo:least=150,feedback=off",
-    "hylo:least=150,delay=3,mode=server",
-    "hylo:least=150,mode=server,cast=bf16",
-    "qsgd_mn_ms:levels=2/3/5/9,least=1",
-    "grandk_mn:rate=0.3,levels=4/8,least=1",
-    "grandk_mn:feedback=off",
-    "topk:rate=0.3,least=1",
-    "topk:rate=0.02,cast=bf16",
-    "topk:feedback=off",
-    "signsgd:level=one,least=1",
-    "terngrad:clip=0,least=1",
-    "dgc:ramp=1,rate=0.05,least=1",
-    "dgc:ramp=0,clip=1,cast=bf16",
-)
+#: With other options than their own, from `VARIANTS` in the tests of the codecs.
+VARIANTS = [
+    text
+    for module in pkgutil.iter_modules(codecs.__path__, f"{codecs.__name__}.")
+    for text in getattr(importlib.import_module(module.name), "VARIANTS", ())
+]
 TEXTS = [*CODECS, *VARIANTS]
 
 SHAPES = {
@@ -91,6 +64,14 @@ def test_text_and_codec_are_one(text: str) -> None:
     codec = parse_codec(text)
     assert parse_codec(format_codec(codec)) == codec
     assert hash(codec) == hash(parse_codec(text))
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_every_option_is_tried(name: str) -> None:
+    variants = [text for text in VARIANTS if text.partition(":")[0] == name]
+    tried = {option.partition("=")[0] for text in variants for option in text.partition(":")[2].split(",")}
+    left = [option.name for option in dataclasses.fields(CODECS.get(name)) if option.name not in tried]  # type: ignore[arg-type]
+    assert not left, f"add {name}:{left[0]}=... to VARIANTS in tests/compress/codecs/test_{name}.py"
 
 
 def test_workers_agree_and_nothing_is_lost(text: str, workers: int) -> None:
@@ -177,7 +158,7 @@ def test_one_bad_number_is_seen_by_all_and_can_be_taken_back(text: str, bad: dic
     team.rollback()
     assert equal(team.snapshot(), before)
     for left, right in zip(team.step(team.gradients(2)), untroubled.step(untroubled.gradients(2)), strict=True):
-        assert same_bits(left, right)
+        assert same_bits(left, right), "a step that was taken back changed what was kept, or what is drawn"
     assert equal(team.snapshot(), untroubled.snapshot())
 
 
@@ -190,7 +171,7 @@ def test_state_is_saved_and_restored(text: str) -> None:
     for seed in range(3, 5):
         gradients = team.gradients(seed)
         for left, right in zip(team.step(gradients), resumed.step(gradients), strict=True):
-            assert same_bits(left, right)
+            assert same_bits(left, right), "the state has not all that was kept, or what is drawn next"
 
 
 def test_what_is_saved_stays_as_it_was(text: str) -> None:
@@ -207,7 +188,8 @@ def test_what_is_saved_stays_as_it_was(text: str) -> None:
 def test_state_says_whether_there_is_any(text: str) -> None:
     codec = parse_codec(text)
     team = Team(text, {"conv": SHAPES["conv"]}, 2)
-    assert bool(team.coders("conv")[0].state_dict()) == (codec.stateful and codec.fits(SHAPES["conv"]))
+    found = bool(team.coders("conv")[0].state_dict())
+    assert found == (codec.stateful and codec.fits(SHAPES["conv"])), f"set stateful = {found} in the codec's class"
 
 
 def test_gradients_of_any_stride_and_results_in_place(text: str) -> None:
@@ -247,7 +229,25 @@ def test_parameters_that_do_not_fit_travel_as_without_a_codec(text: str) -> None
             assert bind(codec, spec).rounds == bind(full, spec).rounds
 
 
-def test_a_codec_describes_itself(text: str) -> None:
-    name = text.partition(":")[0]
-    assert CODECS.get(name).name == name
+@pytest.mark.parametrize("name", list(CODECS))
+def test_a_codec_describes_itself(name: str) -> None:
+    codec = parse_codec(name)
+    assert CODECS.get(name).name == name, "the class attribute is the registered name"
     assert CODECS.describe()[name]
+    assert isinstance(getattr(getattr(codec, "inner", codec), "biased", None), bool), "set biased in the codec's class"
+
+
+def test_what_says_that_it_is_unbiased_is(text: str) -> None:
+    """The squared error of a mean of n draws is 1 / n of their variance, and more where there is a bias.
+
+    What a cast to bfloat16 rounds to nearest counts as none.
+    """
+    codec, shape = parse_codec(text), SHAPES["matrix"]
+    if codec.biased or not codec.fits(shape):
+        return
+    team, times = Team(text, {"matrix": shape}, 2), 250
+    gradients = team.gradients(0)
+    true = torch.stack([own[0] for own in gradients]).double().mean(0)
+    found = torch.stack([team.step(gradients)[0].double() for _ in range(times)])
+    error, drawn, cast = (found.mean(0) - true).square().sum(), found.var(0).sum() / times, 1e-5 * true.square().sum()
+    assert error < 1.3 * drawn + cast, "biased = False in the codec's class, and the result is biased"

@@ -10,7 +10,7 @@ import pytest
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
-from hybridpar.config.files import config_text, preset_file, preset_names, read_settings
+from hybridpar.config.files import config_text, preset_names, read_settings
 from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import rate_factor
 
@@ -101,14 +101,6 @@ def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int,
     options = parsed("--preset", name)
     found = {at: options.lr * rate_factor(10 * at, 10 * options.epochs, 10, options) for at in rates}
     assert found == pytest.approx(rates, rel=1e-6)
-
-
-def test_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    command = find_command("presets")
-    assert command.run(command.parse("presets", []), []) == 0
-    assert "digits" in capsys.readouterr().out
-    assert command.run(command.parse("presets", ["digits"]), []) == 0
-    assert capsys.readouterr().out == preset_file("digits").read_text()
 
 
 @pytest.mark.parametrize(

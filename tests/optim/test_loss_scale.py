@@ -168,7 +168,6 @@ def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_para
         ({"sync": "local:4"}, "--sync local:4"),
         ({"double_buffer": "delay"}, "--double-buffer"),
         ({"kernels": "auto"}, "--kernels"),
-        ({"sync": "ps"}, "--amp fp16"),
     ],
 )
 def test_what_does_not_go_with_it_is_one_error(options, named):

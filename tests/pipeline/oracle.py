@@ -26,6 +26,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import step_optimizer
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]
@@ -228,7 +229,7 @@ def train_stages(
             return None
         optimizer = setting.optimizer(stage)
         optimizers.append(optimizer)
-        return lambda factor, commit: optimizer.step()
+        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
 
     world = world or World()
     run = Run()

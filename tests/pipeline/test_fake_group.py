@@ -27,6 +27,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import step_optimizer
 from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
@@ -107,7 +108,7 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
 
     def optimizer(stage: nn.Module) -> Any:
         made = torch.optim.SGD(stage.parameters(), lr=0.1)
-        return lambda factor, commit: made.step()
+        return lambda factor, commit, pieces: step_optimizer(made, pieces)
 
     given = [(torch.randn(SAMPLES, 6), torch.randint(0, 6, (SAMPLES,))) for _ in range(MICRO_BATCHES)]
     with Lanes("cpu") as lanes:

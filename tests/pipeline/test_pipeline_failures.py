@@ -22,6 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
+from hybridpar.sync.pieces import step_optimizer
 from tests.pipeline.oracle import (
     Residuals,
     Setting,
@@ -108,7 +109,7 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
 
 
 def _no_step(stage: nn.Module) -> Any:
-    return lambda factor, commit: None
+    return lambda factor, commit, pieces: None
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -221,7 +222,7 @@ def test_a_thousand_steps_leave_nothing() -> None:
 
 
 def _stepper(optimizer: torch.optim.Optimizer) -> Any:
-    return lambda factor, commit: optimizer.step()
+    return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
 
 
 def test_outcomes_that_are_kept_keep_no_batch() -> None:
@@ -268,7 +269,7 @@ def test_closing_waits_for_the_step_that_runs() -> None:
         stepped: list[int] = []
         engine = PipelineEngine(
             *(model, parts, World(), lanes, slow_loss),
-            lambda part: lambda factor, commit: stepped.append(part.index),
+            lambda part: lambda factor, commit, pieces: stepped.append(part.index),
             PipelineOptions((0, 1), (0, 0)),
             2,
         )

@@ -436,5 +436,3 @@ def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path, ranks)
 def test_weights_and_a_checkpoint_to_go_on_from_are_one_too_many():
     with pytest.raises(UsageError, match="Both say where to start"):
         TrainConfig(weights="default", resume_from=Path("step-3")).check()
-    with pytest.raises(UsageError, match="--layer-decay"):
-        TrainConfig(layer_decay=0.5, sync="ps").check()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Edge, Layout, make_schedule, parse_action, place_stages, read_schedule
+from hybridpar.schedule.actions import Edge, Layout, Schedule, make_schedule, parse_action, place_stages, read_schedule
 from hybridpar.schedule.check import Proof, check, check_program
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -90,6 +90,11 @@ def test_incomplete_schedules_are_refused(schedule, what):
     error = refused(schedule)
     assert error.what == what
     assert error.fix
+
+
+def test_a_schedule_of_nothing_is_refused_as_any_other():
+    with pytest.raises(ScheduleError, match="stage 0 does nothing for micro-batch 0"):
+        check(Schedule("own", ((),), micro_batches=1), place_stages(1, 1))
 
 
 def test_caps():

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from hybridpar.compress import read_policy
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import HybridparError
-from hybridpar.models import model_fingerprint
+from hybridpar.models import autocast, model_fingerprint
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.learner import Learner
@@ -138,10 +140,12 @@ class Worker:
         returns: bool | None = None,
         facts: dict[str, Any] | None = None,
         hosts: int | None = None,
+        scales: dict[str, float] | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
-        self.stripes = cut_model(described_parameters(model), shards)
+        self.stripes = cut_model(described_parameters(model), shards, scales)
         policy = read_policy(codec)
         tensors = {name: own.data for name, own in trained_parameters(model).items()}
         comes_again = not rules.barrier if returns is None else returns
@@ -162,6 +166,7 @@ class Worker:
             hosts,
         )
         self._limit, self._facts = limit, facts or {}
+        self.loss_scale = loss_scale
         self.learner: Learner | None = None
 
     def begin(self) -> list[dict[str, Any]]:
@@ -178,7 +183,15 @@ class Worker:
             if self.links.links[0].statistics.numel():
                 put_buffers(self.model, self.links.links[0].statistics)
 
-        self.learner = Learner(self.model, nn.CrossEntropyLoss(), self.links, barrier=self.rules.barrier, took=take)
+        self.learner = Learner(
+            self.model,
+            nn.CrossEntropyLoss(),
+            self.links,
+            barrier=self.rules.barrier,
+            context=partial(autocast, "none" if self.loss_scale is None else "fp16", torch.device("cpu")),
+            loss_scale=self.loss_scale,
+            took=take,
+        )
         return welcome
 
     def step(self, seed: int, workers: int = 1, **more: Any) -> Any:

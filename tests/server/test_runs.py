@@ -30,10 +30,24 @@ def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
     return {name: own for name, own in saved_state(run_dir).items() if "running" not in name and "num_" not in name}
 
 
+def average(run_dir: Path) -> dict[str, torch.Tensor]:
+    found = load_checkpoint(run_dir).average
+    assert found is not None
+    return {name: own for name, own in found.items() if "running" not in name}
+
+
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
-    assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {}) == [0, 0]
-    run(tmp_path / "served", 3, sync="ps")
+    options = {"model_ema": True, "model_ema_decay": 0.9, "model_ema_warmup": True}
+    assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
+    run(tmp_path / "served", 3, sync="ps", **options)
     run(tmp_path / "masters", 2, sync="ps", servers=0)
+    for name, own in average(tmp_path / "plain").items():
+        torch.testing.assert_close(average(tmp_path / "served")[name], own, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(own, saved_state(tmp_path / "plain")[name]) or "num_batches" in name
+    tested = zip(*(read_metrics(tmp_path / name).epochs for name in ("plain", "served")), strict=True)
+    for one, other in tested:
+        assert other.ema_test_loss == pytest.approx(one.ema_test_loss, rel=0.01)
+        assert other.ema_test_loss != pytest.approx(one.test_loss, rel=0.01)
     plain, served, masters = (parameters(tmp_path / name) for name in ("plain", "served", "masters"))
     assert plain.keys() == served.keys() == masters.keys()
     for name in plain:
@@ -50,6 +64,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
 def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
     train(tmp_path / "source")
     options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoint_every": "2"}
+    options |= {"layer_decay": 0.5, "head_lr_scale": 2.0}
     run(tmp_path / "served", 3, sync="ps", **options)
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     source, served, plain = (saved_state(tmp_path / name) for name in ("source", "served", "plain"))
@@ -69,10 +84,13 @@ def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
     options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "constant", "warmup_epochs": 0.0}
+    options |= {"model_ema": True, "model_ema_decay": 0.9, "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
     run(tmp_path / "halves", 3, "dropping", resume=True, **options)
     assert_same_state(tmp_path / "halves", tmp_path / "whole")
+    for name, own in average(tmp_path / "whole").items():
+        assert torch.equal(average(tmp_path / "halves")[name], own)
     summary = check_run(tmp_path / "halves", steps=12)
     assert summary["resumed_from"] == 7
 
@@ -97,8 +115,14 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
 
 
 def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
-    """Momentum, the place in the data and weights go over; sums are added in another order."""
-    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
+    """Momentum, the place in the data, weights, their average and the loss scale go over; sums are added otherwise."""
+    options = {
+        "lr_schedule": "constant",
+        "warmup_epochs": 0.0,
+        "amp": "fp16",
+        "model_ema": True,
+        "model_ema_decay": 0.9,
+    }
     run_without_servers(tmp_path / "whole", 2, steps=6, **options)
     run(tmp_path / "there", 3, sync="ps", steps=3, **options)
     run_without_servers(tmp_path / "there", 2, steps=6, resume=True, **options)
@@ -106,13 +130,18 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
     run(tmp_path / "back", 3, sync="ps", steps=6, resume=True, **options)
     whole = parameters(tmp_path / "whole")
     for place in ("there", "back"):
+        assert load_checkpoint(tmp_path / place).training["loss_scale"] == {"scale": 2.0**16, "steps": 6.0}
+        for name, own in average(tmp_path / place).items():
+            torch.testing.assert_close(own, average(tmp_path / "whole")[name], rtol=1e-5, atol=1e-6)
         for name, own in parameters(tmp_path / place).items():
             torch.testing.assert_close(own, whole[name], rtol=1e-5, atol=1e-6)
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async", staleness="inverse", pull="fp16", checkpoint_every="4")
+    run(tmp_path / "run", 3, sync="ps-async", staleness="inverse", pull="fp16", checkpoint_every="4", model_ema=True)
     summary = check_run(tmp_path / "run", steps=12)
+    assert all(one.ema_test_loss is not None for one in read_metrics(tmp_path / "run").epochs)
+    assert average(tmp_path / "run")
     ages = summary["staleness"]
     assert sum(ages["histogram"].values()) == 24
     assert 0 <= ages["mean"] <= 1  # one other worker: (lambda - 1) / c, but for what is still on its way

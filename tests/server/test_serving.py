@@ -15,11 +15,13 @@ from torch import nn
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.serve import ShardServer
-from tests.server.serving import Clock, Worker, copies, images, serving, together
+from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 
 OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -41,10 +43,10 @@ def train(served, rules, workers, steps, **options):
     return team, results
 
 
-def oracle(workers, steps):
+def oracle(workers, steps, scales=None):
     """One process: micro-batches are the workers' shares, and each is normalised by itself."""
     (model,) = copies(1)
-    optimizer = build_optimizer(model, OPTIMIZER)
+    optimizer = build_optimizer(model, OPTIMIZER, scales)
     for number in range(steps):
         statistics = []
         optimizer.zero_grad()
@@ -59,12 +61,12 @@ def oracle(workers, steps):
     return model
 
 
-@pytest.mark.parametrize(("shards", "hosts"), [(1, 1), (3, 3), (5, 2)])
-def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts):
-    rules = Rules.synchronous(3)
+@pytest.mark.parametrize(("shards", "hosts", "decay"), [(1, 1, 1.0), (3, 3, 1.0), (5, 2, 0.5)])
+def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts, decay):
+    rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4, hosts=hosts)
-        expected = oracle(3, 4)
+        team, results = train(served, rules, 3, 4, hosts=hosts, scales=scales)
+        expected = oracle(3, 4, scales)
         for worker in team:
             assert same(worker.model, expected)
             torch.testing.assert_close(worker.model.norm.running_mean, expected.norm.running_mean)
@@ -173,6 +175,66 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
         assert same(team[0].model, before)
         assert torch.equal(team[0].model.norm.running_mean, before.norm.running_mean)
         assert torch.equal(team[0].links.links[0].encoder.unsent(), kept)
+        together([worker.close for worker in team])
+
+
+def in_float16(workers, batches):
+    """One process with torch's own loss scaling; its model, and the scale after each step."""
+    (model,), scales = copies(1), []
+    optimizer = build_optimizer(model, OPTIMIZER)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    for batch in batches:
+        optimizer.zero_grad()
+        before = copy.deepcopy(model.norm.state_dict())
+        for inputs, targets in batch:
+            model.norm.load_state_dict(before)
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            scaler.scale(loss * (1 / workers)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model, scales
+
+
+@pytest.mark.parametrize("rules", [Rules.synchronous(2), Rules.asynchronous(1)], ids=["ps", "ps-async"])
+def test_float16_has_the_steps_and_scales_of_one_process(rules):
+    count = rules.learners
+    batches = [[images(10 * number + n) for n in range(count)] for number in range(12)]
+    batches[4][-1] = 1e6 * batches[4][-1][0], batches[4][-1][1]  # overflows, on one worker
+    expected, scales = in_float16(count, batches)
+    assert min(scales) < 2**16 <= max(scales)
+    with serving(rules, 2) as served:
+        kept = [LossScale(torch.device("cpu"), interval=3) for _ in range(count)]
+        team = [
+            Worker(served, n, model, rules, loss_scale=one)
+            for n, (model, one) in enumerate(zip(copies(count), kept, strict=True))
+        ]
+        together([worker.begin for worker in team])
+        applied = []
+        for batch, scale in zip(batches, scales, strict=True):
+            pairs = zip(team, batch, strict=True)
+            results = together([lambda w=w, one=one: w.learner.step([one], 4, 4 * count) for w, one in pairs])
+            applied.append(all(one.applied for one in results))
+            assert [float(one.value) for one in kept] == [scale] * count
+        for worker in team:
+            assert same(worker.model, expected)
+            assert worker.model.norm.num_batches_tracked == sum(applied)
+        assert not applied[4]
+        together([worker.close for worker in team])
+
+
+def test_without_a_barrier_each_worker_has_a_loss_scale_of_its_own():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        kept = [LossScale(torch.device("cpu"), initial=2.0**8) for _ in range(2)]
+        team = [Worker(served, n, one, rules, loss_scale=kept[n]) for n, one in enumerate(copies(2))]
+        together([worker.begin for worker in team])
+        bad, targets = images(0)
+        assert not team[1].learner.step([(bad * torch.nan, targets)], 4, 8).applied
+        assert team[0].step(1, 2).applied
+        assert team[1].step(2, 2).applied
+        assert [float(one.value) for one in kept] == [2.0**8, 2.0**7]
         together([worker.close for worker in team])
 
 

@@ -162,7 +162,7 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
         doing = f"backward pass of {step}"
         return nn.functional.cross_entropy(output, targets) * (float("inf") if poisoned and step == 1 else 1.0)
 
-    def apply(factor: float | None, commit: Tensor | None) -> None:
+    def apply(factor: float | None, commit: Tensor | None, pieces: object) -> None:
         nonlocal doing
         assert commit is not None
         doing = f"end of {step}"

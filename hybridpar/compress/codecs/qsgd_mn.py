@@ -9,16 +9,15 @@ and s = 2**b - 1 levels, and the scale w = max over workers and elements of |g_i
 E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance of a worker's element is at most
 (w / s)**2 / 4. Codes are whole numbers from -s to s. There are two ways for them to meet:
 
-* `sum`: w is agreed first, 4 bytes. Codes are sent as q + s in fields so wide that the sum of K of them fits, log2(2 s
-K)
-  bits rounded up, packed into words (`hybridpar.compress.packing`). No field ever carries into the next.
+* `sum`: w is agreed first, 4 bytes. Codes are sent as q + s in fields so wide that the sum of K of them fits, which is
+  log2(2 s K) bits rounded up, packed into words (`hybridpar.compress.packing`). No field ever carries into the next.
 * `shard`: each stripe has a scale of its own and fields of b + 1 bits whatever K is; its owner adds in float32 and
   rounds again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import (
     CODECS,
-    NO_RESIDUAL,
     Coder,
     Collective,
     LargeTensorCodec,
@@ -36,9 +34,9 @@ from hybridpar.compress.codec import (
     Scratch,
     TensorSpec,
 )
-from hybridpar.compress.noise import Noise, NoisyCoder
+from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
+from hybridpar.compress.quantised import Quantiser, put, quantised_coder
 from hybridpar.compress.scaled import ScaledCoder, write_scale
 from hybridpar.errors import UsageError, nearest
 
@@ -76,7 +74,10 @@ class QsgdMaxNorm(LargeTensorCodec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
-        return SummedLevels(spec, steps) if self.meet == "sum" else ShardedLevels(spec, steps)
+        if self.meet == "sum":
+            return SummedLevels(spec, steps)
+        noise = Noise(spec)
+        return quantised_coder(spec, LevelQuantiser(_Grid(steps, noise)), self.meet, noise)
 
 
 _Put = Callable[[int, int, Tensor], None]
@@ -160,23 +161,6 @@ class SummedLevels(ScaledCoder):
             torch.mul(values, self._scale, out=out[start:stop])
 
         self._grid.decode(words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
-
-
-class ShardedLevels(NoisyCoder, ShardedCoder):
-    """Exchanges codes stripe by stripe.
-
-    Args:
-        spec: The parameter.
-        steps: s, the steps of the grid from zero to the scale.
-    """
-
-    def __init__(self, spec: TensorSpec, steps: int) -> None:
-        self._noise = Noise(spec)
-        super().__init__(spec, LevelQuantiser(_Grid(steps, self._noise)))
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._noise.begin()
 
 
 class LevelQuantiser(Quantiser):

@@ -14,6 +14,12 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.sync.policy import check_compression
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "dgc:ramp=1,rate=0.05,least=1,momentum=0.5",
+    "dgc:ramp=0,clip=1,cast=bf16",
+)
+
 SHAPES = {"w": (40, 50)}
 
 

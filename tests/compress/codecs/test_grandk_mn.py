@@ -8,6 +8,12 @@ import torch
 from hybridpar.compress import parse_codec
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "grandk_mn:rate=0.3,levels=4/8,least=1",
+    "grandk_mn:feedback=off",
+)
+
 SHAPES = {"w": (40, 25)}
 
 

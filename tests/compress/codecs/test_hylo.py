@@ -16,6 +16,15 @@ from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import CheckpointError
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "hylo:least=150,delay=3,power=0.3,factor=1,cap=0.8",
+    "hylo:least=150,rate=0.5,cast=bf16",
+    "hylo:least=150,feedback=off",
+    "hylo:least=150,delay=3,mode=server",
+    "hylo:least=150,mode=server,cast=bf16",
+)
+
 CONV = {"w": (20, 4, 3, 3)}
 
 

@@ -8,6 +8,12 @@ import torch
 from hybridpar.compress import TensorSpec, parse_codec
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "none:cast=bf16",
+    "none:cast=fp16",
+)
+
 SHAPES = {"a": (5, 7), "b": (3,)}
 
 

@@ -17,6 +17,15 @@ from hybridpar.compress.packing import unpack_bits
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "onebit:feedback=off",
+    "onebit:group=column",
+    "onebit:warmup=2",
+    "onebit:decay=0.9,rescale=on",
+    "onebit:least=1,meet=shard",
+)
+
 SCRATCH = Scratch(torch.device("cpu"))
 
 GOLDEN = torch.tensor([[0.5, -1, 0], [-0.25, 2, 0], [0.75, -3, 0], [-0.75, 0.5, 0]])

@@ -12,6 +12,12 @@ from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
 from tests.compress.team import Team
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "onebit_adam:warm=2,beta=0.8,least=1",
+    "onebit_adam:levels=norm,warm=1,feedback=off",
+)
+
 BETA = 0.9
 
 

@@ -15,6 +15,14 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from tests.compress.team import Team, equal
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "onebit_sgd:momentum=0,adagrad=off",
+    "onebit_sgd:momentum=0,adagrad=off,bits=off",
+    "onebit_sgd:adagrad=worker,warm=2,group=column,level=off",
+    "onebit_sgd:adagrad=after,memory=0.9,least=1",
+)
+
 SHAPES = {"matrix": (12, 40), "bias": (7,), "filters": (5, 3, 3, 3), "wide": (2, 50)}
 
 

@@ -14,6 +14,13 @@ from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import CheckpointError
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "powersgd:rank=3,gain=0",
+    "powersgd:feedback=off",
+    "powersgd:rank=1,cast=bf16",
+)
+
 SHAPES = {"w": (30, 40)}
 
 

@@ -16,6 +16,12 @@ from hybridpar.compress.packing import Fields
 from hybridpar.compress.scaled import scale_of
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "qsgd_mn:bits=8,least=1",
+    "qsgd_mn:meet=shard,bits=3",
+)
+
 SHAPES = {"w": (50, 20)}
 
 

@@ -10,6 +10,9 @@ from hybridpar.compress.codecs.qsgd_mn_ms import QsgdMultiScale, read_levels
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = ("qsgd_mn_ms:levels=2/3/5/9,least=1",)
+
 SHAPES = {"w": (50, 40)}
 
 

@@ -7,6 +7,9 @@ import torch
 from hybridpar.compress import TensorSpec, parse_codec
 from tests.compress.team import Team
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = ("qsgd_mn_ts:bits=2,high=5,least=1",)
+
 SHAPES = {"w": (50, 40)}
 
 

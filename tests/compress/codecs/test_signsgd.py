@@ -8,6 +8,9 @@ import torch
 from hybridpar.compress import TensorSpec, parse_codec
 from tests.compress.team import Team
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = ("signsgd:level=one,least=1",)
+
 SHAPES = {"w": (40, 50)}
 
 

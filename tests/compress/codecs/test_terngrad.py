@@ -15,6 +15,9 @@ from hybridpar.compress.codecs.terngrad import TernGrad
 from hybridpar.errors import UsageError
 from tests.compress.team import Team
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = ("terngrad:clip=0,least=1",)
+
 SHAPES = {"w": (40, 50)}
 
 

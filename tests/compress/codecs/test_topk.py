@@ -14,6 +14,13 @@ from hybridpar.compress.sparse import Picks, share
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "topk:rate=0.3,least=1",
+    "topk:rate=0.02,cast=bf16",
+    "topk:feedback=off",
+)
+
 SHAPES = {"w": (40, 50)}
 
 

@@ -17,6 +17,15 @@ from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold, TwoBit
 from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from tests.compress.team import Team
 
+#: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
+VARIANTS = (
+    "twobit:threshold=0.5",
+    "twobit:levels=mean",
+    "twobit:pull=full",
+    "twobit:feedback=off",
+    "twobit:factor=1,cap=0.8,least=1,meet=shard",
+)
+
 CPU = torch.device("cpu")
 SCRATCH = Scratch(CPU)
 

@@ -1,0 +1,156 @@
+"""A step on gradients that are added up piece by piece equals one on whole sums, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.transport import flat_view
+from hybridpar.sync import kernels
+from hybridpar.sync.pieces import PIECE, Sgd, can_step, step_optimizer
+
+SIZES = [(5,), (16,), (3, 17), (8, 4, 3, 3), (PIECE + 37,)]
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "sgd momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd momentum decay": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "maximize": True}),
+    "sgd nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01, "amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+}
+
+
+class Slots:
+    """Gradients of some workers, as `Pieces` gives their sums."""
+
+    unmeasured = True
+
+    def __init__(self, parameters: list[nn.Parameter], workers: int, seed: int, factor: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._parameters, self._factor, self._workers = parameters, factor, workers
+        self._offsets, end = {}, 0
+        for parameter in parameters:
+            self._offsets[parameter] = end
+            end += -(-parameter.numel() // 16) * 16
+        self._memory = torch.randn(workers, end, generator=generator)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
+        first = self._offsets[parameter] + start
+        parts = self._memory[:, first : first + out.numel()]
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        out.mul_(self._factor)
+
+    def sgd(self, parameter: nn.Parameter, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
+        first, apart = self._memory[0, self._offsets[parameter] :], 4 * self._memory.shape[1]
+        place = (flat_view(parameter), momentum, first, apart, self._workers, self._factor)
+        rest = kernels.step_sgd(*place, options, squares)
+        if rest is None:
+            return False
+        if rest < parameter.numel():
+            tail = torch.empty(parameter.numel() - rest)
+            self.read(parameter, rest, tail)
+            squares += torch.dot(tail, tail)
+            options.step(flat_view(parameter)[rest:], tail, None if momentum is None else momentum[rest:])
+        return True
+
+    def materialise(self) -> Tensor | None:
+        for parameter in self._parameters:
+            parameter.grad = torch.empty_like(parameter)
+            self.read(parameter, 0, flat_view(parameter.grad))
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return torch.stack([one.double().square().sum() for one in gradients]).sum()
+
+
+def make_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(size, generator=generator) for size in SIZES]
+    tensors[3] = tensors[3].contiguous(memory_format=torch.channels_last)
+    return [nn.Parameter(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pieces_equal_whole_gradients(name: str, workers: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(kernels, "functions", dict)
+    elif name.startswith("sgd") and not kernels.functions():
+        pytest.skip("no kernels on this machine")
+    kind, options = OPTIMIZERS[name]
+    ours, theirs = make_parameters(), make_parameters()
+    mine, torchs = (
+        kind([{"params": one[:2]}, {"params": one[2:], "lr": 0.05}], **options, fused=True) for one in (ours, theirs)
+    )
+    assert can_step(mine)
+    for step in range(3):
+        # In the second step one parameter has no gradient.
+        used = slice(1, None) if step == 1 else slice(None)
+        for parameter in theirs:
+            parameter.grad = None
+        expected = Slots(theirs[used], workers, step, 0.5).materialise()
+        # Torch's fused SGD refuses momentum for some parameters only.
+        torchs.step()
+        measured = step_optimizer(mine, Slots(ours[used], workers, step, 0.5))
+        assert all(parameter.grad is None for parameter in ours)
+        assert measured is not None
+        assert expected is not None
+        assert measured.item() == pytest.approx(expected.item(), rel=1e-5)
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+    assert str(mine.state_dict()["state"].keys()) == str(torchs.state_dict()["state"].keys())
+    for one, other in zip(ours, theirs, strict=True):
+        for key, value in torchs.state[other].items():
+            assert torch.equal(mine.state[one][key], value), key
+
+
+def test_what_cannot_be_stepped_in_pieces_gets_whole_gradients() -> None:
+    ours, theirs = make_parameters(), make_parameters()
+    seen = []
+    for parameters, pieces in ((ours, True), (theirs, False)):
+        optimizer = torch.optim.RMSprop(parameters, lr=0.01)
+        slots = Slots(parameters, 2, 7)
+        if pieces:
+            assert not can_step(optimizer)
+            step_optimizer(optimizer, slots)
+        else:
+            slots.materialise()
+            optimizer.step()
+        seen.append(copy.deepcopy([one.data for one in parameters]))
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+
+
+def test_hooks_on_the_step_run() -> None:
+    parameters = make_parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.1, fused=True)
+    norms: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: norms.append(sum(one.grad is not None for one in parameters)))
+    step_optimizer(optimizer, Slots(parameters, 2, 3))
+    assert norms == [len(SIZES)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 70000])
+def test_handing_over_copies_and_measures(count: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(kernels, "functions", dict)
+    source = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    target, squares = torch.full((count,), 7.0), torch.full((1,), 7.0, dtype=torch.float64)
+    kernels.hand_over(source, target, squares[0])
+    assert torch.equal(source, target)
+    assert squares.item() == pytest.approx(source.double().square().sum().item(), rel=1e-5)
+    if count:
+        source[count - 1] = float("nan")
+        kernels.hand_over(source, target, squares[0])
+        assert squares.isnan().item()
