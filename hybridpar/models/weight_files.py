@@ -89,7 +89,7 @@ def check_file(path: Path) -> None:
         near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
         raise UsageError(
             f"--weights {shortened(path)}: there is no such file",
-            nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent)}.",
+            nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent.resolve())}.",
             "Name a .pt, .pth or .safetensors file, a checkpoint, a run directory, `default`, or weights by name.",
         )
 
