@@ -430,16 +430,20 @@ class Full(Coder):
         else:
             out.copy_(self._gradient)
 
-    def is_finite(self) -> bool:
+    @property
+    def received(self) -> Tensor:
+        """What came of the step, 1-D, in the type in which messages are sent."""
         (reduced,) = self._received
-        return bool(torch.isfinite(reduced).all())
+        return reduced
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.received).all())
 
     def finish(self, out: Tensor) -> None:
-        (reduced,) = self._received
         if self._cast:
-            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
+            out.copy_(self.received).mul_(self.spec.workers / self.spec.divisor)
         else:
-            torch.div(reduced, self.spec.divisor, out=out)
+            torch.div(self.received, self.spec.divisor, out=out)
 
 
 class WarmUpCoder(Coder):

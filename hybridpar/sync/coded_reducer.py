@@ -116,6 +116,9 @@ class CodedReducer(DirectReducer):
 
     def _sgd(self, name: str, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
         assert self.compression is not None
+        full = self.compression.full_of(name)
+        if full is not None:
+            return self._sgd_of_sum(name, momentum, options, factor, squares, full)
         signs = self.compression.signs_of(name)
         whole = flat_view(self._parameters[name])
         return signs is not None and step_sgd_of_signs(whole, momentum, signs, factor, options, squares)

@@ -185,6 +185,15 @@ class Compression(ParameterCoders):
         """
         self._coders[name].finish(out)
 
+    def full_of(self, name: str) -> Tensor | None:
+        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None.
+
+        Args:
+            name: Of the parameter.
+        """
+        coder = self._coders[name].current
+        return coder.received if _is_plain(coder) and isinstance(coder, Full) and coder.spec.divisor == 1 else None
+
     def signs_of(self, name: str) -> list[Signs] | None:
         """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else.
 

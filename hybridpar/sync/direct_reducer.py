@@ -21,6 +21,7 @@ from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
+from hybridpar.sync.kernels import step_sgd
 from hybridpar.sync.pieces import PIECE, Sgd
 from hybridpar.sync.reducer import Flight, GradientReducer
 
@@ -206,6 +207,23 @@ class DirectReducer(GradientReducer):
             self._add(slot.name, start, piece)
             total += sum_of_squares(piece)
         return total
+
+    def _sgd_of_sum(
+        self, name: str, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor, *given: Tensor
+    ) -> bool:
+        """As `_sgd`, where the sum is that of some tensors, which are as far from each other in memory as the next."""
+        whole = flat_view(self._parameters[name])
+        apart = given[1].data_ptr() - given[0].data_ptr() if len(given) > 1 else 0
+        done = step_sgd(whole, momentum, given[0], apart, len(given), factor, options, squares)
+        if done is None:
+            return False
+        if done < whole.numel():  # elements that fill no vector
+            rest = torch.empty_like(whole)
+            self._add(name, 0, rest)
+            rest = rest[done:].mul_(factor)
+            squares += torch.dot(rest, rest)
+            options.step(whole[done:], rest, None if momentum is None else momentum[done:])
+        return True
 
     # ----------------------------------------------------------- of subclasses
 

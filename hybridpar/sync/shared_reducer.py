@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.shared_memory import SharedSegment
-from hybridpar.comm.transport import flat_view
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Phase, PhaseTimer
 from hybridpar.lanes import Lane, Lanes
@@ -23,7 +22,7 @@ from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
 from hybridpar.sync.direct_reducer import DirectReducer
 from hybridpar.sync.figures import BucketCost
-from hybridpar.sync.kernels import functions, hand_over, step_sgd
+from hybridpar.sync.kernels import functions, hand_over
 from hybridpar.sync.pieces import Sgd
 from hybridpar.sync.reducer import Flight, SyncLanes
 
@@ -77,7 +76,6 @@ class SharedReducer(DirectReducer):
             name: [slot[start : start + size].view(parameters[name].dtype) for slot in slots]
             for name, (start, size) in places.items()
         }
-        self._bytes_apart = slots.shape[1]
         own = (parts[replicas.rank] for parts in self._slots.values())
         self._own = dict(zip(self._slots, zip(own, self._squares, strict=True), strict=True))
         functions()  # so that no step waits for a compiler
@@ -155,17 +153,7 @@ class SharedReducer(DirectReducer):
             out.add_(other[place])
 
     def _sgd(self, name: str, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
-        whole, first = flat_view(self._parameters[name]), self._slots[name][0]
-        done = step_sgd(whole, momentum, first, self._bytes_apart, self._world.size, factor, options, squares)
-        if done is None:
-            return False
-        if done < whole.numel():  # elements that fill no vector
-            rest = torch.empty_like(whole[done:])
-            self._add(name, done, rest)
-            rest.mul_(factor)
-            squares += torch.dot(rest, rest)
-            options.step(whole[done:], rest, None if momentum is None else momentum[done:])
-        return True
+        return self._sgd_of_sum(name, momentum, options, factor, squares, *self._slots[name])
 
     # ------------------------------------------------------------------- state
 

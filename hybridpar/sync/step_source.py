@@ -99,8 +99,8 @@ def _sgd(w: Writer, kind: str, decays: bool) -> Callable[..., None]:
         step = _vector_step(w, kind, decays, parameter, momentum, **rates)
 
         def each(place: Any, add: Callable[[Any], None]) -> None:
-            w.store(sums, lanes, given[w.at(place)] + given[w.at(apart + place)])
-            with t.serial(2, workers) as worker:
+            w.store(sums, lanes, given[w.at(place)])
+            with t.serial(1, workers) as worker:
                 w.store(sums, lanes, sums[lanes] + given[w.at(worker * apart + place)])
             add(step(place, sums[lanes]))
 
