@@ -131,7 +131,7 @@ def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) 
     Args:
         files: The files.
         facts: What the images are made.
-        config: Options of the run; interpolation and crop ratio are read, and what becomes of unreadable files.
+        config: Options of the run, of which interpolation and crop ratio are read.
 
     Returns:
         The data set; its test images are the files.
