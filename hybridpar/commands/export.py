@@ -113,13 +113,13 @@ def _images(command: Export, trained: Trained, facts: ImageFacts) -> Tensor:
 
     from hybridpar.data import TestBatches, load_dataset
     from hybridpar.data.image_facts import find_images, named_images
-    from hybridpar.run.trained import images_of_weights
+    from hybridpar.run.trained import images_of_model
 
     try:
         if command.images:
             data = named_images(find_images(command.images)[:_IMAGES], facts, trained.config)
         else:
-            data = load_dataset(images_of_weights(trained))
+            data = load_dataset(images_of_model(trained))
         batches = TestBatches(data, batch_size=_IMAGES, rank=0, workers=1, loader_workers=0)
         images, _ = next(iter(batches), (torch.empty(0), None))
         if not len(images):

@@ -76,11 +76,12 @@ class ImageFacts:
                 key: tuple(map(kinds[key], value)) if key in kinds else value for key, value in plain.items()
             }
             facts = cls(**named)
-        except (AttributeError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, TypeError, ValueError):
             return None
         channels = {len(facts.mean), len(facts.std), *facts.sample_shape[:1]}
         sound = len(channels) == 1 and len(facts.sample_shape) == 3 and min(facts.sample_shape) > 0
-        return facts if sound and facts.class_names and isinstance(facts.test_size, int) else None
+        sized = isinstance(facts.test_size, int) and facts.test_size > 0
+        return facts if sound and sized and facts.class_names else None
 
     def plain(self) -> dict[str, Any]:
         """The facts as JSON has them."""

@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
-from hybridpar.formats.file_reader import read_json
+from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
 from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 
@@ -330,15 +330,17 @@ def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     Raises:
         CheckpointError: The file has no options, or they are damaged.
     """
-    began, hints = facts.get("options"), get_type_hints(TrainConfig)
+    from pydantic import TypeAdapter, ValidationError
+
+    began = facts.get("options")
     try:
         if not isinstance(began, dict) or not isinstance(facts.get("model"), str):
-            raise ValueError("it names no model and no options")
+            raise UsageError("it names no model and no options")
         known = {field.name for field in dataclasses.fields(TrainConfig)} & began.keys()
-        config = TrainConfig(**{name: _typed(began[name], hints[name]) for name in known})
+        config = TypeAdapter(TrainConfig).validate_python({name: began[name] for name in known})
         config.check()
-    except (AttributeError, TypeError, ValueError, UsageError) as error:
-        told = error.what if isinstance(error, UsageError) else str(error)
+    except (ValidationError, UsageError) as error:
+        told = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
         raise CheckpointError(
             f"cannot read the options of the run in {directory}: {told}",
             f"Its {RUN_FILE} names the model and all options that it was trained with.",

@@ -25,7 +25,7 @@ from hybridpar.observe.counter import Counter
 from hybridpar.observe.results import TestResult
 from hybridpar.optim.losses import make_loss
 from hybridpar.run.directory import before_the_start
-from hybridpar.run.trained import Trained, build_trained, images_of_weights, load_trained
+from hybridpar.run.trained import Trained, build_trained, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
 from hybridpar.train.evaluation import Evaluation, evaluate
 
@@ -51,7 +51,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
     try:
         tune_worker(trained.config, world)
         with before_the_start():
-            config = images_of_weights(trained)
+            config = images_of_model(trained)
             data = world.on_all(lambda: load_dataset(config))
             # Worker 0 alone reads the checkpoint: a run that still trains may delete it meanwhile.
             trained, model = world.on_all(

@@ -83,7 +83,8 @@ def find_trained(source: str, options: TrainedOptions) -> Trained:
     if not path.is_dir():
         return _in_file(source, options, changes)
     checkpoint = _checkpoint_of(path)
-    run = next((one for one in (path, *checkpoint.parents) if (one / RUN_FILE).is_file()), None)
+    # RUN/checkpoints/step-N
+    run = next((one for one in (path, *checkpoint.absolute().parents[:2]) if (one / RUN_FILE).is_file()), None)
     if run is None and (options.model is None or options.data is None):
         raise UsageError(
             f"{path} is not in the directory of a run: there is no {RUN_FILE}",
@@ -139,7 +140,8 @@ def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> T
 
 def _checkpoint_of(path: Path) -> Path:
     try:
-        return resolve_checkpoint(path)
+        found = resolve_checkpoint(path)
+        return found if found.name else found.absolute()
     except CheckpointError as error:
         if not (path / RUN_FILE).exists():
             raise
@@ -251,16 +253,16 @@ def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
     from hybridpar.data import load_dataset
     from hybridpar.data.image_facts import ImageFacts
 
-    facts = ImageFacts.read(trained.images) or ImageFacts.of(load_dataset(images_of_weights(trained)))
+    facts = ImageFacts.read(trained.images) or ImageFacts.of(load_dataset(images_of_model(trained)))
     return replace(facts, test_size=image_size) if image_size is not None else facts
 
 
-def images_of_weights(trained: Trained) -> TrainConfig:
-    """The options, with images as published weights want them where nothing says otherwise.
+def images_of_model(trained: Trained) -> TrainConfig:
+    """The options, with images as weights in a file or their model want them where nothing says otherwise.
 
     Args:
         trained: Where the model is.
     """
-    from hybridpar.run.data import with_images_of_weights
+    from hybridpar.run.data import with_images_of_model
 
-    return with_images_of_weights(trained.config, trained.name) if trained.checkpoint is None else trained.config
+    return with_images_of_model(trained.config, trained.name) if trained.checkpoint is None else trained.config

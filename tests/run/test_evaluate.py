@@ -84,6 +84,20 @@ def test_a_run_that_still_trains_is_tested_at_its_last_checkpoint(run_dir):
     assert found.checkpoint == latest_checkpoint(run_dir / "checkpoints")
 
 
+def test_a_checkpoint_can_be_named_from_anywhere(run_dir, monkeypatch):
+    newest = latest_checkpoint(run_dir / "checkpoints")
+    for place, source in (
+        (run_dir, "."),
+        (run_dir, f"checkpoints/{newest.name}"),
+        (newest, "."),
+        (run_dir, str(newest)),
+    ):
+        monkeypatch.chdir(place)
+        trained = find_trained(source, TrainedOptions())
+        assert (trained.name, trained.step) == ("tests.small_nets:plain", 14)
+        assert trained.checkpoint.resolve() == newest
+
+
 def test_a_file_of_weights_needs_model_and_data(run_dir):
     file = str(latest_checkpoint(run_dir / "checkpoints") / "model.pt")
     with pytest.raises(UsageError, match="without --model"):
