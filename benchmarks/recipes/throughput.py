@@ -2,8 +2,8 @@
 
     python -m benchmarks.recipes.throughput --timm DIR      # a checkout of github.com/huggingface/pytorch-image-models
 
-Both train ResNet-18 by the recipe A3 on the same JPEGs of 160x160 pixels, decoded and augmented by a loader process of
-each worker, batch 16 per worker, float32, one thread per worker. What counts is the rate of the last epoch, when loaders
+Both train ResNet-18 by the recipe A3 on the same JPEGs of 160x160 pixels, which a loader process of each worker decodes
+and augments; batch 16 per worker, float32, one thread each. What counts is the rate of the last epoch, when loaders
 are under way; for timm it is what its log says, for hybridpar the time between its records.
 """
 
@@ -33,7 +33,8 @@ BATCH, SIDE, EPOCHS = 16, 160, 3
 
 _OURS = (
     "timm/resnet18 --preset a3 --data folder --image-size {side} --test-image-size {side} --epochs {epochs} "
-    "--plan none --amp none --lr 7e-4 --loader-workers 1 --checkpoint-every 1000000 --batch-size {batch} --workers {workers}"
+    "--plan none --amp none --lr 7e-4 --loader-workers 1 --checkpoint-every 1000000 --batch-size {batch} "
+    "--workers {workers}"
 )
 _TIMMS = (
     "--model resnet18 --img-size {side} -b {batch} --epochs {epochs} --opt lamb --lr 7e-4 --weight-decay 0.02 "
