@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -274,6 +274,11 @@ class Coder(ABC):
         self._scratch = scratch
 
     @property
+    def at_work(self) -> Coder:
+        """What writes, reads and finishes the next step: this, or one that it only hands those calls on to."""
+        return self
+
+    @property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds of the next step, equal on all workers."""
         return self._rounds
@@ -305,6 +310,20 @@ class Coder(ABC):
             index: Number of the round.
             parts: 1-D tensors to fill, as `rounds[index]` says.
         """
+
+    @classmethod
+    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Write the messages of a round of several parameters, where one collective reduces them all.
+
+        A class whose work is cheaper for several at once overrides it.
+
+        Args:
+            coders: Of this class.
+            index: Number of the round.
+            parts: For each coder what `write` fills.
+        """
+        for coder, own in zip(coders, parts, strict=True):
+            coder.write(index, own)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         """Make one stripe out of what all workers sent for this worker's stripe; only where stripes are sharded.

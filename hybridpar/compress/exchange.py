@@ -331,13 +331,18 @@ class _Fused:
         sizes = [sum(entry.sizes) for _, entry in members]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
         self._parts = [(coder, (view,)) for (coder, _), view in zip(members, split(self._buffer, sizes), strict=True)]
+        self._kinds: dict[type[Coder], tuple[list[Coder], list[tuple[Tensor, ...]]]] = {}
+        for coder, parts in self._parts:
+            coders, messages = self._kinds.setdefault(type(coder), ([], []))
+            coders.append(coder)
+            messages.append(parts)
         payload = self._buffer.numel() * first.dtype.itemsize
         wire = 2 * payload * (workers - 1) // workers
         self.traffic = Traffic(payload, wire, wire // 2)
 
     def requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        for coder, parts in self._parts:
-            coder.write(self._index, parts)
+        for kind, (coders, messages) in self._kinds.items():
+            kind.write_together(coders, self._index, messages)
         timer.end(Phase.ENCODE)
         yield AllReduce(self._buffer, self._collective)
         timer.end(Phase.WIRE)
@@ -466,6 +471,7 @@ class Exchange:
         self.coders = tuple(coders)
         self._workers = coders[0].spec.workers
         self._rounds: tuple[tuple[Round, ...], ...] = ()
+        self._working: list[Coder] = []
         self._stages: list[_Fused | _Sharded | _Gathered] = []
         self._timer: PhaseTimer | None = None
         scratch = Scratch(coders[0].spec.device)
@@ -556,12 +562,13 @@ class Exchange:
     def _lay_out(self) -> None:
         """Make the messages' memory, where rounds are not those of the step before."""
         rounds = tuple(coder.rounds for coder in self.coders)
-        if rounds == self._rounds:
+        working = [coder.at_work for coder in self.coders]
+        if (rounds, working) == (self._rounds, self._working):
             return
-        self._rounds, self._stages = rounds, []
+        self._rounds, self._working, self._stages = rounds, working, []
         for index in range(max(map(len, rounds))):
             kinds: dict[tuple[Collective, torch.dtype], list[tuple[Coder, Round]]] = {}
-            for coder, own in zip(self.coders, rounds, strict=True):
+            for coder, own in zip(working, rounds, strict=True):
                 if index < len(own):
                     entry = own[index]
                     kinds.setdefault((entry.collective, entry.dtype), []).append((coder, entry))

@@ -9,24 +9,30 @@ One step of the power method: Q is kept for the next step, in which it starts wh
 sent, r (n + m) numbers instead of n m.
 
 Q is made orthonormal before it is used, as PyTorch's hook does. That does not change the space that P spans, and keeps
-P as large as M, so that neither overflows. The factorisation by Householder reflections completes a matrix of lower
-rank by other orthonormal columns: a parameter whose gradient was zero once is not stuck at zero, as it is after
-Gram-Schmidt. All workers compute it from the same bits; that they get the same bits takes equal processors and
-libraries.
+P as large as M, so that neither overflows. A factor of lower rank is completed by other orthonormal columns: a parameter
+whose gradient was zero once is not stuck at zero, as it is after plain Gram-Schmidt. All workers compute it from the
+same bits; that they get the same bits takes equal processors and libraries.
+
+What a step costs is passes over memory as large as the gradient. There are three: one writes M where the residual will
+be and multiplies it with Q, one multiplies it with P, one writes P Q^T and subtracts it from M. Factors lie transposed,
+as r long rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as
+with many rows of a few numbers. On a CPU a pass takes a matrix in pieces that fit in its cache. On a GPU a pass is one
+product for all matrices of a shape: `Exchange` calls `LowRank.write_together` for all that it has, and residuals of one
+shape are moved together once, so that they are one tensor of three dimensions without a copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import (
-    CHUNK,
     CODECS,
     NO_RESIDUAL,
     WORKER,
@@ -37,7 +43,15 @@ from hybridpar.compress.codec import (
     Round,
     TensorSpec,
 )
+from hybridpar.compress.feedback import lay_together, stacked
 from hybridpar.errors import CheckpointError, UsageError
+
+#: Elements that a CPU works on at a time: 512 KB, half of a common second-level cache.
+PIECE = 1 << 17
+#: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
+_FEW = 8
+#: A row of which projections leave no larger part than this depends on the rows before it.
+_DEPENDENT = 1e-5
 
 
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
@@ -91,60 +105,149 @@ class LowRank(Coder):
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
-        self._q = orthonormal(torch.randn(self._columns, self._rank, generator=draw, device="cpu").to(spec.device))
-        self._next_q = self._q
-        self._p = self._matrix = torch.empty(0)
+        first = torch.randn(self._columns, self._rank, generator=draw, device="cpu")
+        # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
+        self._q = self._next_q = first.t().contiguous().to(spec.device)
+        self._p = torch.empty(0)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._matrix = self._residual.take(gradient.view(self._rows, self._columns), 0)
+        super().begin(gradient.view(self._rows, self._columns), residuals)
+
+    @property
+    def _matrix(self) -> Tensor:
+        """M, once it has been taken; then what is left of it."""
+        return self._residual.again(self._gradient, 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        factor = self._matrix @ self._q if index == 0 else self._matrix.t() @ self._p
-        torch.mul(factor.view(-1), self._share, out=parts[0])
+        self.write_together([self], index, [parts])
+
+    @classmethod
+    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        factors = orthonormal([coder._p if index else coder._q for coder in coders])
+        for numbers, matrices in _groups(coders, fresh=index == 0):
+            group = [coders[n] for n in numbers]
+            first = group[0]
+            left = torch.stack([factors[n] for n in numbers]).mul_(first._share)
+            side = first._columns if index else first._rows
+            product = first._scratch.take("factor", len(group) * first._rank * side).view(len(group), -1, side)
+            if index == 0:
+                for rows in _pieces(first._rows, first._columns, first.spec.device):
+                    for coder in group:
+                        coder._residual.take(coder._gradient[rows], rows.start * first._columns)
+                    torch.bmm(left, matrices[:, rows].mT, out=product[:, :, rows])
+            else:
+                for n in numbers:
+                    coders[n]._p = factors[n]
+                torch.bmm(left, matrices, out=product)
+            torch._foreach_copy_([parts[n][0] for n in numbers], list(product.flatten(1)))
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        factor = parts[0].to(torch.float32).view(-1, self._rank)
+        factor = parts[0].to(torch.float32).view(self._rank, -1)
         if index == 0:
-            self._p = orthonormal(factor)
+            self._p = factor
         else:
             self._next_q = factor / (self._share * self.spec.workers)
 
     def finish(self, out: Tensor) -> None:
-        result, right = out.view(self._rows, self._columns), self._next_q.t()
-        step = max(CHUNK // self._columns, 1)
-        for first in range(0, self._rows, step):
-            left = self._p[first : first + step]
-            decoded = self._scratch.take("product", len(left) * self._columns).view(len(left), self._columns)
-            torch.mm(left, right, out=decoded)
+        result, scale = out.view(self._rows, self._columns), self.spec.workers / self.spec.divisor
+        for rows in _pieces(self._rows, self._columns, self.spec.device):
+            piece = result[rows]
+            # A product that is written to any other memory may be rounded otherwise.
+            product = piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
+            product.addmm_(self._p[:, rows].t(), self._next_q, beta=0, alpha=scale)
             if self._residual.keeps:
-                self._matrix[first : first + step].sub_(decoded)
-            torch.mul(decoded, self.spec.workers / self.spec.divisor, out=result[first : first + step])
+                self._matrix[rows].sub_(product, alpha=1 / scale)
+            if product is not piece:
+                piece.copy_(product)
 
     def commit(self) -> None:
-        self._q = orthonormal(self._next_q)
+        self._q = self._next_q
 
     def state_dict(self) -> dict[str, Any]:
-        """The factor with which the next step starts."""
-        return {"q": self._q.clone()}
+        """The factor with which the next step starts, one row per column of the matrix."""
+        return {"q": self._q.t().contiguous().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["q"].shape != self._q.shape:
+        saved: Tensor = state["q"].t()
+        if saved.shape != self._q.shape:
             raise CheckpointError(
-                f"the factor of {self.spec.name!r} has shape {tuple(state['q'].shape)}, not {tuple(self._q.shape)}",
+                f"the factor of {self.spec.name!r} has shape {tuple(saved.t().shape)}, not {tuple(self._q.t().shape)}",
                 "It depends on the parameter's shape and on the rank.",
                 "Resume with the rank of the run that wrote the checkpoint.",
             )
-        self._q = state["q"].to(self.spec.device, torch.float32).clone()
+        self._q = saved.to(self.spec.device, torch.float32).contiguous().clone()
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """A matrix with orthonormal columns, which span what the columns of this one span.
+def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """For each matrix one with orthonormal rows, whose first rows span what the first rows of that one span.
 
-    Where the matrix is not finite, all of the result is NaN.
+    Where a matrix is not finite, its result is not finite.
 
     Args:
-        matrix: Two-dimensional float32, at least as many rows as columns.
+        factors: Of shape (r, n) with r <= n, float32.
+
+    Returns:
+        New ones, contiguous.
     """
-    columns: Tensor = torch.linalg.qr(matrix).Q
-    return columns.contiguous()
+    if factors[0].device.type == "cpu" or max(map(len, factors)) > _FEW:
+        return [torch.linalg.qr(factor.t()).Q.t().contiguous() for factor in factors]
+    return _row_by_row(factors)
+
+
+def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
+    """What `orthonormal` does, for all matrices at once by Gram-Schmidt with every projection done twice.
+
+    A row that depends on those before it is replaced by a direction that does not, on the device, so that nothing waits.
+    """
+    sizes = [one.shape for one in factors]
+    shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
+    # Shorter rows end in zeros, which change no product; rows that a matrix does not have come last and are not used.
+    rows, spare, done = (factors[0].new_zeros(shape) for _ in range(3))
+    turns = torch.arange(1, shape[1] + 1, device=rows.device)[:, None] + 0.37
+    directions = torch.cos(turns * torch.arange(1, shape[2] + 1, device=rows.device))
+    for block, values in ((rows, factors), (spare, [directions[:r, :n] for r, n in sizes])):
+        torch._foreach_copy_([one[:r, :n] for one, (r, n) in zip(block, sizes, strict=True)], list(values))
+    rows /= rows.abs().amax(2, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # squares stay in range
+    for turn in range(shape[1]):
+        pair = torch.stack((rows[:, turn], spare[:, turn]), 1)
+        length = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
+        for _ in range(2 if turn else 0):
+            pair = pair.baddbmm_(pair @ done[:, :turn].mT, done[:, :turn], alpha=-1)
+        left = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
+        own, other = (pair / left).unbind(1)
+        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, own)  # NaN stays NaN
+    return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
+
+
+def _pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
+    """Rows of a matrix that are worked on at a time."""
+    step = max(_most(device) // columns, 1)
+    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+
+
+def _most(device: torch.device) -> int:
+    """Elements that are worked on at a time."""
+    return PIECE if device.type == "cpu" else sys.maxsize
+
+
+def _groups(coders: Sequence[LowRank], fresh: bool) -> Iterator[tuple[list[int], Tensor]]:
+    """Coders whose matrices are one tensor of three dimensions: their numbers, and that tensor, which is not a copy.
+
+    Args:
+        coders: At work on their parameters.
+        fresh: Whether nothing was taken in this step, so that residuals can be moved.
+    """
+    shapes: dict[tuple[int, int, int], list[int]] = {}
+    for number, coder in enumerate(coders):
+        shapes.setdefault((coder._rank, coder._rows, coder._columns), []).append(number)
+    for numbers in shapes.values():
+        most = max(_most(coders[0].spec.device) // coders[numbers[0]].spec.count, 1)
+        for start in range(0, len(numbers), most):
+            group = numbers[start : start + most]
+            if fresh:
+                lay_together([coders[n]._residual for n in group])
+            matrices = stacked([coders[n]._matrix for n in group])
+            if matrices is not None:
+                yield group, matrices
+            else:
+                yield from (([n], coders[n]._matrix[None]) for n in group)
