@@ -11,7 +11,7 @@ so the learning rate of the step that sends it counts; `rescale` makes it that o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,12 @@ class KeptResidual(Residual):
         """Give v = values + factor * kept, in memory that may be changed."""
         kept = self.kept[start : start + values.numel()].view(values.shape)
         return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
+
+    def take_rows(self, values: Tensor, step: int) -> Iterator[Tensor]:
+        halves = self.kept.view(values.shape), self.pending.view(values.shape)
+        pieces = [tensor.split(step) for tensor in (values, *halves)]  # type: ignore[no-untyped-call]
+        for value, kept, pending in zip(*pieces, strict=True):
+            yield torch.add(value, kept, alpha=self.factor, out=pending)
 
     def again(self, values: Tensor, start: int) -> Tensor:
         return self.pending[start : start + values.numel()].view(values.shape)

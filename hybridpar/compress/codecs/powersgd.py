@@ -32,6 +32,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import (
     CODECS,
     NO_RESIDUAL,
@@ -71,6 +72,7 @@ class PowerSgd(Codec):
     stateful = True
     feedback = True
     castable = True
+    kernels = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -109,9 +111,11 @@ class LowRank(Coder):
         # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
         self._q = self._next_q = first.t().contiguous().to(spec.device)
         self._p = torch.empty(0)
+        # Rows of the matrix that are worked on at a time.
+        self._step = min(max(_most(spec.device) // self._columns, 1), self._rows)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient.view(self._rows, self._columns), residuals)
+        super().begin(gradient.contiguous().view(self._rows, self._columns), residuals)
 
     @property
     def _matrix(self) -> Tensor:
@@ -130,15 +134,20 @@ class LowRank(Coder):
             left = torch.stack([factors[n] for n in numbers]).mul_(first._share)
             side = first._columns if index else first._rows
             product = first._scratch.take("factor", len(group) * first._rank * side).view(len(group), -1, side)
-            if index == 0:
-                for rows in _pieces(first._rows, first._columns, first.spec.device):
-                    for coder in group:
-                        coder._residual.take(coder._gradient[rows], rows.start * first._columns)
-                    torch.bmm(left, matrices[:, rows].mT, out=product[:, :, rows])
-            else:
+            if index:
                 for n in numbers:
                     coders[n]._p = factors[n]
-                torch.bmm(left, matrices, out=product)
+            if len(group) > 1:
+                for coder in group if index == 0 else ():
+                    coder._residual.take(coder._gradient, 0)
+                torch.bmm(left, matrices if index else matrices.mT, out=product)
+            elif index:
+                if not kernels.powersgd_right(first._residual, left[0], product[0]):
+                    torch.mm(left[0], matrices[0], out=product[0])
+            elif not kernels.powersgd_left(first._gradient, first._residual, left[0], product[0]):
+                taken = first._residual.take_rows(first._gradient, first._step)
+                for piece, part in zip(taken, product[0].split(first._step, 1), strict=True):
+                    torch.mm(left[0], piece.t(), out=part)
             torch._foreach_copy_([parts[n][0] for n in numbers], list(product.flatten(1)))
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -150,15 +159,16 @@ class LowRank(Coder):
 
     def finish(self, out: Tensor) -> None:
         result, scale = out.view(self._rows, self._columns), self.spec.workers / self.spec.divisor
-        for rows in _pieces(self._rows, self._columns, self.spec.device):
-            piece = result[rows]
-            # A product that is written to any other memory may be rounded otherwise.
-            product = piece if piece.is_contiguous() else torch.empty_like(piece, memory_format=torch.contiguous_format)
-            product.addmm_(self._p[:, rows].t(), self._next_q, beta=0, alpha=scale)
-            if self._residual.keeps:
-                self._matrix[rows].sub_(product, alpha=1 / scale)
-            if product is not piece:
-                piece.copy_(product)
+        # A product that is written to memory of other strides may be rounded otherwise.
+        product = result if out.is_contiguous() else torch.empty(result.shape, device=out.device)
+        if not kernels.powersgd_product(self._p, self._next_q, self._residual, product, scale):
+            pieces = [tensor.split(self._step) for tensor in (product, self._p.t(), self._matrix)]
+            for piece, left, unsent in zip(*pieces, strict=True):
+                piece.addmm_(left, self._next_q, beta=0, alpha=scale)
+                if self._residual.keeps:
+                    unsent.sub_(piece, alpha=1 / scale)
+        if product is not result:
+            result.copy_(product)
 
     def commit(self) -> None:
         self._q = self._next_q
@@ -217,12 +227,6 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
         own, other = (pair / left).unbind(1)
         done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, own)  # NaN stays NaN
     return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
-
-
-def _pieces(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Rows of a matrix that are worked on at a time."""
-    step = max(_most(device) // columns, 1)
-    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def _most(device: torch.device) -> int:

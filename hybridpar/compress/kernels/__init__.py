@@ -26,6 +26,7 @@ from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
+from hybridpar.compress.kernels.powersgd_source import RANKS
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
@@ -314,6 +315,82 @@ def qsgd_read(
     _check_words(words, fields)
     kernels.qsgd_read(words, scale, fields, zero, unit, out, scratch, add=add)
     return True
+
+
+def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor) -> bool:
+    """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels.
+
+    Args:
+        values: The gradient as a matrix.
+        residual: Gives v, and is left as v.
+        right: A factor, a few rows as long as those of the matrix.
+        out: As many rows, as long as the matrix has rows.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
+    """
+    kernels = _factor_kernels(right, residual, values, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    _check_factors(out, right, values)
+    _check_halves(values, residual)
+    kernels.powersgd_left(values, residual, right, out)
+    return True
+
+
+def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
+    """Set out = left v, of what `powersgd_left` has left.
+
+    Args:
+        residual: Holds v.
+        left: A factor, a few rows as long as the matrix has rows.
+        out: As many rows, as long as those of the matrix.
+
+    Returns:
+        Whether it was done.
+    """
+    kernels = _factor_kernels(left, residual, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    matrix = residual.pending.view(left.shape[1], out.shape[1])
+    _check_factors(left, out, matrix)
+    kernels.powersgd_right(matrix, left, out)
+    return True
+
+
+def powersgd_product(left: Tensor, right: Tensor, residual: Residual, out: Tensor, scale: float) -> bool:
+    """Set out = scale * left^T right, and leave v - left^T right in the residual.
+
+    Args:
+        left: A factor, a few rows as long as the matrix has rows.
+        right: The other one, as many rows as long as those of the matrix.
+        residual: Holds v.
+        out: The matrix.
+        scale: Any number.
+
+    Returns:
+        Whether it was done.
+    """
+    kernels = _factor_kernels(left, residual, right, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    _check_factors(left, right, out)
+    _check_halves(out, residual)
+    kernels.powersgd_product(left, right, out, residual.pending, scale)
+    return True
+
+
+def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
+    assert (left.shape[1], right.shape[1]) == matrix.shape
+    assert len(left) == len(right)
+
+
+def _factor_kernels(factor: Tensor, residual: Residual, *others: Tensor) -> CpuKernels | None:
+    """The kernels for factors of so many rows; None where there are none."""
+    if len(factor) not in RANKS or not residual.keeps:
+        return None
+    kernels = _kernels(factor, *_halves(residual), *others)
+    return kernels if isinstance(kernels, CpuKernels) else None
 
 
 def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
