@@ -15,7 +15,7 @@ import enum
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -121,15 +121,6 @@ class Residual:
             v, in the shape of `values`.
         """
         return values
-
-    def take_rows(self, values: Tensor, step: int) -> Iterator[Tensor]:
-        """As `take` of all elements, in pieces that are made when they are asked for.
-
-        Args:
-            values: The gradient, of all elements of this residual and of any shape and stride.
-            step: Rows of a piece, the last of which may be shorter.
-        """
-        return iter(values.split(step))  # type: ignore[no-untyped-call]
 
     def again(self, values: Tensor, start: int) -> Tensor:
         """What `take` returned, or what has become of it since.

@@ -11,7 +11,7 @@ so the learning rate of the step that sends it counts; `rescale` makes it that o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,6 @@ class KeptResidual(Residual):
         kept = self.kept[start : start + values.numel()].view(values.shape)
         return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
 
-    def take_rows(self, values: Tensor, step: int) -> Iterator[Tensor]:
-        halves = self.kept.view(values.shape), self.pending.view(values.shape)
-        pieces = [tensor.split(step) for tensor in (values, *halves)]  # type: ignore[no-untyped-call]
-        for value, kept, pending in zip(*pieces, strict=True):
-            yield torch.add(value, kept, alpha=self.factor, out=pending)
-
     def again(self, values: Tensor, start: int) -> Tensor:
         return self.pending[start : start + values.numel()].view(values.shape)
 
@@ -79,7 +73,7 @@ def lay_together(residuals: Sequence[Residual]) -> None:
         residuals: What they keep is not changed. If one of them keeps nothing, none is moved.
     """
     kept = [residual for residual in residuals if isinstance(residual, KeptResidual)]
-    if len(kept) < len(residuals):
+    if len(kept) < max(len(residuals), 2):
         return
     if stacked([one.kept for one in kept]) is None:
         for one, half in zip(kept, torch.stack([one.kept for one in kept]), strict=True):

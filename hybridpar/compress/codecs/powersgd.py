@@ -9,23 +9,26 @@ One step of the power method: Q is kept for the next step, in which it starts wh
 sent, r (n + m) numbers instead of n m.
 
 Q is made orthonormal before it is used, as PyTorch's hook does. That does not change the space that P spans, and keeps
-P as large as M, so that neither overflows. A factor of lower rank is completed by other orthonormal columns: a parameter
-whose gradient was zero once is not stuck at zero, as it is after plain Gram-Schmidt. All workers compute it from the
-same bits; that they get the same bits takes equal processors and libraries.
+P as large as M, so that neither overflows. A factor of lower rank is completed by other orthonormal columns, so that a
+parameter whose gradient was zero once is not stuck at zero, as it is after plain Gram-Schmidt. All workers compute it
+from the same bits; that they get the same bits takes equal processors and libraries, and kernels on all or none.
 
 What a step costs is passes over memory as large as the gradient. There are three: one writes M where the residual will
 be and multiplies it with Q, one multiplies it with P, one writes P Q^T and subtracts it from M. Factors lie transposed,
 as r long rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as
-with many rows of a few numbers. On a CPU a pass takes a matrix in pieces that fit in its cache. On a GPU a pass is one
-product for all matrices of a shape: `Exchange` calls `LowRank.write_together` for all that it has, and residuals of one
-shape are moved together once, so that they are one tensor of three dimensions without a copy.
+with many rows of a few numbers.
+
+* On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
+  kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
+* On a GPU, where starting a kernel is what costs, matrices of one shape are multiplied together: `Exchange` calls
+  `LowRank.write_together` for all that it has. It moves their residuals together once (`lay_together`), so that they
+  are one tensor of three dimensions without a copy. Factors of all shapes are made orthonormal together.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -47,8 +50,6 @@ from hybridpar.compress.codec import (
 from hybridpar.compress.feedback import lay_together, stacked
 from hybridpar.errors import CheckpointError, UsageError
 
-#: Elements that a CPU works on at a time: 512 KB, half of a common second-level cache.
-PIECE = 1 << 17
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
 _FEW = 8
 #: A row of which projections leave no larger part than this depends on the rows before it.
@@ -111,8 +112,6 @@ class LowRank(Coder):
         # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
         self._q = self._next_q = first.t().contiguous().to(spec.device)
         self._p = torch.empty(0)
-        # Rows of the matrix that are worked on at a time.
-        self._step = min(max(_most(spec.device) // self._columns, 1), self._rows)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         super().begin(gradient.contiguous().view(self._rows, self._columns), residuals)
@@ -128,27 +127,18 @@ class LowRank(Coder):
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
         factors = orthonormal([coder._p if index else coder._q for coder in coders])
-        for numbers, matrices in _groups(coders, fresh=index == 0):
+        for numbers in _by_shape(coders):
             group = [coders[n] for n in numbers]
-            first = group[0]
-            left = torch.stack([factors[n] for n in numbers]).mul_(first._share)
-            side = first._columns if index else first._rows
-            product = first._scratch.take("factor", len(group) * first._rank * side).view(len(group), -1, side)
-            if index:
+            left = torch.stack([factors[n] for n in numbers]).mul_(group[0]._share)
+            side = group[0]._columns if index else group[0]._rows
+            out = group[0]._scratch.take("factor", left.shape[0] * left.shape[1] * side).view(*left.shape[:2], side)
+            if index == 0:
+                _take_and_multiply(group, left, out)
+            else:
                 for n in numbers:
                     coders[n]._p = factors[n]
-            if len(group) > 1:
-                for coder in group if index == 0 else ():
-                    coder._residual.take(coder._gradient, 0)
-                torch.bmm(left, matrices if index else matrices.mT, out=product)
-            elif index:
-                if not kernels.powersgd_right(first._residual, left[0], product[0]):
-                    torch.mm(left[0], matrices[0], out=product[0])
-            elif not kernels.powersgd_left(first._gradient, first._residual, left[0], product[0]):
-                taken = first._residual.take_rows(first._gradient, first._step)
-                for piece, part in zip(taken, product[0].split(first._step, 1), strict=True):
-                    torch.mm(left[0], piece.t(), out=part)
-            torch._foreach_copy_([parts[n][0] for n in numbers], list(product.flatten(1)))
+                _multiply(group, left, out)
+            torch._foreach_copy_([parts[n][0] for n in numbers], list(out.flatten(1)))
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         factor = parts[0].to(torch.float32).view(self._rank, -1)
@@ -162,11 +152,9 @@ class LowRank(Coder):
         # A product that is written to memory of other strides may be rounded otherwise.
         product = result if out.is_contiguous() else torch.empty(result.shape, device=out.device)
         if not kernels.powersgd_product(self._p, self._next_q, self._residual, product, scale):
-            pieces = [tensor.split(self._step) for tensor in (product, self._p.t(), self._matrix)]
-            for piece, left, unsent in zip(*pieces, strict=True):
-                piece.addmm_(left, self._next_q, beta=0, alpha=scale)
-                if self._residual.keeps:
-                    unsent.sub_(piece, alpha=1 / scale)
+            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=scale)
+            if self._residual.keeps:
+                self._matrix.sub_(product, alpha=1 / scale)
         if product is not result:
             result.copy_(product)
 
@@ -207,7 +195,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
 def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
     """What `orthonormal` does, for all matrices at once by Gram-Schmidt with every projection done twice.
 
-    A row that depends on those before it is replaced by a direction that does not, on the device, so that nothing waits.
+    A row that depends on those before it is replaced by a direction that does not; the device decides, nothing waits.
     """
     sizes = [one.shape for one in factors]
     shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
@@ -229,29 +217,39 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
     return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
 
 
-def _most(device: torch.device) -> int:
-    """Elements that are worked on at a time."""
-    return PIECE if device.type == "cpu" else sys.maxsize
-
-
-def _groups(coders: Sequence[LowRank], fresh: bool) -> Iterator[tuple[list[int], Tensor]]:
-    """Coders whose matrices are one tensor of three dimensions: their numbers, and that tensor, which is not a copy.
-
-    Args:
-        coders: At work on their parameters.
-        fresh: Whether nothing was taken in this step, so that residuals can be moved.
-    """
-    shapes: dict[tuple[int, int, int], list[int]] = {}
+def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
+    """Numbers of the coders whose matrices are multiplied together: of one shape on a GPU, one by one on a CPU."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for number, coder in enumerate(coders):
-        shapes.setdefault((coder._rank, coder._rows, coder._columns), []).append(number)
-    for numbers in shapes.values():
-        most = max(_most(coders[0].spec.device) // coders[numbers[0]].spec.count, 1)
-        for start in range(0, len(numbers), most):
-            group = numbers[start : start + most]
-            if fresh:
-                lay_together([coders[n]._residual for n in group])
-            matrices = stacked([coders[n]._matrix for n in group])
-            if matrices is not None:
-                yield group, matrices
-            else:
-                yield from (([n], coders[n]._matrix[None]) for n in group)
+        alone = number if coder.spec.device.type == "cpu" else 0
+        groups.setdefault((coder._rank, coder._rows, coder._columns, alone), []).append(number)
+    return list(groups.values())
+
+
+def _take_and_multiply(group: Sequence[LowRank], right: Tensor, out: Tensor) -> None:
+    """Make M of coders of one shape, and multiply it with Q: out = right M^T."""
+    first, residuals = group[0], [coder._residual for coder in group]
+    if len(group) == 1 and kernels.powersgd_left(first._gradient, first._residual, right[0], out[0]):
+        return
+    lay_together(residuals)
+    for coder in group:
+        coder._residual.take(coder._gradient, 0)
+    for place, matrices in _matrices(group):
+        torch.bmm(right[place], matrices.mT, out=out[place])
+
+
+def _multiply(group: Sequence[LowRank], left: Tensor, out: Tensor) -> None:
+    """Multiply M of coders of one shape with P: out = left M."""
+    if len(group) == 1 and kernels.powersgd_right(group[0]._residual, left[0], out[0]):
+        return
+    for place, matrices in _matrices(group):
+        torch.bmm(left[place], matrices, out=out[place])
+
+
+def _matrices(group: Sequence[LowRank]) -> list[tuple[slice, Tensor]]:
+    """M of coders of one shape, as few tensors of three dimensions without copies, and whose they are."""
+    matrices = [coder._matrix for coder in group]
+    together = stacked(matrices)
+    if together is not None:
+        return [(slice(len(group)), together)]
+    return [(slice(n, n + 1), matrix[None]) for n, matrix in enumerate(matrices)]

@@ -382,12 +382,12 @@ def powersgd_product(left: Tensor, right: Tensor, residual: Residual, out: Tenso
 
 def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
     assert (left.shape[1], right.shape[1]) == matrix.shape
-    assert len(left) == len(right)
+    assert left.shape[0] == right.shape[0]
 
 
 def _factor_kernels(factor: Tensor, residual: Residual, *others: Tensor) -> CpuKernels | None:
     """The kernels for factors of so many rows; None where there are none."""
-    if len(factor) not in RANKS or not residual.keeps:
+    if factor.shape[0] not in RANKS or not residual.keeps:
         return None
     kernels = _kernels(factor, *_halves(residual), *others)
     return kernels if isinstance(kernels, CpuKernels) else None

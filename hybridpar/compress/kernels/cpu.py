@@ -266,7 +266,7 @@ class CpuKernels:
         """
         places = (values.data_ptr(), residual.kept.data_ptr(), residual.pending.data_ptr())
         numbers = (right.data_ptr(), out.data_ptr(), *values.shape, _streams(values))
-        self.functions[f"powersgd_left{len(right)}"](*places, *numbers, residual.factor)
+        self.functions[f"powersgd_left{right.shape[0]}"](*places, *numbers, residual.factor)
 
     def powersgd_right(self, matrix: Tensor, left: Tensor, out: Tensor) -> None:
         """Multiply rows of a factor with a matrix.
@@ -277,7 +277,7 @@ class CpuKernels:
             out: As many rows as `left`, as long as those of the matrix.
         """
         places = (matrix.data_ptr(), left.data_ptr(), out.data_ptr())
-        self.functions[f"powersgd_right{len(left)}"](*places, *matrix.shape)
+        self.functions[f"powersgd_right{left.shape[0]}"](*places, *matrix.shape)
 
     def powersgd_product(self, left: Tensor, right: Tensor, out: Tensor, unsent: Tensor, scale: float) -> None:
         """Set out = scale * left^T right, and subtract the product from what is kept.
@@ -290,7 +290,7 @@ class CpuKernels:
             scale: Any number.
         """
         places = (left.data_ptr(), right.data_ptr(), out.data_ptr(), unsent.data_ptr())
-        self.functions[f"powersgd_product{len(left)}"](*places, *out.shape, _streams(out), scale)
+        self.functions[f"powersgd_product{left.shape[0]}"](*places, *out.shape, _streams(out), scale)
 
     def _encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
         if isinstance(residual, KeptResidual):

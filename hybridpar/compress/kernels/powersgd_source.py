@@ -19,7 +19,7 @@ LEFT = ("values", "kept", "pending", "q", "p", "rows", "columns", "stream")
 RIGHT = ("matrix", "p", "q", "rows", "columns")
 PRODUCT = ("p", "q", "out", "left", "rows", "columns", "stream")
 
-#: Rows of the matrix that are added to the sums at a time.
+#: Rows of the matrix that are worked on at a time, so that numbers of factors are read once for all of them.
 ROWS = 4
 
 
@@ -29,7 +29,7 @@ def define(w: Writer) -> dict[str, Any]:
     Args:
         w: What the functions are written with.
     """
-    functions = {}
+    functions: dict[str, Any] = {}
     for rank in RANKS:
         functions |= {
             f"powersgd_left{rank}": w.function(f"powersgd_left{rank}", LEFT, ("factor",), _left(w, rank)),
@@ -58,36 +58,42 @@ def _left(w: Writer, rank: int) -> Callable[..., None]:
         stream: Any,
         factor: Any,
     ) -> None:
-        """pending = values + factor * kept, and p = q pending^T."""
+        """Set pending = values + factor * kept, and p = q pending^T."""
         g, r, v = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
         right, result = w.view(q, "float32"), w.view(p, "float32")
         whole = w.keep(columns // LANES)
-        sums, ends = [w.local(LANES) for _ in range(rank)], [w.local(1) for _ in range(rank)]
+        sums = [[w.local(LANES) for _ in range(ROWS)] for _ in range(rank)]
+        end = w.local(1)
 
-        def write(past: bool) -> None:
-            with t.serial(0, rows) as row:
-                start = w.keep(row * columns)
-                for one in sums:
+        def some(first: Any, count: int, past: bool) -> None:
+            starts = [w.keep((first + n) * columns) for n in range(count)]
+            for own in sums:
+                for one in own[:count]:
                     w.store(one, w.at(zero), w.zeros())
-                with t.serial(0, whole) as block:
-                    place = w.keep(start + block * LANES)
-                    value = w.keep(g[w.at(place)] + w.lanes(factor) * r[w.at(place)])
+            with t.serial(0, whole) as block:
+                places = [w.keep(start + block * LANES) for start in starts]
+                values = [w.keep(g[w.at(place)] + w.lanes(factor) * r[w.at(place)]) for place in places]
+                for place, value in zip(places, values, strict=True):
                     if past:
                         w.stream(v, place, value)
                     else:
                         w.store(v, w.at(place), value)
-                    for index, one in enumerate(sums):
-                        own = right[w.at(index * columns + block * LANES)]
-                        w.store(one, w.at(zero), _muladd(w, own, value, one[w.at(zero)]))
-                for one, end in zip(sums, ends, strict=True):
-                    w.store(end, zero, w.folded(one, lambda x, y: x + y))
-                with t.serial(whole * LANES, columns) as column:
-                    value = w.keep(g[start + column] + factor * r[start + column])
-                    w.store(v, start + column, value)
-                    for index, end in enumerate(ends):
-                        w.store(end, zero, end[zero] + right[index * columns + column] * value)
-                for index, end in enumerate(ends):
-                    w.store(result, index * rows + row, end[zero])
+                for index, own in enumerate(sums):
+                    numbers = w.keep(right[w.at(index * columns + block * LANES)])
+                    for value, one in zip(values, own, strict=False):
+                        w.store(one, w.at(zero), _muladd(w, numbers, value, one[w.at(zero)]))
+            with t.serial(whole * LANES, columns) as column:
+                for start in starts:
+                    w.store(v, start + column, g[start + column] + factor * r[start + column])
+            for index, own in enumerate(sums):
+                for n in range(count):
+                    w.store(end, zero, w.folded(own[n], lambda x, y: x + y))
+                    with t.serial(whole * LANES, columns) as column:
+                        w.store(end, zero, end[zero] + right[index * columns + column] * v[starts[n] + column])
+                    w.store(result, index * rows + first + n, end[zero])
+
+        def write(past: bool) -> None:
+            _by_rows(w, rows, lambda first, count: some(first, count, past))
 
         _past_caches(w, stream, pending, columns, write)
 
@@ -98,7 +104,7 @@ def _right(w: Writer, rank: int) -> Callable[..., None]:
     t = w.t
 
     def body(matrix: Any, p: Any, q: Any, rows: Any, columns: Any) -> None:
-        """q = p matrix."""
+        """Set q = p matrix."""
         v, left, result = w.view(matrix, "float32"), w.view(p, "float32"), w.view(q, "float32")
         whole = w.keep(columns // LANES)
         with t.serial(0, rank * columns) as place:
@@ -122,10 +128,7 @@ def _right(w: Writer, rank: int) -> Callable[..., None]:
                         total = total + number * v[(first + n) * columns + column]
                     w.store(result, index * columns + column, total)
 
-        with t.serial(0, rows // ROWS) as some:
-            add(w.keep(some * ROWS), ROWS)
-        with t.serial(rows // ROWS * ROWS, rows) as row:
-            add(row, 1)
+        _by_rows(w, rows, add)
 
     return body
 
@@ -134,37 +137,48 @@ def _product(w: Writer, rank: int) -> Callable[..., None]:
     t = w.t
 
     def body(p: Any, q: Any, out: Any, left: Any, rows: Any, columns: Any, stream: Any, scale: Any) -> None:
-        """out = scale * p^T q, and left -= p^T q."""
+        """Set out = scale * p^T q, and left -= p^T q."""
         ps, qs = w.view(p, "float32"), w.view(q, "float32")
         result, unsent = w.view(out, "float32"), w.view(left, "float32")
         whole = w.keep(columns // LANES)
 
-        def write(past: bool) -> None:
-            with t.serial(0, rows) as row:
-                start = w.keep(row * columns)
-                numbers = [w.keep(ps[index * rows + row]) for index in range(rank)]
-                with t.serial(0, whole) as block:
-                    place, total = w.keep(start + block * LANES), None
-                    for index, number in enumerate(numbers):
-                        own = qs[w.at(index * columns + block * LANES)]
-                        wide = w.lanes(number)
-                        total = w.keep(own * wide if total is None else _muladd(w, wide, own, total))
+        def some(first: Any, count: int, past: bool) -> None:
+            starts = [w.keep((first + n) * columns) for n in range(count)]
+            numbers = [[w.keep(ps[index * rows + first + n]) for n in range(count)] for index in range(rank)]
+            with t.serial(0, whole) as block:
+                wide = [w.keep(qs[w.at(index * columns + block * LANES)]) for index in range(rank)]
+                for n, start in enumerate(starts):
+                    place, total = w.keep(start + block * LANES), w.keep(wide[0] * w.lanes(numbers[0][n]))
+                    for index in range(1, rank):
+                        total = w.keep(_muladd(w, w.lanes(numbers[index][n]), wide[index], total))
                     if past:
                         w.stream(result, place, total * w.lanes(scale))
                     else:
                         w.store(result, w.at(place), total * w.lanes(scale))
                     w.store(unsent, w.at(place), unsent[w.at(place)] - total)
-                with t.serial(whole * LANES, columns) as column:
-                    total = numbers[0] * qs[column]
-                    for index, number in enumerate(numbers[1:], 1):
-                        total = total + number * qs[index * columns + column]
+            with t.serial(whole * LANES, columns) as column:
+                for n, start in enumerate(starts):
+                    total = numbers[0][n] * qs[column]
+                    for index in range(1, rank):
+                        total = total + numbers[index][n] * qs[index * columns + column]
                     total = w.keep(total)
                     w.store(result, start + column, total * scale)
                     w.store(unsent, start + column, unsent[start + column] - total)
 
+        def write(past: bool) -> None:
+            _by_rows(w, rows, lambda first, count: some(first, count, past))
+
         _past_caches(w, stream, out, columns, write)
 
     return body
+
+
+def _by_rows(w: Writer, rows: Any, some: Callable[[Any, int], None]) -> None:
+    """Call some(first row, number of rows) for `ROWS` rows at a time, and for each of those that are left over."""
+    with w.t.serial(0, rows // ROWS) as block:
+        some(w.keep(block * ROWS), ROWS)
+    with w.t.serial(rows // ROWS * ROWS, rows) as row:
+        some(row, 1)
 
 
 def _past_caches(w: Writer, stream: Any, address: Any, columns: Any, write: Callable[[bool], None]) -> None:
