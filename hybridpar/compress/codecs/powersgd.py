@@ -128,17 +128,26 @@ class LowRank(Coder):
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
         factors = orthonormal([coder._p if index else coder._q for coder in coders])
         for numbers in _by_shape(coders):
-            group = [coders[n] for n in numbers]
-            left = torch.stack([factors[n] for n in numbers]).mul_(group[0]._share)
-            side = group[0]._columns if index else group[0]._rows
-            out = group[0]._scratch.take("factor", left.shape[0] * left.shape[1] * side).view(*left.shape[:2], side)
-            if index == 0:
-                _take_and_multiply(group, left, out)
+            group, own = [coders[n] for n in numbers], [factors[n] for n in numbers]
+            messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
+            for coder, factor in zip(group, own, strict=True) if index else ():
+                coder._p = factor
+            if len(group) > 1:
+                _multiply_together(group, index, own, messages)
             else:
-                for n in numbers:
-                    coders[n]._p = factors[n]
-                _multiply(group, left, out)
-            torch._foreach_copy_([parts[n][0] for n in numbers], list(out.flatten(1)))
+                group[0]._multiply(index, own[0], messages[0])
+
+    def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
+        """Write Q^T M^T, and make M before, or P^T M."""
+        left = factor if self._share == 1 else factor * self._share
+        out = message if message.dtype == torch.float32 else torch.empty(message.shape, device=message.device)
+        if index:
+            if not kernels.powersgd_right(self._residual, left, out):
+                torch.mm(left, self._matrix, out=out)
+        elif not kernels.powersgd_left(self._gradient, self._residual, left, out):
+            torch.mm(left, self._residual.take(self._gradient, 0).t(), out=out)
+        if out is not message:
+            message.copy_(out)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         factor = parts[0].to(torch.float32).view(self._rank, -1)
@@ -226,30 +235,21 @@ def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _take_and_multiply(group: Sequence[LowRank], right: Tensor, out: Tensor) -> None:
-    """Make M of coders of one shape, and multiply it with Q: out = right M^T."""
-    first, residuals = group[0], [coder._residual for coder in group]
-    if len(group) == 1 and kernels.powersgd_left(first._gradient, first._residual, right[0], out[0]):
-        return
-    lay_together(residuals)
-    for coder in group:
-        coder._residual.take(coder._gradient, 0)
-    for place, matrices in _matrices(group):
-        torch.bmm(right[place], matrices.mT, out=out[place])
-
-
-def _multiply(group: Sequence[LowRank], left: Tensor, out: Tensor) -> None:
-    """Multiply M of coders of one shape with P: out = left M."""
-    if len(group) == 1 and kernels.powersgd_right(group[0]._residual, left[0], out[0]):
-        return
-    for place, matrices in _matrices(group):
-        torch.bmm(left[place], matrices, out=out[place])
-
-
-def _matrices(group: Sequence[LowRank]) -> list[tuple[slice, Tensor]]:
-    """M of coders of one shape, as few tensors of three dimensions without copies, and whose they are."""
-    matrices = [coder._matrix for coder in group]
-    together = stacked(matrices)
-    if together is not None:
-        return [(slice(len(group)), together)]
-    return [(slice(n, n + 1), matrix[None]) for n, matrix in enumerate(matrices)]
+def _multiply_together(
+    group: Sequence[LowRank], index: int, factors: Sequence[Tensor], messages: Sequence[Tensor]
+) -> None:
+    """What `LowRank._multiply` does, for coders of one shape."""
+    if index == 0:
+        lay_together([coder._residual for coder in group])
+        for coder in group:
+            coder._residual.take(coder._gradient, 0)
+    matrices = stacked([coder._matrix for coder in group])
+    if matrices is None:  # gradients themselves, which lie where they lie
+        products = [
+            factor @ (own._matrix if index else own._matrix.t()) for own, factor in zip(group, factors, strict=True)
+        ]
+    else:
+        products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
+    if group[0]._share != 1:
+        torch._foreach_mul_(products, group[0]._share)
+    torch._foreach_copy_(list(messages), products)
