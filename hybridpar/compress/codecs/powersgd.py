@@ -196,7 +196,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         New ones, contiguous.
     """
-    if factors[0].device.type == "cpu" or max(map(len, factors)) > _FEW:
+    if _one_by_one(factors[0].device) or max(factor.shape[0] for factor in factors) > _FEW:
         return [torch.linalg.qr(factor.t()).Q.t().contiguous() for factor in factors]
     return _row_by_row(factors)
 
@@ -226,11 +226,16 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
     return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
 
 
+def _one_by_one(device: torch.device) -> bool:
+    """Whether matrices are worked on one after the other, as each is work enough."""
+    return device.type == "cpu"
+
+
 def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
-    """Numbers of the coders whose matrices are multiplied together: of one shape on a GPU, one by one on a CPU."""
+    """Numbers of the coders whose matrices are multiplied together."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, coder in enumerate(coders):
-        alone = number if coder.spec.device.type == "cpu" else 0
+        alone = number if _one_by_one(coder.spec.device) else 0
         groups.setdefault((coder._rank, coder._rows, coder._columns, alone), []).append(number)
     return list(groups.values())
 

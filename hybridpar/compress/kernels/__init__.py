@@ -3,7 +3,8 @@
 Each function here does what its codec otherwise does in torch, and says whether it did: it does nothing where kernels
 are switched off or cannot be had, or where tensors are not dense float32 on a CPU or a CUDA device. What is decoded is
 the same bit for bit either way, as it is given by the bytes, so workers with and without kernels, and with different
-devices, can train together. What is encoded differs where sums are made in another order.
+devices, can train together; but not for PowerSGD, whose products each library rounds in its way. What is encoded
+differs where sums are made in another order.
 
 Addresses go to the kernels, so the checks that keep them inside of their tensors are made here. On a CPU the GIL is
 released; on a GPU nothing waits.
