@@ -511,8 +511,8 @@ class Codec(ABC):
     feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
-    #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
-    kernels: ClassVar[bool] = False
+    #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
+    kernels: ClassVar[tuple[str, ...]] = ()
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
     takes_feedback: ClassVar[bool] = True
     #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.

@@ -53,7 +53,7 @@ class OneBit(Codec):
     name = "onebit"
     biased = True
     feedback = True
-    kernels = True
+    kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
         if self.group not in _GROUPS:

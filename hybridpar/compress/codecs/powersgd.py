@@ -73,7 +73,7 @@ class PowerSgd(Codec):
     stateful = True
     feedback = True
     castable = True
-    kernels = True
+    kernels = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

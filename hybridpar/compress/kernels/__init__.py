@@ -70,7 +70,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> None:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if _needs_kernels(codec):
+    if _has_kernels(codec, device):
         table(device)
 
 
@@ -82,7 +82,7 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
     Args:
         codecs: Those that may be used.
     """
-    if any(map(_needs_kernels, codecs)):
+    if any(_has_kernels(codec, _CPU) for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
 
 
@@ -92,10 +92,10 @@ def _load_aside() -> None:
     table()
 
 
-def _needs_kernels(codec: Codec) -> bool:
+def _has_kernels(codec: Codec, device: torch.device) -> bool:
     inner: Any = codec
     while inner is not None:
-        if inner.kernels:
+        if device.type in inner.kernels:
             return True
         inner = getattr(inner, "inner", None)
     return False
@@ -388,7 +388,7 @@ def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
 
 def _factor_kernels(factor: Tensor, residual: Residual, *others: Tensor) -> CpuKernels | None:
     """The kernels for factors of so many rows; None where there are none."""
-    if factor.shape[0] not in RANKS or not residual.keeps:
+    if factor.device.type != "cpu" or factor.shape[0] not in RANKS or not residual.keeps:
         return None
     kernels = _kernels(factor, *_halves(residual), *others)
     return kernels if isinstance(kernels, CpuKernels) else None

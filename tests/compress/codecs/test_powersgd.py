@@ -13,7 +13,6 @@ from hybridpar.compress.codecs import powersgd
 from hybridpar.compress.codecs.powersgd import LowRank, PowerSgd, orthonormal
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import CheckpointError
-from tests.compress import test_every_codec as every
 from tests.compress.team import Team, equal, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -87,6 +86,8 @@ def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
 
 
 def test_working_together_keeps_what_every_codec_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.compress import test_every_codec as every  # which imports this file
+
     _work_together(monkeypatch)
     for text in VARIANTS:
         every.test_workers_agree_and_nothing_is_lost(text, 3)
