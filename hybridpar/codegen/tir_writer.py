@@ -94,6 +94,12 @@ define linkonce_odr i32 @hp_load32(ptr %place) alwaysinline nounwind {{
   %bits = call i32 @llvm.bswap.i32(i32 %raw)
   ret i32 %bits
 }}
+define linkonce_odr i32 @hp_load16(ptr %place) alwaysinline nounwind {{
+  %raw = load i16, ptr %place, align 1
+  %low = call i16 @llvm.bswap.i16(i16 %raw)
+  %bits = zext i16 %low to i32
+  ret i32 %bits
+}}
 define linkonce_odr void @hp_store32(ptr %place, i32 %bits) alwaysinline nounwind {{
   %raw = call i32 @llvm.bswap.i32(i32 %bits)
   store i32 %raw, ptr %place, align 1

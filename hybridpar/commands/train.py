@@ -125,12 +125,15 @@ def check_names(command: Train) -> None:
     check_model_name(command.model)
     arguments = parse_arguments(command.model_arg)
     if command.weights is not None:
-        from hybridpar.models.inputs import model_input
         from hybridpar.models.weight_files import check_file, is_file
 
         if is_file(command.weights):
-            check_file(Path(command.weights))
-        model_input(command.model, command.weights, arguments)
+            if not command.resume:  # else they have been read
+                check_file(Path(command.weights))
+        else:
+            from hybridpar.models.inputs import check_published_weights
+
+            check_published_weights(command.model, command.weights, arguments, wanted=not command.resume)
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
     codec = command.compress.strip()

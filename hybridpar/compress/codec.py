@@ -241,6 +241,9 @@ class TensorSpec:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+_NOTHING = torch.empty(0)
+
+
 class Coder(ABC):
     """A codec at work on one parameter of one worker.
 
@@ -261,9 +264,14 @@ class Coder(ABC):
         self.spec = spec
         self._rounds = tuple(rounds)
         self._scratch = Scratch(spec.device)
-        self._gradient = torch.empty(0)
+        self._gradient = _NOTHING
         self._residual = Residual()
         self._received: Sequence[Tensor] = ()
+
+    @property
+    def current(self) -> Coder:
+        """What works in the next step: this coder, or one inside of it."""
+        return self
 
     def use(self, scratch: Scratch) -> None:
         """Borrow scratch memory that coders share which never work at the same time.
@@ -313,9 +321,7 @@ class Coder(ABC):
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Write the messages of a round of several parameters, where one collective reduces them all.
-
-        A class whose work is cheaper for several at once overrides it.
+        """Write the messages of a round of several parameters; a class for which that is cheaper overrides it.
 
         Args:
             coders: Of this class.
@@ -343,6 +349,16 @@ class Coder(ABC):
             parts: The reduced message; or by rank all merged stripes, or all workers' messages.
         """
         self._received = parts
+
+    def release(self) -> None:
+        """Let go of the gradient: the message is written, and it is the only one."""
+        self._gradient = _NOTHING
+
+    def is_finite(self) -> bool:
+        """Whether all that came of the step is finite; asked once everything was read, on a CPU."""
+        out = torch.empty(self.spec.count, device=self.spec.device)
+        self.finish(out)
+        return bool(torch.isfinite(out).all())
 
     @abstractmethod
     def finish(self, out: Tensor) -> None:
@@ -431,12 +447,20 @@ class Full(Coder):
         else:
             out.copy_(self._gradient)
 
-    def finish(self, out: Tensor) -> None:
+    @property
+    def received(self) -> Tensor:
+        """What came of the step, 1-D, in the type in which messages are sent."""
         (reduced,) = self._received
+        return reduced
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.received).all())
+
+    def finish(self, out: Tensor) -> None:
         if self._cast:
-            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
+            out.copy_(self.received).mul_(self.spec.workers / self.spec.divisor)
         else:
-            torch.div(reduced, self.spec.divisor, out=out)
+            torch.div(self.received, self.spec.divisor, out=out)
 
 
 class WarmUpCoder(Coder):
@@ -463,6 +487,11 @@ class WarmUpCoder(Coder):
         return self._first if self.warm else self._later
 
     @property
+    def current(self) -> Coder:
+        """The first coder or the later one, or what is inside of it."""
+        return self._current.current
+
+    @property
     def rounds(self) -> tuple[Round, ...]:
         """Those of the coder that works in the next step."""
         return self._current.rounds
@@ -481,6 +510,12 @@ class WarmUpCoder(Coder):
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self._current.write(index, parts)
+
+    def release(self) -> None:
+        self._current.release()
+
+    def is_finite(self) -> bool:
+        return self._current.is_finite()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         self._current.merge(index, received, out)
@@ -513,6 +548,8 @@ class Codec(ABC):
     castable: ClassVar[bool] = False
     #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
     kernels: ClassVar[tuple[str, ...]] = ()
+    #: Whether a step is one message, written from the gradient alone, whatever others write.
+    one_message: ClassVar[bool] = False
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
     takes_feedback: ClassVar[bool] = True
     #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.

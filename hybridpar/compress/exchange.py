@@ -14,7 +14,7 @@ from __future__ import annotations
 import datetime
 import enum
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.compress.codec import Coder, Collective, Round, Scratch, TensorSpec
+from hybridpar.compress.packing import aligned
 from hybridpar.errors import UsageError
 
 
@@ -187,6 +188,7 @@ class PhaseTimer:
         self._on_gpu = device.type == "cuda"
         self._marks: list[Any] = [self._now()]
         self._phases: list[Phase] = []
+        self._more: list[tuple[Phase, float]] = []
 
     def end(self, phase: Phase) -> None:
         """End a phase, which began at the last call or at the start.
@@ -197,9 +199,20 @@ class PhaseTimer:
         self._marks.append(self._now())
         self._phases.append(phase)
 
+    def add(self, phase: Phase, ms: float) -> None:
+        """Count what was measured elsewhere, before the timer started or after it ended.
+
+        Args:
+            phase: What was done.
+            ms: Milliseconds that it took.
+        """
+        self._more.append((phase, ms))
+
     def times(self) -> PhaseTimes:
         """Milliseconds of each phase. On a GPU this waits for the end of the last one."""
         sums = dict.fromkeys(Phase, 0.0)
+        for phase, ms in self._more:
+            sums[phase] += ms
         for phase, start, stop in zip(self._phases, self._marks, self._marks[1:], strict=False):
             sums[phase] += self._between(start, stop)
         return PhaseTimes(sums[Phase.ENCODE], sums[Phase.WIRE], sums[Phase.DECODE])
@@ -322,41 +335,72 @@ class Traffic:
         return Traffic(self.payload + other.payload, self.wire + other.wire, self.pull + other.pull)
 
 
-class _Fused:
+class _Stage:
+    """The messages of one round that share collectives."""
+
+    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]]) -> None:
+        self.index = index
+        self._coders = [coder for coder, _ in members]
+        #: What each coder writes.
+        self._parts: Mapping[int, Sequence[Tensor]] = {}
+
+    def write(self, coder: Coder) -> bool:
+        """Have a coder write its message, if it has one here."""
+        parts = self._parts.get(id(coder))
+        if parts is None:
+            return False
+        coder.write(self.index, parts)
+        return True
+
+    def _note_parts(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        self._parts = {id(coder): own for coder, own in zip(self._coders, parts, strict=True)}
+
+    def requests(self, timer: PhaseTimer, *, written: bool) -> Iterator[Request]:
+        """The collectives of the round; messages are written before, unless they have been."""
+        if not written:
+            kinds: dict[type[Coder], tuple[list[Coder], list[Sequence[Tensor]]]] = {}
+            for coder in self._coders:
+                coders, parts = kinds.setdefault(type(coder.at_work), ([], []))
+                coders.append(coder.at_work)
+                parts.append(self._parts[id(coder)])
+            for kind, (coders, parts) in kinds.items():
+                kind.write_together(coders, self.index, parts)
+            timer.end(Phase.ENCODE)
+        yield from self._requests(timer)
+        timer.end(Phase.DECODE)
+
+    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
+        raise NotImplementedError
+
+
+class _Fused(_Stage):
     """The messages of one round that are reduced by one all-reduce."""
 
-    def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
-        self._index = index
+    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
+        super().__init__(index, members)
+        first = members[0][1]
         self._collective = first.collective
         sizes = [sum(entry.sizes) for _, entry in members]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
-        self._parts = [(coder, (view,)) for (coder, _), view in zip(members, split(self._buffer, sizes), strict=True)]
-        self._kinds: dict[type[Coder], tuple[list[Coder], list[tuple[Tensor, ...]]]] = {}
-        for coder, parts in self._parts:
-            coders, messages = self._kinds.setdefault(type(coder), ([], []))
-            coders.append(coder)
-            messages.append(parts)
+        self._note_parts([(view,) for view in split(self._buffer, sizes)])
         payload = self._buffer.numel() * first.dtype.itemsize
         wire = 2 * payload * (workers - 1) // workers
         self.traffic = Traffic(payload, wire, wire // 2)
 
-    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        for kind, (coders, messages) in self._kinds.items():
-            kind.write_together(coders, self._index, messages)
-        timer.end(Phase.ENCODE)
+    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
         yield AllReduce(self._buffer, self._collective)
         timer.end(Phase.WIRE)
-        for coder, parts in self._parts:
-            coder.read(self._index, parts)
-        timer.end(Phase.DECODE)
+        for coder in self._coders:
+            coder.read(self.index, self._parts[id(coder)])
 
 
-class _Sharded:
+class _Sharded(_Stage):
     """The messages of one round that are reduced stripe by stripe by the stripe's owner."""
 
     def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
+        super().__init__(index, members)
         spec = members[0][0].spec
-        rank, self._index, self._coders = spec.rank, index, [coder for coder, _ in members]
+        rank = spec.rank
         sent = [[entry.sizes[owner] for _, entry in members] for owner in range(workers)]
         merged = [[entry.merged[owner] for _, entry in members] for owner in range(workers)]
         self._in_sizes = tuple(sum(sizes) for sizes in sent)
@@ -369,52 +413,80 @@ class _Sharded:
         self._inp, self._received = new(sum(self._in_sizes)), new(sum(self._out_sizes))
         self._own, self._gathered = new(most), new(most * workers)
         # For each coder its views: of all stripes it sends, of what it gets for its own, of that merged, of all merged.
-        self._to_owners = _by_coder(split(self._inp, self._in_sizes), sent)
+        self._note_parts(_by_coder(split(self._inp, self._in_sizes), sent))
         self._from_all = _by_coder(split(self._received, self._out_sizes), [sent[rank]] * workers)
         self._merged = [views[0] for views in _by_coder([self._own], [merged[rank]])]
         self._all_merged = _by_coder(split(self._gathered, [most] * workers), merged)
         pull = (workers - 1) * most
         self.traffic = Traffic(self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + pull, pull)
 
-    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        for coder, parts in zip(self._coders, self._to_owners, strict=True):
-            coder.write(self._index, parts)
-        timer.end(Phase.ENCODE)
+    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
         yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
         timer.end(Phase.WIRE)
         for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
-            coder.merge(self._index, parts, out)
+            coder.merge(self.index, parts, out)
         timer.end(Phase.DECODE)
         yield AllGather(self._gathered, self._own)
         timer.end(Phase.WIRE)
         for coder, parts in zip(self._coders, self._all_merged, strict=True):
-            coder.read(self._index, parts)
-        timer.end(Phase.DECODE)
+            coder.read(self.index, parts)
 
 
-class _Gathered:
-    """The messages of one round that are gathered on all workers."""
+class _Gathered(_Stage):
+    """The messages of one round that are gathered on all workers, and others of float32 that are added when they are
+    there.
 
-    def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
-        self._index, self._coders = index, [coder for coder, _ in members]
+    Args:
+        index: Number of the round.
+        members: Coders whose messages are gathered, and their rounds; of one type.
+        added: Coders whose messages are to be summed, in float32. For two workers that takes as many bytes as an
+            all-reduce, and saves it.
+        workers: Number of workers.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[tuple[Coder, Round]],
+        added: Sequence[tuple[Coder, Round]],
+        workers: int,
+    ) -> None:
+        super().__init__(index, [*added, *members])
+        dtype = members[0][1].dtype
+        unit = torch.float32.itemsize // dtype.itemsize
+        plain = [sum(entry.sizes) * unit for _, entry in added]
         sizes = [sum(entry.sizes) for _, entry in members]
         device = members[0][0].spec.device
-        self._own = torch.zeros(sum(sizes), dtype=first.dtype, device=device)
-        self._all = torch.zeros(workers * sum(sizes), dtype=first.dtype, device=device)
-        self._mine = _by_coder([self._own], [sizes])
-        self._views = _by_coder(split(self._all, [sum(sizes)] * workers), [sizes] * workers)
-        payload = self._own.numel() * first.dtype.itemsize
+        head = aligned(sum(plain))
+        count = head + sum(sizes)
+        self._own = torch.zeros(count, dtype=dtype, device=device)
+        self._all = torch.zeros(workers * count, dtype=dtype, device=device)
+        mine = [(one.view(torch.float32),) for one in split(self._own, plain)]
+        self._note_parts([*mine, *_by_coder([self._own[head:]], [sizes])])
+        by_worker = split(self._all, [count] * workers)
+        self._gathered = list(zip([coder for coder, _ in members], self._cut(by_worker, head, sizes), strict=True))
+        self._terms = [one[: sum(plain)].view(torch.float32) for one in by_worker]
+        self._sum = torch.zeros(sum(plain) // unit, device=device)
+        sums = split(self._sum, [sum(entry.sizes) for _, entry in added])
+        self._added = list(zip([coder for coder, _ in added], sums, strict=True))
+        payload = count * dtype.itemsize
         self.traffic = Traffic(payload, (workers - 1) * payload)
 
-    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        for coder, parts in zip(self._coders, self._mine, strict=True):
-            coder.write(self._index, parts)
-        timer.end(Phase.ENCODE)
+    @staticmethod
+    def _cut(by_worker: Sequence[Tensor], head: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
+        return _by_coder([one[head:] for one in by_worker], [sizes] * len(by_worker))
+
+    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
         yield AllGather(self._all, self._own)
         timer.end(Phase.WIRE)
-        for coder, parts in zip(self._coders, self._views, strict=True):
-            coder.read(self._index, parts)
-        timer.end(Phase.DECODE)
+        if self._added:
+            torch.add(self._terms[0], self._terms[1], out=self._sum)
+            for other in self._terms[2:]:
+                self._sum.add_(other)
+        for coder, part in self._added:
+            coder.read(self.index, (part,))
+        for coder, views in self._gathered:
+            coder.read(self.index, views)
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -471,7 +543,6 @@ class Exchange:
         self.coders = tuple(coders)
         self._workers = coders[0].spec.workers
         self._rounds: tuple[tuple[Round, ...], ...] = ()
-        self._working: list[Coder] = []
         self._stages: list[_Fused | _Sharded | _Gathered] = []
         self._timer: PhaseTimer | None = None
         scratch = Scratch(coders[0].spec.device)
@@ -503,7 +574,7 @@ class Exchange:
             coder.begin(gradient)
         timer.end(Phase.ENCODE)
         for stage in self._stages:
-            yield from stage.requests(timer)
+            yield from stage.requests(timer, written=False)
         for coder, out in zip(self.coders, outs, strict=True):
             coder.finish(out)
         timer.end(Phase.DECODE)
@@ -523,15 +594,64 @@ class Exchange:
             ValueError: The coders are not bound to this worker of the group.
             UsageError: A gradient does not fit.
         """
+        self._check_group(group)
+        for request in self.requests(gradients, outs):
+            request.through(group)
+        return self._done()
+
+    def open(self) -> None:
+        """Begin a step in which gradients come one by one: `take` each, then `carry`, then `finish` of each coder.
+
+        For codecs in one message (`Codec.one_message`).
+        """
+        self._lay_out()
+
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Write the message of a parameter; the gradient is not needed afterwards.
+
+        Args:
+            index: Of its coder.
+            gradient: 1-D float32.
+
+        Raises:
+            UsageError: The gradient does not fit.
+        """
+        coder = self.coders[index]
+        _check_gradient(coder.spec, gradient)
+        coder.begin(gradient)
+        for stage in self._stages:
+            if stage.write(coder):
+                break
+        coder.release()
+
+    def carry(self, group: Group) -> Traffic:
+        """Exchange the messages that `take` wrote. What comes of them is had from each coder's `finish`.
+
+        Args:
+            group: The workers; their ranks are those that the coders are bound to.
+
+        Returns:
+            Bytes that it took, and where its time went.
+
+        Raises:
+            ValueError: The coders are not bound to this worker of the group.
+        """
+        self._check_group(group)
+        timer = self._timer = PhaseTimer(self.coders[0].spec.device)
+        for stage in self._stages:
+            for request in stage.requests(timer, written=True):
+                request.through(group)
+        return self._done()
+
+    def _check_group(self, group: Group) -> None:
         spec = self.coders[0].spec
         if (spec.rank, spec.workers) != (group.rank, group.size):
             raise ValueError(
                 f"coders of worker {spec.rank} of {spec.workers} on worker {group.rank} of {group.size} of the group"
             )
-        for request in self.requests(gradients, outs):
-            request.through(group)
-        done = sum((stage.traffic for stage in self._stages), Traffic())
-        return replace(done, timer=self._timer)
+
+    def _done(self) -> Traffic:
+        return replace(sum((stage.traffic for stage in self._stages), Traffic()), timer=self._timer)
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.
@@ -562,20 +682,23 @@ class Exchange:
     def _lay_out(self) -> None:
         """Make the messages' memory, where rounds are not those of the step before."""
         rounds = tuple(coder.rounds for coder in self.coders)
-        working = [coder.at_work for coder in self.coders]
-        if (rounds, working) == (self._rounds, self._working):
+        if rounds == self._rounds:
             return
-        self._rounds, self._working, self._stages = rounds, working, []
+        self._rounds, self._stages = rounds, []
         for index in range(max(map(len, rounds))):
             kinds: dict[tuple[Collective, torch.dtype], list[tuple[Coder, Round]]] = {}
-            for coder, own in zip(working, rounds, strict=True):
+            for coder, own in zip(self.coders, rounds, strict=True):
                 if index < len(own):
                     entry = own[index]
                     kinds.setdefault((entry.collective, entry.dtype), []).append((coder, entry))
+            # Between two workers, sums of float32 can go along with messages that are gathered.
+            added: list[tuple[Coder, Round]] = []
+            if self._workers == 2 and (Collective.GATHER, torch.uint8) in kinds:
+                added = kinds.pop((Collective.SUM, torch.float32), [])
             for (collective, _), members in kinds.items():
                 if collective is Collective.SHARD:
                     self._stages.append(_Sharded(index, members, self._workers))
                 elif collective is Collective.GATHER:
-                    self._stages.append(_Gathered(index, members[0][1], members, self._workers))
+                    self._stages.append(_Gathered(index, members, added, self._workers))
                 else:
-                    self._stages.append(_Fused(index, members[0][1], members, self._workers))
+                    self._stages.append(_Fused(index, members, self._workers))

@@ -131,6 +131,11 @@ class ErrorFeedback(Codec):
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
 
+    @property
+    def one_message(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.one_message
+
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""
         return self.inner.fits(shape)

@@ -106,6 +106,11 @@ class Policy:
         """Whether nothing is compressed."""
         return all(format_codec(rule.codec) == "none" for rule in self.rules)
 
+    @property
+    def in_one_message(self) -> bool:
+        """Whether a step of every codec is one message, see `Codec.one_message`."""
+        return all(rule.codec.one_message for rule in self.rules)
+
     def codec_of(self, name: str) -> Codec:
         """The codec of a parameter.
 

@@ -86,6 +86,15 @@ class Quantiser(ABC):
             add: Whether it is added.
         """
 
+    def is_finite(self, message: Tensor, shape: Sequence[int]) -> bool | None:
+        """Whether all that a message stands for is finite; None where only decoding it tells.
+
+        Args:
+            message: What `encode` wrote, 1-D uint8.
+            shape: Of the stripe in `view`.
+        """
+        return None
+
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         """Set out = C(v) / divisor; arguments are those of `read`.
 
@@ -188,6 +197,18 @@ class ShardedCoder(Coder):
                 self.quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
                 out[size:].zero_()
 
+    def messages(self) -> list[tuple[int, int, list[Tensor]]]:
+        """What came of the step: ranges of `Quantiser.view`, each with the messages whose sum it is.
+
+        Only where owners of stripes encode the sum.
+        """
+        received = zip(self._stripes, self._sizes, self._received, strict=True)
+        return [(start, stop, [message[:size]]) for (start, stop), size, message in received if size]
+
+    def is_finite(self) -> bool:
+        known = _are_finite(self.quantiser, self.messages(), self._own[1:]) if self._requantise else None
+        return super().is_finite() if known is None else known
+
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         size = self._sizes[self.spec.rank]
         if not size:
@@ -240,7 +261,8 @@ class GatheredCoder(Coder):
     def __init__(self, spec: TensorSpec, quantiser: Quantiser) -> None:
         #: How the tensor becomes bytes.
         self.quantiser = quantiser
-        self._size = quantiser.size(quantiser.view(torch.empty(spec.count, device="meta")).shape)
+        self._shape = quantiser.view(torch.empty(spec.count, device="meta")).shape
+        self._size = quantiser.size(self._shape)
         super().__init__(spec, [Round(Collective.GATHER, torch.uint8, (aligned(self._size),))])
         self.residuals = {WORKER: spec.count}
 
@@ -251,6 +273,14 @@ class GatheredCoder(Coder):
         (out,) = parts
         self.quantiser.encode(self._gradient, self._residual, out[: self._size], self._scratch)
         out[self._size :].zero_()
+
+    def messages(self) -> list[tuple[int, int, list[Tensor]]]:
+        """What came of the step: all of `Quantiser.view`, with the messages whose sum it is, by rank."""
+        return [(0, self._shape[0], [message[: self._size] for message in self._received])]
+
+    def is_finite(self) -> bool:
+        known = _are_finite(self.quantiser, self.messages(), self._shape[1:])
+        return super().is_finite() if known is None else known
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""
@@ -263,6 +293,14 @@ class GatheredCoder(Coder):
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
         shaped = self.quantiser.view(out)
         shaped.add_(self.quantiser.lay(residual, shaped.shape))
+
+
+def _are_finite(
+    quantiser: Quantiser, messages: Sequence[tuple[int, int, Sequence[Tensor]]], row: Sequence[int]
+) -> bool | None:
+    """Whether all messages are finite; None where only decoding them tells."""
+    known = [quantiser.is_finite(one, (stop - start, *row)) for start, stop, own in messages for one in own]
+    return None if None in known else all(known)
 
 
 class _NoisyShardedCoder(NoisyCoder, ShardedCoder):

@@ -32,13 +32,16 @@ class AugmentConfig:
     """Least and largest aspect ratio of a random crop; of images from files."""
     random_erasing: float = 0.0
     """Probability of erasing a rectangle of an image."""
+    erase_mode: Literal["const", "rand", "pixel"] = "const"
+    """What a rectangle is erased to, in timm's words: the mean colour (const), a random colour (rand), or noise that is
+    drawn for each pixel (pixel)."""
     interpolation: Interpolation | None = None
-    """How images from files are resized; default: as for the weights, else bilinear."""
+    """How images from files are resized; default: as of --image-size, else bilinear."""
     train_interpolation: Interpolation | Literal["random"] | None = None
     """The same in training; `random`: bilinear or bicubic; default: --interpolation."""
     crop_ratio: float | None = None
-    """Side of the square that is tested over the shorter side of the resized image; of images from files; default: that
-    of the weights, else 0.875."""
+    """Side of the square that is tested over the shorter side of the resized image; of images from files; default: as
+    of --image-size, else 0.875."""
     repeats: int = 1
     """Copies of a sample in a batch, each augmented by itself; an epoch then has that many times fewer samples."""
     mixup: float = 0.0

@@ -26,13 +26,14 @@ class DataConfig:
     loader_workers: int | None = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
-    """Side of the square images, in pixels; default: that of the weights, else the usual one of the data set."""
+    """Side of the square images, in pixels; default: that of the weights or of the model of timm, else the usual
+    one of the data set."""
     test_image_size: int | None = None
     """Side of the images in testing, in pixels; default: --image-size."""
     mean: tuple[float, float, float] | None = None
-    """Mean of each channel of pixels in [0, 1], taken off; default: that of the weights, else of the data set."""
+    """Mean of each channel of pixels in [0, 1], taken off; default: as of --image-size."""
     std: tuple[float, float, float] | None = None
-    """Standard deviation of each channel, divided by; default: that of the weights, else of the data set."""
+    """Standard deviation of each channel, divided by; default: as of --image-size."""
     synthetic_samples: int = 1024
     """Number of training samples of `--data synthetic`."""
     bad_images: Literal["skip", "error"] = "skip"

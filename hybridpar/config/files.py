@@ -109,7 +109,9 @@ def expand(words: Sequence[str], parse: Callable[[list[str]], object]) -> list[s
     for one in added:
         _check(one, parse)
     line = [*(word for one in added for word in one.words()), *own]
-    return line if model is None or _parses(parse, line) else [*model.words(), *line]
+    # A word in front of all options is a model, also where another word is wrong and nothing can be parsed.
+    named = bool(own) and not own[0].startswith("-")
+    return line if model is None or named or _parses(parse, line) else [*model.words(), *line]
 
 
 def read_settings(path: Path, label: str | None = None) -> list[Setting]:

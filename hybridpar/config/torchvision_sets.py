@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from hybridpar.config.data import data_set_kind
+
+#: Side that images from files of any size are resized to where nothing says another, in pixels.
+USUAL_SIZE = 224
+
 
 class TorchvisionSet(NamedTuple):
     """How one data set of torchvision is loaded.
@@ -27,7 +32,7 @@ class TorchvisionSet(NamedTuple):
     about: str
     train: dict[str, Any]
     test: dict[str, Any] | None
-    size: int = 224
+    size: int = USUAL_SIZE
     flip: bool = True
     downloads: bool = True
     needs: str = ""
@@ -70,7 +75,7 @@ TORCHVISION_SETS = {
     "caltech256": TorchvisionSet("Caltech256", "30,607 photographs, 257 classes", {}, None),
     "pcam": TorchvisionSet("PCAM", "262,144 + 32,768 tissue patches, 2 classes", _TRAIN, _TEST, 96, needs="h5py"),
     "renderedsst2": TorchvisionSet(
-        "RenderedSST2", "6,920 + 1,821 written reviews, 2 classes", _TRAIN, _TEST, 224, False
+        "RenderedSST2", "6,920 + 1,821 written reviews, 2 classes", _TRAIN, _TEST, USUAL_SIZE, False
     ),
     "fer2013": TorchvisionSet("FER2013", "28,709 faces for training, 7 moods", _TRAIN, _TEST, 48, downloads=False),
     "clevr": TorchvisionSet("CLEVRClassification", "70,000 + 15,000 scenes by number of objects", _TRAIN, _VAL),
@@ -93,3 +98,16 @@ TORCHVISION_SETS = {
     "imagenet": TorchvisionSet("ImageNet", "ILSVRC 2012, 1,000 classes", _TRAIN, _VAL, downloads=False, needs="scipy"),
     "imagenette": TorchvisionSet("Imagenette", "9,469 + 3,925 photographs, 10 classes of ImageNet", _TRAIN, _VAL),
 }
+
+#: Data sets of image files of any size, besides those of the table.
+_FILES = ("folder", "csv", "webdataset", "hf/NAME", "caltech101")
+
+
+def is_of_any_size(data: str) -> bool:
+    """Whether a data set consists of image files of any size, and not of images of one small size.
+
+    Args:
+        data: The data set as the user names it.
+    """
+    made = TORCHVISION_SETS.get(data)
+    return data_set_kind(data) in _FILES or (made is not None and made.size == USUAL_SIZE)

@@ -107,7 +107,7 @@ class KernelConfig:
     """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto` for those of this
     machine and of the package, or a file of `hybridpar tune`."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False
     """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
 

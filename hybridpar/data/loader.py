@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpar.data.augment import normalise
+from hybridpar.data.erasing import NoiseErasing
 from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order, repeated
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
@@ -223,6 +224,7 @@ class _Reader:
         default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
         self._loader_workers = default if loader_workers is None else loader_workers
         self._device = torch.device(device or "cpu")
+        self._erasing = data.erasing
         self._size = data.sample_shape[1:]
         self._channels_last = channels_last
         self._opened: tuple[Lanes, Lane] | None = None
@@ -272,7 +274,10 @@ class _Reader:
         """Put images, as floats, and labels on the device."""
         images = loaded.images.to(self._device, non_blocking=True)
         labels = self.source.labels[torch.from_numpy(loaded.indices)]
-        placed.append(normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last))
+        images = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
+        if self._erasing is not None and loaded.erased is not None:
+            self._erasing.apply(images, loaded.erased)
+        placed.append(images)
         placed.append(to_device(labels.float() if labels.ndim == 2 else labels, self._device))
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
@@ -287,7 +292,7 @@ class _Reader:
 
     def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         for indices in jobs:
-            yield self.source.load_readable(indices, key, self._device)
+            yield _read(self.source, self._erasing, (indices, key), self._device)
 
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
@@ -328,7 +333,7 @@ class _Reader:
         with warnings.catch_warnings():
             _ignore_advice()
             loader = DataLoader(
-                _Jobs(self.source),
+                _Jobs(self.source, self._erasing),
                 batch_size=None,  # A job is a batch already.
                 sampler=queue,
                 num_workers=count,
@@ -348,15 +353,22 @@ class _Jobs(Dataset[Loaded | DataError]):
     An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
     """
 
-    def __init__(self, source: ImageSource) -> None:
+    def __init__(self, source: ImageSource, erasing: NoiseErasing | None) -> None:
         self._source = source
+        self._erasing = erasing
 
     def __getitem__(self, job: _Job) -> Loaded | DataError:
-        indices, key = job
         try:
-            return self._source.load_readable(indices, key, _CPU)
+            return _read(self._source, self._erasing, job, _CPU)
         except DataError as error:
             return error
+
+
+def _read(source: ImageSource, erasing: NoiseErasing | None, job: _Job, device: torch.device) -> Loaded:
+    """Load the images of a job; in training also draw the noise that parts of them are erased to."""
+    indices, key = job
+    loaded = source.load_readable(indices, key, device)
+    return loaded if erasing is None or key is None else loaded._replace(erased=erasing.draw(key, indices))
 
 
 def _ignore_advice() -> None:

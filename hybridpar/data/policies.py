@@ -101,11 +101,13 @@ def random_changes(
 def random_erasing(config: AugmentConfig, mean: Sequence[float]) -> list[v2.Transform]:
     """Erasing of a rectangle, which gets the mean colour (Zhong et al. 2020); empty where it is off.
 
+    Noise is not for bytes, and comes later: see `hybridpar.data.erasing`.
+
     Args:
-        config: `random_erasing`.
+        config: `random_erasing` and `erase_mode`.
         mean: Mean of each channel of pixels in [0, 1].
     """
-    if not config.random_erasing:
+    if not config.random_erasing or config.erase_mode != "const":
         return []
     return [v2.RandomErasing(config.random_erasing, value=[round(255 * one) for one in mean])]
 

@@ -40,6 +40,7 @@ class Draw(IntEnum):
     TRANSFORM = 4
     SPLIT = 5
     MIX = 6
+    ERASE = 7
 
 
 class AugmentKey(NamedTuple):

@@ -24,9 +24,11 @@ from torchvision.transforms import v2
 from hybridpar.config import DataConfig
 from hybridpar.config.augment import AugmentConfig
 from hybridpar.config.data import data_set_kind
+from hybridpar.config.torchvision_sets import USUAL_SIZE
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
+from hybridpar.data.erasing import Erased, NoiseErasing
 from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
@@ -34,9 +36,6 @@ from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
-
-#: Side of images from files, in pixels, where nothing says another.
-DEFAULT_SIZE = 224
 
 #: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -53,11 +52,13 @@ class Loaded(NamedTuple):
         images: uint8, shape (n, channels, height, width).
         indices: Which they are, shape (n,).
         damaged: Why each file that could not be read could not.
+        erased: What is erased in the images once they are normalised; None where nothing is.
     """
 
     images: Tensor
     indices: IntArray
     damaged: tuple[str, ...] = ()
+    erased: Erased | None = None
 
 
 class ImageSource(ABC):
@@ -429,6 +430,7 @@ class ImageData:
         mean: Mean of each channel of pixels in [0, 1], taken off before training.
         std: Standard deviation of each channel, divided by.
         test_size: Side of the test images, in pixels; None where it is that of `sample_shape`.
+        erasing: Erases rectangles of training images to noise once they are normalised; None does not.
         ignored: What was found beside the images, such as "1 hidden directory (.ipynb_checkpoints)".
     """
 
@@ -440,6 +442,7 @@ class ImageData:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     test_size: int | None = None
+    erasing: NoiseErasing | None = None
     ignored: tuple[str, ...] = ()
 
     @property
@@ -459,7 +462,7 @@ def decoded_data(
     config: DataConfig,
     parts: Callable[[Decoding], Iterable[DecodedImages]],
     *,
-    size: int = DEFAULT_SIZE,
+    size: int = USUAL_SIZE,
     **more: Any,
 ) -> ImageData:
     """A data set whose images are decoded when they are asked for.
@@ -500,6 +503,9 @@ def load_dataset(config: DataConfig) -> ImageData:
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)
+        if config.random_erasing and config.erase_mode != "const":
+            erasing = NoiseErasing(config.random_erasing, config.erase_mode == "pixel", data.sample_shape)
+            data = replace(data, erasing=erasing)
     if config.cache_images:
         keep_decoded(data, memory_for_images(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)

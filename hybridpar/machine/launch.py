@@ -165,10 +165,14 @@ class StopRequest:
     Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
     it on as SIGTERM. Otherwise a second SIGTERM changes nothing: the system may send SIGTERM more than once
     (see `prepare_worker`), because Linux does so for every thread of the parent that ends.
+
+    Args:
+        says: Whether to say so on standard error at the first signal: a step may take many seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = False) -> None:
         self.signal: int | None = None
+        self._says = says
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -177,6 +181,9 @@ class StopRequest:
         if self.signal is not None and again:
             self.release()
             raise KeyboardInterrupt
+        if self.signal is None and self._says:
+            with contextlib.suppress(OSError):  # written at once: a stream may be in the middle of a line
+                os.write(2, b"stopping after this step, and saving; a second Ctrl-C stops at once\n")
         self.signal = self.signal or number
 
     @property

@@ -1,25 +1,29 @@
-"""The images that published weights were trained on, as data sets must give them."""
+"""The images that a model and its weights are for, as data sets must give them."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hybridpar.models.pretrained import find_torchvision_weights
+from hybridpar.models.pretrained import check_torchvision_weights, find_torchvision_weights
 from hybridpar.models.timm_models import PREFIX, check_tag, check_timm_name
 from hybridpar.models.torchvision_models import model_names
-from hybridpar.models.weight_files import DEFAULT, HUB, is_file
+from hybridpar.models.weight_files import DEFAULT, HUB, is_published
 
 #: Networks whose weights of torchvision are for values in [-1, 1], to which they scale images themselves only where
 #: torchvision loads the weights.
 _SYMMETRIC = ("googlenet", "inception_v3")
 
+#: Side of the images that torchvision builds a vision transformer for where no argument says another, in pixels.
+_BUILT_FOR = 224
+
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The images that weights are for.
+    """The images that a model is for.
 
     Attributes:
         size: Side of the square images, in pixels.
@@ -37,7 +41,11 @@ class ModelInput:
 
 
 def model_input(name: str, weights: str | None, args: Mapping[str, object] | None = None) -> ModelInput | None:
-    """The images that a model's published weights are for, from the configuration that comes with them.
+    """The images that a model is for, from the configuration of its published weights or of the model.
+
+    Without weights, and with weights from elsewhere, a model of timm is given the images of its own configuration
+    (`pretrained_cfg`), as timm's training script does. A model of torchvision with a file of weights is given those of
+    the weights that torchvision publishes under the file's name, else those of its default weights.
 
     Args:
         name: What the user calls the model.
@@ -45,41 +53,68 @@ def model_input(name: str, weights: str | None, args: Mapping[str, object] | Non
         args: Arguments that the model is built with.
 
     Returns:
-        The images; None where nothing is known: without weights, with those of a file, and for a user's own model.
+        The images; None where nothing is known: for a new model of torchvision, and for a user's own.
 
     Raises:
         UsageError: There are no such weights.
     """
-    if weights is None or is_file(weights) or weights.startswith(HUB):
-        return None
+    published = weights is not None and is_published(weights)
     if name.startswith(PREFIX):
-        return _of_timm(name, weights, args or {})
-    if "_Weights." in weights or name in model_names():
-        return _of_torchvision(name, weights, args or {})
+        return _of_timm(name, weights if published else None, args or {})
+    if weights is None:
+        return None
+    if (published and "_Weights." in weights) or name in model_names():
+        return _of_torchvision(name, weights, published, args or {})
     return None
 
 
-def _of_torchvision(name: str, weights: str, args: Mapping[str, object]) -> ModelInput:
-    preset: Any = find_torchvision_weights(weights, name).transforms()
-    size = int(preset.crop_size[0])
+def check_published_weights(
+    name: str, weights: str, args: Mapping[str, object] | None = None, *, wanted: bool = True
+) -> None:
+    """Refuse published weights that there are none of; for torchvision's, also such as cannot be had, within a second.
+
+    Args:
+        name: What the user calls the model.
+        weights: The weights as the user names them; not a file.
+        args: Arguments that the model is built with.
+        wanted: Whether they are going to be read; else only the names are checked.
+
+    Raises:
+        UsageError: There are no such weights; or they are not cached, and the server does not answer.
+    """
+    of_torchvision = "_Weights." in weights or name in model_names()
+    if weights.startswith(HUB) or not (of_torchvision and check_torchvision_weights(weights, name, wanted=wanted)):
+        model_input(name, weights, args)
+
+
+def _of_torchvision(name: str, weights: str, published: bool, args: Mapping[str, object]) -> ModelInput:
+    entry = find_torchvision_weights(weights if published else DEFAULT, name)
+    if not published:
+        entry = next((one for one in type(entry) if Path(one.url).name == Path(weights).name), entry)
+    preset: Any = entry.transforms()
+    ratio = int(preset.crop_size[0]) / int(preset.resize_size[0])
+    size = args.get("image_size", _BUILT_FOR if name.startswith("vit_") and not published else None)
     mean, std = tuple(preset.mean), tuple(preset.std)
     if name in _SYMMETRIC and not args.get("transform_input"):
         mean, std = (0.5,) * 3, (0.5,) * 3
-    return ModelInput(size, mean, std, str(preset.interpolation.value), size / int(preset.resize_size[0]))
+    side = size if isinstance(size, int) else int(preset.crop_size[0])
+    return ModelInput(side, mean, std, str(preset.interpolation.value), ratio)
 
 
-def _of_timm(name: str, weights: str, args: Mapping[str, object]) -> ModelInput | None:
+def _of_timm(name: str, weights: str | None, args: Mapping[str, object]) -> ModelInput | None:
     own = name.removeprefix(PREFIX)
     if own.startswith(HUB):
         return None  # its configuration is on the hub
     check_timm_name(name)
     resolve = importlib.import_module("timm.data").resolve_data_config
-    published: Any = importlib.import_module("timm.models").get_pretrained_cfg
 
-    full = own if weights == DEFAULT else f"{own.partition('.')[0]}.{weights}"
+    full = own if weights in (None, DEFAULT) else f"{own.partition('.')[0]}.{weights}"
     check_tag(full)
+    configuration: Any = importlib.import_module("timm.models").get_pretrained_cfg(full)
+    if configuration is None:
+        return None  # a former name
     size = args.get("img_size")
-    found = resolve({"img_size": size} if isinstance(size, int) else {}, published(full).to_dict())
+    found = resolve({"img_size": size} if isinstance(size, int) else {}, configuration.to_dict())
     return ModelInput(
         int(found["input_size"][-1]),
         tuple(found["mean"]),

@@ -7,13 +7,15 @@ without a network.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import HybridparError, UsageError, nearest, shortened
 from hybridpar.models.timm_models import PREFIX, check_tag, create_timm_model
-from hybridpar.models.torchvision_models import model_names
+from hybridpar.models.torchvision_models import model_names, weights_in_source
 from hybridpar.models.weight_files import DEFAULT, HUB, clean, read_weights
 
 if TYPE_CHECKING:
@@ -61,6 +63,83 @@ def published_weights(
     )
 
 
+def check_torchvision_weights(source: str, name: str, *, wanted: bool = True) -> bool:
+    """Refuse, without importing torchvision, weights that there are none of or that cannot be had.
+
+    Args:
+        source: `default`, or a name in the enumeration, with or without that of the enumeration itself.
+        name: The model.
+        wanted: Whether they are going to be read; else only the name is checked.
+
+    Returns:
+        Whether torchvision's source says which weights there are; else nothing was checked.
+
+    Raises:
+        UsageError: There are no such weights; or they are not cached, and the server does not answer.
+    """
+    own, _, member = source.rpartition(".")
+    enumeration, urls = weights_in_source(own or name)
+    if not urls:
+        return False
+    if (member if own else member.upper()) not in urls:
+        raise _no_such_weights(source, name, urls)
+    url = urls[member if own else member.upper()]
+    if wanted and not (cached := _cache() / os.path.basename(url)).is_file() and (reason := unreachable(url)):
+        names = [one for one, where in urls.items() if where == url and one != DEFAULT.upper()]
+        raise _not_to_be_had(f"{enumeration}.{(names or [member])[0]}", cached.parent, url, reason)
+    return True
+
+
+def _cache() -> Path:
+    """Where torch keeps what it downloaded."""
+    if "torch" in sys.modules:
+        return Path(sys.modules["torch"].hub.get_dir(), "checkpoints")
+    home = os.environ.get("TORCH_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch")
+    return Path(home).expanduser() / "hub" / "checkpoints"
+
+
+def _no_such_weights(source: str, name: str, members: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file",
+        nearest(source.rpartition(".")[2].upper(), [DEFAULT, *members]),
+    )
+
+
+def _not_to_be_had(told: str, cache: Path, url: str, reason: str) -> UsageError:
+    return UsageError(
+        f"the weights {told} are not in {cache}, and cannot be downloaded: {reason}",
+        "Published weights are downloaded once, and then read from there.",
+        f"Name a file, --weights FILE; or download {url} elsewhere, and copy it there.",
+    )
+
+
+def unreachable(url: str) -> str | None:
+    """Why a server cannot be reached: its name is not known, it refuses connections, or there is no way to it.
+
+    Args:
+        url: An address on the server. Proxies of the environment are used.
+
+    Returns:
+        The reason; None where the server answers, or does neither within two seconds.
+    """
+    import errno
+    import socket
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2):
+            return None
+    except urllib.error.URLError as error:
+        reason = error.reason
+        no_way = isinstance(reason, OSError) and reason.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH)
+        known = no_way or isinstance(reason, (socket.gaierror, ConnectionRefusedError))
+        return f"{urllib.parse.urlsplit(url).hostname}: {reason}" if known else None
+    except (OSError, ValueError):
+        return None
+
+
 def find_torchvision_weights(source: str, name: str | None) -> Any:
     """The entry of torchvision's enumeration of weights.
 
@@ -82,19 +161,14 @@ def find_torchvision_weights(source: str, name: str | None) -> Any:
     weights = torchvision.models.get_model_weights(name)
     wanted = source.upper()
     if wanted not in weights.__members__:
-        raise UsageError(
-            f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file",
-            nearest(wanted, [DEFAULT, *weights.__members__]),
-        )
+        raise _no_such_weights(source, name, weights.__members__)
     return weights[wanted]
 
 
 def _of_torchvision(source: str, name: str | None) -> tuple[str, dict[str, Tensor]]:
-    import torch
-
     weights = find_torchvision_weights(source, name)
     told = str(weights)
-    cached = Path(torch.hub.get_dir(), "checkpoints", os.path.basename(weights.url))
+    cached = _cache() / os.path.basename(weights.url)
     if cached.is_file():
         return told, read_weights(cached)
     try:
@@ -102,11 +176,7 @@ def _of_torchvision(source: str, name: str | None) -> tuple[str, dict[str, Tenso
     except HybridparError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"the weights {told} are not in {cached.parent}, and cannot be downloaded: {_reason(error)}",
-            "Weights are downloaded once, and then read from there.",
-            f"Download {weights.url} elsewhere, and copy it there.",
-        ) from error
+        raise _not_to_be_had(told, cached.parent, weights.url, _reason(error)) from error
 
 
 def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object]) -> tuple[str, dict[str, Tensor]]:
@@ -119,16 +189,17 @@ def _of_timm(source: str, name: str, model: nn.Module, args: Mapping[str, object
         check_tag(full)
     given = getattr(model, "_model_args", args)  # timm keeps them
     same = {key: value for key, value in given.items() if key not in _NOT_OF_WEIGHTS}
-    try:
-        reference = create_timm_model(PREFIX + full, same, pretrained=True)
-    except HybridparError:
-        raise
-    except Exception as error:
-        if "No pretrained weights exist" in str(error):
-            raise UsageError(
-                f"--weights {source}: timm has no weights of {full}", fix="Name a file of weights, or leave it out."
-            ) from error
-        raise hub_error(f"the weights {full} of timm", error) from error
+    with _hub_or_cache() as unanswered:
+        try:
+            reference = create_timm_model(PREFIX + full, same, pretrained=True)
+        except HybridparError:
+            raise
+        except Exception as error:
+            if "No pretrained weights exist" in str(error):
+                raise UsageError(
+                    f"--weights {source}: timm has no weights of {full}", fix="Name a file of weights, or leave it out."
+                ) from error
+            raise hub_error(f"the weights {full} of timm", unanswered or error) from error
     config: Any = reference.pretrained_cfg
     told = ".".join(str(part) for part in (config.get("architecture") or full, config.get("tag")) if part)
     return PREFIX + told, reference.state_dict()
@@ -145,28 +216,47 @@ def _from_hub(source: str) -> dict[str, Tensor]:
         ) from error
     repository, _, revision = source.removeprefix(HUB).partition("@")
     problem: Exception | None = None
-    for file in _HUB_FILES:
-        try:
-            return read_weights(Path(hf_hub_download(repository, file, revision=revision or None)))
-        except LocalEntryNotFoundError as error:
-            problem = problem or error
-        except EntryNotFoundError:
-            continue
-        except HybridparError:
-            raise
-        except Exception as error:
-            raise hub_error(f"the weights {source}", error) from error
+    with _hub_or_cache() as unanswered:
+        for file in _HUB_FILES:
+            try:
+                return read_weights(Path(hf_hub_download(repository, file, revision=revision or None)))
+            except LocalEntryNotFoundError as error:
+                problem = problem or error
+            except EntryNotFoundError:
+                continue
+            except HybridparError:
+                raise
+            except Exception as error:
+                raise hub_error(f"the weights {source}", unanswered or error) from error
     if problem is not None:
-        raise hub_error(f"the weights {source}", problem) from problem
+        raise hub_error(f"the weights {source}", unanswered or problem) from problem
     raise UsageError(f"--weights {shortened(source)}: the repository has none of {', '.join(_HUB_FILES)}")
 
 
-def hub_error(what: str, error: Exception) -> UsageError:
+@contextmanager
+def _hub_or_cache() -> Iterator[str | None]:
+    """Inside, only the cache is looked at where the hub does not answer, which its client would try for a minute.
+
+    Yields:
+        Why it does not; None where it does.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    unanswered = None if before else unreachable(constants.ENDPOINT)
+    constants.HF_HUB_OFFLINE = before or unanswered is not None
+    try:
+        yield unanswered
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def hub_error(what: str, error: Exception | str) -> UsageError:
     """The error for what is not in the hub's cache and cannot be had from the hub.
 
     Args:
         what: What was wanted.
-        error: What a library raised.
+        error: What a library raised, or why the hub does not answer.
 
     Returns:
         The error, for the caller to raise.
@@ -180,6 +270,8 @@ def hub_error(what: str, error: Exception) -> UsageError:
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception | str) -> str:
+    if isinstance(error, str):
+        return error
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return shortened(f"{type(error).__name__}: {text}" if text else type(error).__name__, 300)

@@ -46,6 +46,15 @@ def is_file(source: str) -> bool:
     return Path(source).suffix in _SUFFIXES or os.sep in source or Path(source).exists()
 
 
+def is_published(source: str) -> bool:
+    """Whether what a user names as weights is a name of published weights of torchvision or timm.
+
+    Args:
+        source: What the user typed.
+    """
+    return not is_file(source) and not source.startswith(HUB)
+
+
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a file of weights, or of a checkpoint.
 
@@ -80,7 +89,7 @@ def check_file(path: Path) -> None:
         near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
         raise UsageError(
             f"--weights {shortened(path)}: there is no such file",
-            nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent)}.",
+            nearest(file.name, near) if near else f"No file of weights is in {shortened(file.parent.resolve())}.",
             "Name a .pt, .pth or .safetensors file, a checkpoint, a run directory, `default`, or weights by name.",
         )
 

@@ -234,11 +234,11 @@ def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:
     return map_tensors(value, cross), cells
 
 
-def whole_step_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
+def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
     """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds.
 
     Args:
-        model: The model, in the mode to run in.
+        model: The model, in the mode to run in, or a compiled form of it.
         inputs: One micro-batch.
         clock: Takes the times.
     """
@@ -256,7 +256,7 @@ def whole_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], cl
     return _whole_step(model, inputs, clock)[1]
 
 
-def _whole_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> tuple[float, float]:
+def _whole_step(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> tuple[float, float]:
     start = clock.mark()
     leaves = [leaf for _, leaf in tensor_leaves(model(*inputs)) if leaf.requires_grad]
     middle = clock.mark()

@@ -21,8 +21,10 @@ from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 from hybridpar.sync.clipping import clip_each
+from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
+from hybridpar.sync.direct_reducer import DirectReducer
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces
@@ -134,18 +136,24 @@ class LocalStage:
         options = self.options
         if self._replicas.size == 1:
             return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
-        parameters = dict(self.module.named_parameters())
-        inline = self.lane is self._lanes.caller  # the host runs the passes itself
-        plain = options.policy.changes_nothing and not options.delayed
-        if inline and plain and SharedReducer.fits(parameters, self._replicas):
-            with suppress(OSError):  # on no worker there is enough shared memory, then
-                return SharedReducer(
-                    *(parameters, self._replicas, self._lanes, self.lane, self.measured, self._sync_lanes),
-                    clips=options.global_norm is not None,
+        parameters, plain = dict(self.module.named_parameters()), options.policy.changes_nothing
+        place = (parameters, self._replicas, self._lanes, self.lane)
+        if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache
+            # Stages know the norm of all of them only once they have added theirs up.
+            exact = options.global_norm is not None or self.lane is not self._lanes.caller
+            if plain and self._replicas.transport == "shared memory" and SharedReducer.fits(parameters):
+                with suppress(OSError):  # on no worker there is enough shared memory, then
+                    return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
+            elif not plain and self._nodes is None and options.policy.in_one_message and CodedReducer.fits(parameters):
+                return CodedReducer(
+                    *(*place, options.bucket_bytes, self.measured, self._sync_lanes),
+                    codec=options.policy,
+                    seed=options.seed,
+                    exact=exact,
                 )
         kind = DelayedReducer if options.delayed else GradientReducer
         return kind(
-            *(parameters, self._replicas, self._lanes, self.lane),
+            *place,
             *(options.bucket_bytes, self.measured, self._sync_lanes),
             codec=options.policy,
             seed=options.seed,
@@ -212,8 +220,7 @@ class LocalStage:
         """
         self.gradients.place_gradients()
         commit = self._decision(values, on_device)
-        if users is not None and used is not None:
-            self._settle_codecs(commit, self.gradients.keep_used(users, used), costs)
+        unused = self.gradients.keep_used(users, used) if users is not None and used is not None else []
         pieces, squares = self._clip(values)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
@@ -233,6 +240,8 @@ class LocalStage:
                 self._rollback.restore(unless=where)
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=where)
+        if users is not None:
+            self._settle_codecs(commit, unused, costs)
         if self._after_step is not None:
             self._after_step(self._step, commit)
         self.gradients.close_step()
@@ -245,7 +254,7 @@ class LocalStage:
             The gradients, where they are not in `.grad`, and their squared norm, where it has been taken here.
         """
         options = self.options
-        pieces = self.gradients if isinstance(self.gradients, SharedReducer) else None
+        pieces = self.gradients if isinstance(self.gradients, DirectReducer) else None
         squares = None
         if options.global_norm is not None and values is not None:
             shrink = clip_factor(values[SQUARES], options.global_norm)

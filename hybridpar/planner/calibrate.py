@@ -67,6 +67,7 @@ def compute_key(inputs: PlannerInputs) -> dict[str, Any]:
         "model": profile.info.fingerprint,
         "device": profile.device,
         "threads": profile.threads,
+        **({"compiled": True} if profile.compiled is not None else {}),
     }
 
 

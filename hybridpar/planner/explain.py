@@ -243,6 +243,10 @@ def caveats(inputs: PlannerInputs) -> list[str]:
     allowed = planned_codecs(inputs.fidelity)
     if allowed and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed):
         lines.append(f"--fidelity {inputs.fidelity} changes nothing: {_NO_CODEC}")
+    if (factor := inputs.profile.compiled) is not None:
+        lines.append(
+            f"for the compiled model, whose step takes {factor:.2f} times as long: all layers are taken to gain alike"
+        )
     if inputs.calibration:
         told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
         lines.append(f"with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")

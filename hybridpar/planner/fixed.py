@@ -139,7 +139,6 @@ def not_modelled(config: TrainConfig) -> str:
         config: Options of the run.
     """
     reasons = {
-        "--compile": config.compile,
         "--recompute": bool(config.recompute),
         "--cuda-graph": config.cuda_graph,
         "--batch-norm sync": config.batch_norm == "sync",

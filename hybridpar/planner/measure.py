@@ -62,6 +62,7 @@ def profile_model(
     lanes: Sequence[int] = (),
     optimizer_copies: int | None = None,
     crowd: Mapping[int, float] | None = None,
+    compiled: bool = False,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
@@ -79,6 +80,8 @@ def profile_model(
         optimizer_copies: Measure what a step does besides its passes, with an optimizer that keeps so many tensors per
             parameter; None leaves that out.
         crowd: How much workers of a host slow each other down, see `measure_crowd`.
+        compiled: The model is for torch.compile. A step of it is timed in each way, and times of units, which cannot be
+            timed inside of compiled code, are scaled to that. With `measure`.
         progress: Told after every pass.
         announce: Told in a line what is being done.
 
@@ -95,6 +98,7 @@ def profile_model(
     traced: dict[str, TracedModel] = {}
     tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
+    gain: float | None = None
     rest: dict[str, StepCosts] = {}
     ascending = sorted(examples, key=len)
     first, largest = ascending[0], ascending[-1]
@@ -103,7 +107,7 @@ def profile_model(
         for form, kernel in ways:
             sizes, noises = [], []
             for example in ascending:
-                given = _set_way(model, example, form, kernel)
+                given = set_way(model, example, form, kernel)
                 say(f"profiling {form}, {kernel} kernels, micro-batches of {len(given)}")
                 if kernel not in traced:
                     traced[kernel] = trace_model(model, (given,))
@@ -117,10 +121,12 @@ def profile_model(
                 rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
             update_ms = rest[form].update_ms if form in rest else None
             variants.append(Variant(form, kernel, tuple(sizes), max(noises), update_ms))
-        if measure and len(ways) > 1:
-            say("comparing memory formats and kernels in turns")
-            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways))
-            variants = [one.scaled(steps[_way_name(one.memory_format, one.kernels)] / one.step_ms) for one in variants]
+        if measure and (compiled or len(ways) > 1):
+            say("timing the compiled model" if compiled else "comparing memory formats and kernels in turns")
+            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways, compiled))
+            factors = [steps[_way_name(one.memory_format, one.kernels)] / one.step_ms for one in variants]
+            variants = [one.scaled(factor) for one, factor in zip(variants, factors, strict=True)]
+            gain = factors[0] if compiled else None
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
@@ -149,12 +155,23 @@ def profile_model(
         update_ms=variants[0].update_ms,
         collect_ms=rest[formats[0]].collect_ms if rest else 0.0,
         accumulate_ms=rest[formats[0]].accumulate_ms if rest else 0.0,
+        compiled=gain,
         versions={"torch": str(torch.__version__)},
     )
 
 
-def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) -> torch.Tensor:
-    """Let a model compute in one of its ways; the example, in that memory format."""
+def set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str = "stock") -> torch.Tensor:
+    """Let a model compute in one of its ways.
+
+    Args:
+        model: The model; changed in place.
+        example: A micro-batch.
+        form: `contiguous` or `channels_last`.
+        kernel: `stock` or `tuned`.
+
+    Returns:
+        The example, in that memory format.
+    """
     layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
     restore(model).to(memory_format=layout)
     if kernel == "tuned":
@@ -162,8 +179,10 @@ def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) ->
     return example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
 
 
-def _steps_in_turns(model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Milliseconds of a step in each way to compute a model, and their noise.
+def _steps_in_turns(
+    model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]], compiled: bool
+) -> dict[str, float]:
+    """Milliseconds of a step, maybe compiled, in each way to compute a model, and their noise.
 
     The ways take turns, so that what the machine does meanwhile disturbs all of them alike.
 
@@ -172,12 +191,13 @@ def _steps_in_turns(model: nn.Module, example: torch.Tensor, ways: Sequence[tupl
     takes is found from all ways together.
     """
     clock, times = Clock(example.device), {way: list[float]() for way in ways}
+    run = torch.compile(model) if compiled else model
 
     def turn(way: tuple[str, str]) -> float:
-        given = _set_way(model, example, *way)
+        given = set_way(model, example, *way)
         with untouched(model, training=True):
-            whole_step_ms(model, (given,), clock)  # weights have just moved
-            return whole_step_ms(model, (given,), clock)
+            whole_step_ms(run, (given,), clock)  # weights have just moved
+            return whole_step_ms(run, (given,), clock)
 
     for _ in range(TURNS):
         for way in ways:

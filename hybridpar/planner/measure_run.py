@@ -44,7 +44,7 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_model
+from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
@@ -63,6 +63,8 @@ PASSES, CROWD_STEPS = 3, 3
 #: What measuring takes: steps for each way to compute the model, for the rest of a step in each memory format, and for
 #: workers beside each other and rehearsals; and seconds for the cores of a worker, and for the links between several.
 _STEPS_EACH, _STEPS_REST, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 12, 23, 1.0, 6.0
+#: Seconds that compiling a model is taken to need; it is known only afterwards.
+_COMPILE_SECONDS = 60.0
 
 #: Samples of the largest micro-batch that is measured for a cluster which is not the machine at hand.
 _MOST_ELSEWHERE = 64
@@ -89,6 +91,7 @@ class Question:
         copies: Tensors per parameter that the optimizer keeps.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
+        compiled: Whether the model, or every stage of it, is trained through torch.compile.
         steps: Of the run that the plan is for; None to measure everything, however long it takes, also what is of use
             only with other options or on other machines.
     """
@@ -102,6 +105,7 @@ class Question:
     copies: int = 1
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2
+    compiled: bool = False
     steps: int | None = None
 
     @classmethod
@@ -127,6 +131,7 @@ class Question:
             state_copies(config),
             config.bucket_bytes,
             config.sync_lanes,
+            config.compile,
             steps,
         )
 
@@ -168,6 +173,7 @@ class _Scope:
     formats: list[str]
     kernels: bool
     passes: int
+    compiled: bool = False
 
     @property
     def ways(self) -> set[tuple[str, str]]:
@@ -178,7 +184,7 @@ class _Scope:
     def cost(self) -> float:
         """What profiling takes, in steps at the largest size."""
         ways = len(self.ways)
-        turns = 2 * TURNS * ways if ways > 1 else 0
+        turns = 2 * TURNS * ways if ways > 1 or self.compiled else 0
         sizes = sum(self.sizes) / self.sizes[-1]
         return _STEPS_EACH * ways * sizes + turns + _STEPS_REST * len(self.formats) + _STEPS_BESIDE
 
@@ -252,6 +258,7 @@ def measure_inputs(
             copies=asked.copies,
             bucket_bytes=asked.bucket_bytes,
             memory_format=scope.formats[0],
+            compiled=asked.compiled,
             cache=directory,
             note=asked.amp,
         )
@@ -274,8 +281,11 @@ def _scope(
     formats = ["contiguous", "channels_last"] if len(asked.sample_shape) == 3 else ["contiguous"]
     if asked.fixed.memory_format is not None:
         formats = [asked.fixed.memory_format]
+    if asked.compiled:  # to compile takes longer than to train for a while: not for ways that nobody asked for
+        formats, off = formats[:1], off or asked.fixed.kernels is None
     most = None if cluster is None else _MOST_ELSEWHERE
-    return _Scope(_sizes(model, asked, workers, most), formats, not off and same and has_tuned_kernels(model), passes)
+    kernels = not off and same and has_tuned_kernels(model)
+    return _Scope(_sizes(model, asked, workers, most), formats, kernels, passes, asked.compiled)
 
 
 def _key(model: nn.Module, asked: Question, world: World) -> dict[str, object]:
@@ -288,6 +298,7 @@ def _key(model: nn.Module, asked: Question, world: World) -> dict[str, object]:
         "divided": [asked.fixed.replicas, asked.fixed.micro_batches] if asked.fixed.micro_batches else None,
         "amp": asked.amp,
         "copies": asked.copies,
+        **({"compiled": True} if asked.compiled else {}),
         **machine_key(world.device),
         "hosts": sorted(Counter(str(one) for one in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
@@ -316,16 +327,21 @@ def _measure(
     if asked.steps is not None:
         announce("planning: timing a step of the model (--plan none skips planning)")
         with autocast(asked.amp, world.device):
-            own = world.on_all(_named(lambda: _step_ms(model, examples[-1]) / 1e3))
+            own = world.on_all(_named(lambda: _step_ms(model, examples[-1], scope.formats[0]) / 1e3))
         slowest = max(map(float, world.gather(own)))  # type: ignore[arg-type]
         worth = WORTH * asked.steps * slowest
         beside = _CORE_SECONDS + (_LINK_SECONDS if world.size > 1 else 0.0)
+        beside += _COMPILE_SECONDS if asked.compiled else 0.0
         while (needs := beside + slowest * scope.cost) > min(MOST_SECONDS, worth) and len(scope.ways) > 1:
             scope = replace(scope, kernels=False, formats=scope.formats if scope.kernels else scope.formats[:1])
         if needs > worth:
             told = f"more than half of {asked.steps:,} steps of {1e3 * slowest:,.0f} ms"
             raise HybridparError(f"measuring would take {needs:,.1f} s, {told}")
         announce(f"planning: measuring the model, about {max(1.0, needs):.0f} s in all (--plan none skips planning)")
+    if asked.compiled:
+        announce("planning: compiling the model (--plan none skips planning)")
+        with autocast(asked.amp, world.device):  # on all workers at once, so that none waits for another one's compiler
+            world.on_all(_named(lambda: _step_ms(model, examples[-1], scope.formats[0], compiled=True)))
     crowd: Mapping[int, float] = {}
     if here:
         if world.device.type == "cpu":
@@ -347,6 +363,7 @@ def _measure(
                 lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
                 optimizer_copies=asked.copies,
                 crowd=crowd,
+                compiled=asked.compiled,
                 progress=progress,
                 announce=announce if asked.steps is None else None,
             )
@@ -442,9 +459,14 @@ def _carries_codecs(world: World) -> bool:
     return world.size > 1 and isinstance(world.lane_sums[0], BackendSum)
 
 
-def _step_ms(model: nn.Module, example: torch.Tensor) -> float:
-    """One training step of the whole model, after one that is not counted."""
+def _step_ms(model: nn.Module, example: torch.Tensor, form: str, *, compiled: bool = False) -> float:
+    """One training step of the whole model, after one that is not counted, in which it may be compiled."""
     clock = Clock(example.device)
-    with untouched(model, training=True):
-        whole_step_ms(model, (example,), clock)
-        return whole_step_ms(model, (example,), clock)
+    given = set_way(model, example, form)
+    run = torch.compile(model) if compiled else model
+    try:
+        with untouched(model, training=True):
+            whole_step_ms(run, (given,), clock)
+            return whole_step_ms(run, (given,), clock)
+    finally:
+        model.to(memory_format=torch.contiguous_format)

@@ -304,6 +304,8 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
         told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
     if plan.measured is not None and plan.measured.dtype != DTYPES[config.amp]:
         told.append(f"computing in {plan.measured.dtype}")
+    if (inputs.profile.compiled is not None) != config.compile:
+        told.append("a model that is not compiled" if config.compile else "a compiled model")
     return ", ".join(told)
 
 
@@ -326,6 +328,8 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
 
         require_model(plan, model, plan.model.name)
     followed = _as_followed(config, plan, decided, world.size)
+    if followed.inputs is not None and _made_for_other(config, followed, None):
+        followed = _unpredicted(followed)
     return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
 

@@ -161,6 +161,8 @@ class ModelProfile:
         collect_ms: Copying all gradients into buckets.
         accumulate_ms: By how much backward passes that add gradients to those of the micro-batch before, as all that
             were timed do, take longer than those that make the first ones; it can be less than nothing.
+        compiled: Step of the model through torch.compile over the step that its units add up to, where that is what the
+            times are of: those of all units were multiplied with it. None where the model is not compiled.
         versions: Of what it was measured with.
 
     Raises:
@@ -183,6 +185,7 @@ class ModelProfile:
     update_ms: float | None = None
     collect_ms: float = 0.0
     accumulate_ms: float = 0.0
+    compiled: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

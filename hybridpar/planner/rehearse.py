@@ -27,7 +27,7 @@ from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep
-from hybridpar.pipeline.options import WHOLE
+from hybridpar.pipeline.options import WHOLE, PipelineOptions
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
@@ -85,6 +85,7 @@ def measure_rehearsal(
     copies: int = 1,
     bucket_bytes: int = 8 << 20,
     memory_format: str = "contiguous",
+    compiled: bool = False,
     steps: int = STEPS,
     seconds: float = SECONDS,
     cache: Path | None = None,
@@ -100,6 +101,7 @@ def measure_rehearsal(
         copies: Tensors per parameter that the optimizer keeps.
         bucket_bytes: Size at which a bucket of gradients is full.
         memory_format: `contiguous` or `channels_last`.
+        compiled: Run the model through torch.compile.
         steps: Steps that count, at least.
         seconds: They go on for so long, to `ENOUGH` of them; shared by those with and without a codec.
         cache: Where the first worker keeps what was found, for as long as the cluster stays the same; None measures
@@ -120,11 +122,12 @@ def measure_rehearsal(
         **figures_key(model, example),
         "cluster": cluster.key,
         "transport": world.transport,
-        "how": [copies, bucket_bytes, memory_format, steps, seconds, note],
+        "how": [copies, bucket_bytes, memory_format, steps, seconds, note, *(["compiled"] if compiled else [])],
     }
 
     def measure() -> dict[str, float]:
-        return _step_times(model, example, world, cluster, copies, bucket_bytes, memory_format, steps, seconds)
+        whole = replace(WHOLE, compile=compiled, sync=SyncOptions(bucket_bytes=bucket_bytes))
+        return _step_times(model, example, world, cluster, copies, whole, memory_format, steps, seconds)
 
     found = remembered(KIND, key, cache, measure, world)
     return tuple(Rehearsal(codec, len(example), step_ms) for codec, step_ms in found.items())
@@ -136,7 +139,7 @@ def _step_times(
     world: World,
     cluster: ClusterSpec,
     copies: int,
-    bucket_bytes: int,
+    whole: PipelineOptions,
     memory_format: str,
     steps: int,
     seconds: float,
@@ -150,14 +153,15 @@ def _step_times(
     with untouched(model, training=True):
         model.to(memory_format=layout)
         try:
-            whole_step_ms(model, (example,), clock)
-            told: list[float] = world.gather(whole_step_ms(model, (example,), clock))  # type: ignore[assignment]
+            run = torch.compile(model) if whole.compile else model
+            whole_step_ms(run, (example,), clock)
+            told: list[float] = world.gather(whole_step_ms(run, (example,), clock))  # type: ignore[assignment]
             codecs = ["none"] if exchange <= max(told) else []
             if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], BackendSum):
                 codecs.append(CODEC)
             found, noises = {}, [0.0]
             for codec in codecs:
-                options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
+                options = replace(whole, sync=replace(whole.sync, codec=codec))
                 optimizer = optimizer_like(model, copies)
                 found[codec], noise = _steps(model, example, world, options, optimizer, steps, seconds / len(codecs))
                 noises.append(noise)
@@ -170,7 +174,7 @@ def _steps(
     model: nn.Module,
     example: Tensor,
     world: World,
-    options: SyncOptions,
+    options: PipelineOptions,
     optimizer: torch.optim.Optimizer,
     steps: int,
     seconds: float,
@@ -179,14 +183,13 @@ def _steps(
     clock = Clock(example.device)
     for parameter in model.parameters():
         parameter.grad = None
-    whole = replace(WHOLE, sync=options)
 
     def step_of(_: nn.Module) -> OptimizerStep:
         return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)  # the rates are 0
 
     with (
         Lanes(example.device) as lanes,
-        closing(PipelineEngine(model, [WholeModel(model)], world, lanes, any_loss, step_of, whole, 1)) as engine,
+        closing(PipelineEngine(model, [WholeModel(model)], world, lanes, any_loss, step_of, options, 1)) as engine,
     ):
 
         def step_ms() -> float:

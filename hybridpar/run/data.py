@@ -12,12 +12,14 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.augment import Interpolation
+from hybridpar.config.torchvision_sets import is_of_any_size
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, freeze, load_weights, parse_arguments, require_trained
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.inputs import model_input
+from hybridpar.models.weight_files import is_published
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -169,8 +171,11 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
     )
 
 
-def with_images_of_weights(config: TrainConfig, name: str) -> TrainConfig:
-    """Let images be as the published weights of a model want them, where options do not say otherwise.
+def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
+    """Let images be as published weights or the model want them, where options do not say otherwise.
+
+    Without published weights, images of data sets that have a usual size of their own (digits, CIFAR, ...) stay as they
+    are.
 
     Args:
         config: Options.
@@ -182,6 +187,9 @@ def with_images_of_weights(config: TrainConfig, name: str) -> TrainConfig:
     Raises:
         UsageError: There are no such weights.
     """
+    published = config.weights is not None and is_published(config.weights)
+    if not published and not is_of_any_size(config.data):
+        return config
     found = model_input(name, config.weights, parse_arguments(config.model_arg))
     if found is None:
         return config

@@ -373,4 +373,10 @@ def _typed(value: Any, hint: Any) -> Any:
 
 def _text(value: object) -> str:
     """A value for a message."""
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else "unset" if value is None else str(value)
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, (list, tuple))
+        else "the default"
+        if value is None
+        else str(value)
+    )

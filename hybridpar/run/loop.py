@@ -77,7 +77,7 @@ class RunLoop(ABC):
         Returns:
             0, or 130 or 143 where a signal stopped the run and no launcher reports it.
         """
-        stop = StopRequest()
+        stop = StopRequest(says=self.is_main)
         try:
             stopped = self._train(stop)
         finally:

@@ -36,7 +36,7 @@ from hybridpar.run.data import (
     start_from_weights,
     steps_of,
     test_batches,
-    with_images_of_weights,
+    with_images_of_model,
 )
 from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
 from hybridpar.run.figures import (
@@ -83,7 +83,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config.check()
     config, changes = recall_options(config, model_name, given)
     config.check()
-    config = with_images_of_weights(config, model_name)
+    config = with_images_of_model(config, model_name)
     if config.uses_servers:
         from hybridpar.run.served_run import run_served
 

@@ -22,16 +22,17 @@ from hybridpar.compress import (
     PhaseTimer,
     Policy,
     TorchGroup,
-    format_codec,
     read_policy,
 )
 from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codecs.onebit import RowSigns, Signs
 from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.hierarchy import NodeExchange
+from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.compress.redivide import put_together
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
-from hybridpar.sync.buckets import Bucket
+from hybridpar.sync.buckets import Bucket, Slot
 from hybridpar.sync.figures import BucketCost, SyncCosts
 
 _log = logging.getLogger(__name__)
@@ -123,11 +124,92 @@ class Compression(ParameterCoders):
         if self._on_one_node:
             return
         for bucket in buckets:
-            shapes = {slot.name: tuple(slot.parameter.shape) for slot in bucket.slots}
-            if bucket.dtype == torch.float32 and any(self._changes(name, shape) for name, shape in shapes.items()):
+            if bucket.dtype == torch.float32:
                 self._exchanges[bucket.index] = self.exchange_of(
-                    list(shapes), [slot.parameter for slot in bucket.slots]
+                    [slot.name for slot in bucket.slots], [slot.parameter for slot in bucket.slots]
                 )
+
+    def open(self) -> None:
+        """Begin a step in which gradients come one by one: `take` each, `carry` each bucket, then `finish` each.
+
+        For codecs in one message, without nodes. A decision on the step before that was left on the device is read.
+        """
+        self.catch_up()
+        for bucket in self._buckets:
+            self._exchange(bucket).open()
+
+    def take(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
+        """Encode a gradient, which is not needed afterwards.
+
+        Args:
+            bucket: A bucket.
+            slot: One of its slots.
+            gradient: 1-D float32.
+        """
+        self._exchange(bucket).take(bucket.slots.index(slot), gradient)
+
+    def carry(self, bucket: Bucket, group: SumGroup, encode_ms: float) -> BucketCost:
+        """Exchange the messages of a bucket, whose gradients were all taken.
+
+        Args:
+            bucket: The bucket.
+            group: What the sync lane exchanges on.
+            encode_ms: What encoding took.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            RuntimeError: A peer died or did not come in time.
+        """
+        assert isinstance(group, BackendSum)
+        done = self._exchange(bucket).carry(TorchGroup(group.group))
+        if done.timer is not None:
+            done.timer.add(Phase.ENCODE, encode_ms)
+        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
+
+    def is_finite(self, bucket: Bucket) -> bool:
+        """Whether all that came of a bucket's messages is finite.
+
+        Args:
+            bucket: The bucket.
+        """
+        return all(coder.is_finite() for coder in self._exchange(bucket).coders)
+
+    def finish(self, name: str, out: Tensor) -> None:
+        """Decode the sum of a parameter's gradients.
+
+        Args:
+            name: Of the parameter.
+            out: 1-D float32, as large as the parameter.
+        """
+        self._coders[name].finish(out)
+
+    def full_of(self, name: str) -> Tensor | None:
+        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None.
+
+        Args:
+            name: Of the parameter.
+        """
+        coder = self._coders[name].current
+        return coder.received if _is_plain(coder) and isinstance(coder, Full) and coder.spec.divisor == 1 else None
+
+    def signs_of(self, name: str) -> list[Signs] | None:
+        """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else.
+
+        Args:
+            name: Of the parameter.
+        """
+        coder = self._coders[name].current
+        if not isinstance(coder, (GatheredCoder, ShardedCoder)) or not isinstance(coder.quantiser, RowSigns):
+            return None
+        length = coder.quantiser.length(coder.spec.count)
+        return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
+
+    def _exchange(self, bucket: Bucket) -> Exchange:
+        exchange = self._exchanges[bucket.index]
+        assert isinstance(exchange, Exchange)
+        return exchange
 
     def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
@@ -293,11 +375,6 @@ class Compression(ParameterCoders):
             CheckpointError: The state of a worker is missing, or a parameter's does not fit it.
         """
         self.load_state_dict(put_together(states))
-
-    def _changes(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a parameter is sent compressed; equal on all workers, whoever leads it."""
-        codec = self.policy.codec_of(name)
-        return codec.fits(shape) and format_codec(codec) != "none"
 
 
 def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:

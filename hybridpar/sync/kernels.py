@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
+from hybridpar.compress.codecs.onebit import Signs
 from hybridpar.sync.pieces import Sgd
 
 #: From so many values on, what is written is not read again before it would have left the caches.
@@ -68,13 +70,60 @@ def step_sgd(
     Returns:
         How many elements were stepped, from the first one on; None where there is no kernel.
     """
-    kind = "nesterov" if options.nesterov else "plain" if momentum is None else "momentum"
-    kernel = functions().get(f"sgd_{kind}_decay" if options.weight_decay else f"sgd_{kind}")
-    if kernel is None or whole.dtype != torch.float32:
+    kernel = _kernel("sgd", whole, momentum, options)
+    if kernel is None:
         return None
     count = whole.numel() // LANES * LANES
-    places = (whole.data_ptr(), 0 if momentum is None else momentum.data_ptr(), first.data_ptr(), squares.data_ptr())
-    rate = options.lr if options.maximize else -options.lr
-    rates = (factor, rate, options.weight_decay, options.momentum, 1.0 - options.dampening)
-    kernel(*places, count, workers, bytes_apart // first.element_size(), *rates)
+    places = (whole.data_ptr(), _address(momentum), first.data_ptr(), squares.data_ptr())
+    kernel(*places, count, workers, bytes_apart // first.element_size(), *_rates(options, factor))
     return count
+
+
+def step_sgd_of_signs(
+    whole: Tensor, momentum: Tensor | None, signs: Sequence[Signs], factor: float, options: Sgd, squares: Tensor
+) -> bool:
+    """Take a step of SGD on a multiple of a sum of signs and levels.
+
+    Args:
+        whole: The parameter, 1-D in memory order.
+        momentum: Of the same size.
+        signs: All groups of the parameter.
+        factor: What the sum is multiplied with.
+        options: Of the step.
+        squares: One element, float64; replaced by the sum of the squares of the multiple.
+
+    Returns:
+        Whether there is a kernel for it; else nothing was changed.
+    """
+    workers = len(signs[0].messages) if signs else 0
+    if workers not in (1, 2) or any(one.length % LANES for one in signs):
+        return False
+    kernel = _kernel(f"signs{workers}", whole, momentum, options)
+    if kernel is None:
+        return False
+    squares.zero_()
+    own = torch.zeros((), dtype=torch.float64)
+    for one in signs:
+        start = one.first * one.length
+        first, second = one.messages[0], one.messages[-1]
+        places = whole[start:].data_ptr(), _address(None if momentum is None else momentum[start:])
+        numbers = (first.data_ptr(), second.data_ptr(), own.data_ptr(), one.groups, one.length)
+        kernel(*places, *numbers, *_rates(options, factor))
+        squares += own
+    return True
+
+
+def _kernel(name: str, whole: Tensor, momentum: Tensor | None, options: Sgd) -> Function | None:
+    kind = "nesterov" if options.nesterov else "plain" if momentum is None else "momentum"
+    if whole.dtype != torch.float32:
+        return None
+    return functions().get(f"{name}_{kind}_decay" if options.weight_decay else f"{name}_{kind}")
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
+    rate = options.lr if options.maximize else -options.lr
+    return factor, rate, options.weight_decay, options.momentum, 1.0 - options.dampening

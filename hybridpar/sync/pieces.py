@@ -64,6 +64,13 @@ class Pieces(Protocol):
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that have a gradient in this step."""
 
+    def piece(self, parameter: nn.Parameter) -> int:
+        """Elements that are best read at a time.
+
+        Args:
+            parameter: One of `parameters`.
+        """
+
     def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
         """Write a piece of a parameter's gradient.
 
@@ -164,7 +171,7 @@ def _go_through(
 ) -> None:
     """Step a parameter piece by piece. `step` is given elements, their gradients, and those of `kept`."""
     whole = flat_view(parameter)
-    size = PIECE * torch.get_num_threads()
+    size = pieces.piece(parameter)
     memory = torch.empty(min(size, whole.numel()), dtype=whole.dtype)
     for start in range(0, whole.numel(), size):
         place = slice(start, start + size)

@@ -1,4 +1,5 @@
-"""CPU kernels of gradients in shared memory: handing one over, and a step of SGD on the sum of all workers'.
+"""CPU kernels of gradients that are added by the optimizer: handing one over, and a step of SGD on the sum of all
+workers', as they are or as signs.
 
 Each takes one pass over memory. The arithmetic of a step is that of torch's fused SGD, operation by operation, products
 and sums rounded once where torch's are, so that the result is the same bit for bit.
@@ -16,6 +17,8 @@ BLOCK = 64 * LANES
 
 #: `slots` is where the first worker's gradient begins, `apart` the distance from one worker's to the next in elements.
 STEP = ("parameter", "momentum", "slots", "squares", "count", "workers", "apart")
+#: `first` and `second` are messages of the codec `onebit`: lower levels, upper levels, and bits of all groups.
+SIGNS = ("parameter", "momentum", "first", "second", "squares", "groups", "length")
 #: `rate` is minus the learning rate, `mass` the momentum, and `share` is 1 - dampening.
 RATES = ("factor", "rate", "decay", "mass", "share")
 
@@ -29,8 +32,11 @@ def define(w: Writer) -> dict[str, Any]:
     functions = {"hand_over": w.function("hand_over", ("source", "target", "squares", "count", "stream"), (), _hand(w))}
     for kind in ("plain", "momentum", "nesterov"):
         for decays in (False, True):
-            name = f"sgd_{kind}_decay" if decays else f"sgd_{kind}"
-            functions[name] = w.function(name, STEP, RATES, _sgd(w, kind, decays))
+            name = f"{kind}_decay" if decays else kind
+            functions[f"sgd_{name}"] = w.function(f"sgd_{name}", STEP, RATES, _sgd(w, kind, decays))
+            for workers in (1, 2):
+                own = f"signs{workers}_{name}"
+                functions[own] = w.function(own, SIGNS, RATES, _signs(w, kind, decays, workers))
     return functions
 
 
@@ -83,43 +89,86 @@ def _hand(w: Writer) -> Callable[..., None]:
 def _sgd(w: Writer, kind: str, decays: bool) -> Callable[..., None]:
     t = w.t
 
-    def fma(x: Any, y: Any, z: Any) -> Any:
-        return w.call("float32x16", "hp_muladd", x, y, z)
-
     def body(
-        parameter: Any,
-        momentum: Any,
-        slots: Any,
-        squares: Any,
-        count: Any,
-        workers: Any,
-        apart: Any,
-        factor: Any,
-        rate: Any,
-        decay: Any,
-        mass: Any,
-        share: Any,
+        parameter: Any, momentum: Any, slots: Any, squares: Any, count: Any, workers: Any, apart: Any, **rates: Any
     ) -> None:
         """A step of values, of which `count` is a multiple of `LANES`, on `factor` times the sum of the gradients."""
-        weights, moments, given = (w.view(one, "float32") for one in (parameter, momentum, slots))
+        given = w.view(slots, "float32")
         sums = w.local(LANES, "float32")
         lanes = w.at(t.int64(0))
+        step = _vector_step(w, kind, decays, parameter, momentum, **rates)
 
         def each(place: Any, add: Callable[[Any], None]) -> None:
-            w.store(sums, lanes, given[w.at(place)] + given[w.at(apart + place)])
-            with t.serial(2, workers) as worker:
+            w.store(sums, lanes, given[w.at(place)])
+            with t.serial(1, workers) as worker:
                 w.store(sums, lanes, sums[lanes] + given[w.at(worker * apart + place)])
-            gradient = w.keep(sums[lanes] * w.lanes(factor))
-            add(gradient)
-            weight = w.keep(weights[w.at(place)])
-            if decays:
-                gradient = w.keep(fma(weight, w.lanes(decay), gradient))
-            if kind != "plain":
-                moment = w.keep(fma(gradient, w.lanes(share), moments[w.at(place)] * w.lanes(mass)))
-                w.store(moments, w.at(place), moment)
-                gradient = w.keep(fma(moment, w.lanes(mass), gradient)) if kind == "nesterov" else moment
-            w.store(weights, w.at(place), fma(gradient, w.lanes(rate), weight))
+            add(step(place, sums[lanes]))
 
         _blocks(w, squares, count, each)
 
     return body
+
+
+def _signs(w: Writer, kind: str, decays: bool, workers: int) -> Callable[..., None]:
+    t = w.t
+    zero = t.int64(0)
+
+    def body(
+        parameter: Any, momentum: Any, first: Any, second: Any, squares: Any, groups: Any, length: Any, **rates: Any
+    ) -> None:
+        """A step of groups, whose `length` is a multiple of `LANES`, on `factor` times the sum of decoded messages."""
+        total = w.view(squares, "float64")
+        sums = w.local(LANES, "float32")
+        lanes = w.at(zero)
+        step = _vector_step(w, kind, decays, parameter, momentum, **rates)
+        messages = [(w.view(one, "float32"), w.view(one, "uint8")) for one in (first, second)[:workers]]
+        w.store(total, zero, t.float64(0))
+        with t.serial(0, groups) as group:
+            levels = [(w.keep(values[group]), w.keep(values[groups + group])) for values, _ in messages]
+            start = w.keep(group * length)
+            w.store(sums, lanes, w.zeros())
+            with t.serial(0, length // LANES) as block:
+                place = w.keep(start + block * LANES)
+                decoded = []
+                for (_, packed), (lower, upper) in zip(messages, levels, strict=True):
+                    bits = w.keep(w.call("int32", "hp_load16", t.address_of(packed[groups * 8 + place // 8])))
+                    mask = w.call("boolx16", "hp_mask", bits)
+                    decoded.append(w.keep(t.Select(mask, w.lanes(upper), w.lanes(lower))))
+                gradient = step(place, decoded[0] if workers == 1 else decoded[0] + decoded[1])
+                w.store(sums, lanes, w.call("float32x16", "hp_muladd", gradient, gradient, sums[lanes]))
+            w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
+
+    return body
+
+
+def _vector_step(
+    w: Writer,
+    kind: str,
+    decays: bool,
+    parameter: Any,
+    momentum: Any,
+    factor: Any,
+    rate: Any,
+    decay: Any,
+    mass: Any,
+    share: Any,
+) -> Callable[[Any, Any], Any]:
+    """What writes a step of a vector, given its place and its gradient, and returns `factor` times that."""
+    weights, moments = w.view(parameter, "float32"), w.view(momentum, "float32")
+
+    def fma(x: Any, y: Any, z: Any) -> Any:
+        return w.call("float32x16", "hp_muladd", x, y, z)
+
+    def step(place: Any, given: Any) -> Any:
+        whole = gradient = w.keep(given * w.lanes(factor))
+        weight = w.keep(weights[w.at(place)])
+        if decays:
+            gradient = w.keep(fma(weight, w.lanes(decay), gradient))
+        if kind != "plain":
+            moment = w.keep(fma(gradient, w.lanes(share), moments[w.at(place)] * w.lanes(mass)))
+            w.store(moments, w.at(place), moment)
+            gradient = w.keep(fma(moment, w.lanes(mass), gradient)) if kind == "nesterov" else moment
+        w.store(weights, w.at(place), fma(gradient, w.lanes(rate), weight))
+        return whole
+
+    return step

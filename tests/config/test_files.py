@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import config_text, preset_names, read_settings
 from hybridpar.errors import UsageError
+from hybridpar.optim.schedule import rate_factor
 
 
 def parsed(*words: str) -> Train:
@@ -34,6 +36,11 @@ def test_a_typed_model_wins_over_the_file_s(tmp_path: Path) -> None:
     file = write(tmp_path, 'model = "resnet34"\n')
     assert parsed("--config", file, "vgg11").model == "vgg11"
     assert parsed("vgg11", f"--config={file}").model == "vgg11"
+
+
+@pytest.mark.parametrize("words", [["vgg11", "--preset", "digits", "--bogus"], ["--preset", "digits", "vgg11", "--lr"]])
+def test_a_message_about_a_wrong_option_does_not_name_the_model(words: list[str]) -> None:
+    assert "resnet18" not in find_command("train").expanded("train", words)
 
 
 def test_every_kind_of_value(tmp_path: Path) -> None:
@@ -79,6 +86,21 @@ def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: 
 def test_presets_are_valid(name: str) -> None:
     parsed("--preset", name).check()
     assert preset_names()[name].endswith((".", ")."))
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("a1", {0: 1e-4, 4: 4.02e-3, 5: 1e-6 + 4.999e-3 * (1 + math.cos(math.pi / 120)) / 2, 300: 2.5005e-3}),
+        ("a3", {0: 1e-4, 50: 4.0005e-3}),
+        ("cifar", {0: 0.1, 59: 0.1, 60: 0.02, 120: 0.004, 199: 8e-4}),
+    ],
+)
+def test_rates_of_presets_are_those_of_their_sources(name: str, rates: dict[int, float]) -> None:
+    """Learning rates of some epochs, by timm's cosine without a prefix and by torch's MultiStepLR."""
+    options = parsed("--preset", name)
+    found = {at: options.lr * rate_factor(10 * at, 10 * options.epochs, 10, options) for at in rates}
+    assert found == pytest.approx(rates, rel=1e-6)
 
 
 @pytest.mark.parametrize(

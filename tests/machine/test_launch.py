@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
     job.process.send_signal(signal.SIGINT)
     code, _, error = job.finish()
     assert code == 130
-    assert error == "interrupted\n"
+    assert error == "stopping after this step, and saving; a second Ctrl-C stops at once\ninterrupted\n"
     assert not job.members()
     assert not list(temporary.iterdir()), "nothing stays behind"
 
@@ -330,6 +330,17 @@ def test_of_an_error_in_the_users_code_only_that_code_is_shown():
     assert "Traceback" not in text
     assert "errors.py" in whole
     assert "Traceback" in whole
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_the_first_signal_is_answered_at_once(capfd, says):
+    stop = StopRequest(says)
+    try:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        stop.release()
+    assert capfd.readouterr().err == says * "stopping after this step, and saving; a second Ctrl-C stops at once\n"
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

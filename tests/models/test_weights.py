@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import pickle
+import socket
 import urllib.error
 
+import huggingface_hub
 import pytest
 import torch
+import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, load_weights
-from hybridpar.models.inputs import model_input
-from hybridpar.run.data import with_images_of_weights
+from hybridpar.models import build_model, load_weights, pretrained
+from hybridpar.models.inputs import check_published_weights
+from hybridpar.models.torchvision_models import weights_in_source
 from tests.small_nets import plain, wide
 
 
@@ -125,6 +128,62 @@ def test_published_weights_of_torchvision_come_from_its_cache(tmp_path, monkeypa
     assert "IMAGENET1K_V1" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["resnet50", "vit_h_14", "googlenet", "swin_v2_b"])
+def test_the_source_of_torchvision_says_its_weights(name):
+    weights = torchvision.models.get_model_weights(name)
+    urls = {member: one.url for member, one in weights.__members__.items()}
+    assert weights_in_source(name) == weights_in_source(weights.__name__) == (weights.__name__, urls)
+
+
+def test_weights_that_cannot_be_had_are_refused_before_anything_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(pretrained, "unreachable", lambda url: "download.pytorch.org: no network")
+    with pytest.raises(UsageError) as caught:
+        check_published_weights("resnet18", "default")
+    assert "ResNet18_Weights.IMAGENET1K_V1 are not in" in caught.value.what
+    assert "download.pytorch.org: no network" in caught.value.what
+    assert "--weights FILE" in caught.value.fix
+    assert "resnet18-f37072fd.pth" in caught.value.fix
+    check_published_weights("resnet18", "default", wanted=False)
+    with pytest.raises(UsageError, match="no such weights of resnet18"):
+        check_published_weights("resnet18", "IMAGENET1K_V7", wanted=False)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"")
+    check_published_weights("resnet18", "ResNet18_Weights.DEFAULT")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (urllib.error.URLError(socket.gaierror(-2, "no such name")), "there.org: [Errno -2] no such name"),
+        (urllib.error.URLError(ConnectionRefusedError("refused")), "there.org: refused"),
+        (urllib.error.URLError(OSError(errno.ENETUNREACH, "no way")), f"there.org: [Errno {errno.ENETUNREACH}] no way"),
+        (urllib.error.URLError(TimeoutError("slow")), None),  # a slow network may still do
+        (urllib.error.HTTPError("", 404, "", None, None), None),
+        (TimeoutError("slow"), None),
+    ],
+)
+def test_a_server_is_unreachable_only_where_that_is_certain(monkeypatch, error, reason):
+    def fails(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("urllib.request.urlopen", fails)
+    assert pretrained.unreachable("https://there.org/weights.pth") == reason
+
+
+@pytest.mark.parametrize("weights", ["default", "hf-hub:nobody/nothing"])
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, weights):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    asked: list[str] = []
+    monkeypatch.setattr(pretrained, "unreachable", lambda url: asked.append(url) or "huggingface.co: no network")
+    with pytest.raises(UsageError, match=r"not in its cache: huggingface\.co: no network"):
+        load_weights(build_model("timm/resnet10t", 10), weights, name="timm/resnet10t")
+    assert len(asked) == 1
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is False
+
+
 @pytest.mark.parametrize("weights", ["default", "hf-hub:nobody/nothing"])
 def test_without_a_hub_timms_weights_are_one_error(tmp_path, monkeypatch, weights):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -134,15 +193,3 @@ def test_without_a_hub_timms_weights_are_one_error(tmp_path, monkeypatch, weight
     model = build_model("timm/resnet10t", 10)
     with pytest.raises(UsageError, match="cannot be had from the Hugging Face hub"):
         load_weights(model, weights, name="timm/resnet10t")
-
-
-def test_images_are_as_the_weights_want_them():
-    assert model_input("resnet18", None) is None
-    known = model_input("resnet50", "IMAGENET1K_V2")
-    assert known is not None
-    assert (known.size, known.interpolation, known.crop_ratio) == (224, "bilinear", 224 / 232)
-    name = "timm/vit_tiny_patch16_224"
-    config = with_images_of_weights(TrainConfig(weights="default", interpolation="nearest"), name)
-    assert (config.image_size, config.mean, config.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    assert (config.interpolation, config.crop_ratio) == ("nearest", 0.9)
-    assert with_images_of_weights(config, name) == config

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -156,7 +157,7 @@ def test_options_that_nothing_predicts_are_obeyed_and_not_planned(tmp_path, caps
     with never_searched():
         planned(tmp_path / "run", steps=3, stages=2, micro_batches=2, recompute=(0,))
     assert "no prediction knows --recompute" in capsys.readouterr().out
-    assert not_modelled(TrainConfig(compile=True)) == "--compile"
+    assert not_modelled(TrainConfig(recompute=(0,))) == "--recompute"
     assert not_modelled(TrainConfig()) == ""
 
 
@@ -490,6 +491,51 @@ def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):
     assert plan.ran is not None
     assert (plan.predicted.bubble, plan.predicted.peak_saved_bytes) > (0, 0)
     assert plan.ran.bubble == summary["bubble"]
+
+
+def compiled_rank(world: World, run_dir: Path, cache: str, options: dict) -> Plan:
+    # Captured by the compiler's front end as ever, but not translated, which takes long.
+    with mock.patch.object(torch, "compile", side_effect=partial(torch.compile, backend="aot_eager")) as compiling:
+        plan = planned_rank(world, run_dir, cache, options)
+    stages = [call.args[0] for call in compiling.call_args_list if isinstance(call.args[0], torch.fx.GraphModule)]
+    assert len(stages) == 1, "each worker compiles its own stage"
+    return plan
+
+
+def test_a_compiled_pipeline_is_planned_and_trains_as_the_eager_one(tmp_path):
+    options = {"steps": 4, "stages": 2, "micro_batches": 2}
+    cache = str(tmp_path / "cache")
+    plan = run_ranks(compiled_rank, 2, tmp_path / "compiled", cache, {**options, "compile": True})[0]
+    assert plan.predicted is not None
+    assert plan.inputs is not None
+    factor = plan.inputs["profile"]["compiled"]
+    assert factor > 0
+    assert len(plan.inputs["profile"]["variants"]) == 1, "to compile other formats would take too long"
+    run_ranks(train_rank, 2, tmp_path / "eager", "plain", None, {**options, "plan": "none"})
+    assert check_run(tmp_path / "compiled", steps=4)["stages"] == 2
+    compiled, eager = saved_state(tmp_path / "compiled"), saved_state(tmp_path / "eager")
+    assert compiled.keys() == eager.keys()
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_plan_for_compiled_steps_promises_nothing_to_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    plan = planned(tmp_path / "compiled", steps=3, compile=True)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "for the compiled model, whose step takes" in told
+    assert plan.predicted is not None
+    assert check_run(tmp_path / "compiled")["predicted_step_ms"] == plan.predicted.step_ms
+    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
+        assert planned(tmp_path / "again", steps=3, compile=True).inputs == plan.inputs
+    followed = {"steps": 3, "plan": tmp_path / "compiled" / "plan.json"}
+    assert train(tmp_path / "eager", "plain", **followed) == 0
+    assert "made for a compiled model: its prediction does not hold here" in " ".join(capsys.readouterr().out.split())
+    assert train(tmp_path / "compiled", "plain", resume=True, steps=4) == 0  # no longer compiled
+    assert check_run(tmp_path / "compiled", steps=4)["predicted_step_ms"] is None
+    with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
+        assert planned(tmp_path / "other", steps=3).inputs["profile"].get("compiled") is None
+    assert measure.call_count == 1
 
 
 def refused_rank(world: World, run_dir: Path, options: dict) -> str:

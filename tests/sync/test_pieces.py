@@ -44,6 +44,9 @@ class Slots:
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
+    def piece(self, parameter: nn.Parameter) -> int:
+        return PIECE
+
     def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
         first = self._offsets[parameter] + start
         parts = self._memory[:, first : first + out.numel()]

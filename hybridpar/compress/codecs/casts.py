@@ -22,6 +22,7 @@ class Float16(Codec):
 
     name = "fp16"
     biased = False
+    one_message = True
 
     def bind(self, spec: TensorSpec) -> Full:
         return Full(replace(spec, wire=torch.float16))
@@ -34,6 +35,7 @@ class BFloat16(Codec):
 
     name = "bf16"
     biased = False
+    one_message = True
 
     def bind(self, spec: TensorSpec) -> Full:
         return Full(replace(spec, wire=torch.bfloat16))
@@ -70,6 +72,11 @@ class Cast(Codec):
     def biased(self) -> bool:  # type: ignore[override]
         """As the codec inside, but for the rounding."""
         return self.inner.biased
+
+    @property
+    def one_message(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.one_message
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]

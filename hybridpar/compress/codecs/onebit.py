@@ -52,6 +52,7 @@ class OneBit(Codec):
     meet: str = "auto"
     name = "onebit"
     biased = True
+    one_message = True
     feedback = True
     kernels = ("cpu", "cuda")
 
@@ -91,6 +92,23 @@ def quantiser_of(codec: OneBit, shape: Sequence[int]) -> Quantiser:
     return ColumnSigns(shape) if codec.by_columns(shape) else RowSigns(shape)
 
 
+@dataclass(frozen=True)
+class Signs:
+    """Groups of a parameter as they were received.
+
+    Attributes:
+        first: The first group.
+        groups: How many there are.
+        length: Values in each.
+        messages: Their sum is what the groups stand for; each is [a0 of each][a1 of each][bits].
+    """
+
+    first: int
+    groups: int
+    length: int
+    messages: Sequence[Tensor]
+
+
 class RowSigns(Quantiser):
     """A stripe of groups, each what belongs to an index of the first dimension, as [a0 of each][a1 of each][bits].
 
@@ -101,6 +119,14 @@ class RowSigns(Quantiser):
     def __init__(self, shape: Sequence[int]) -> None:
         self._rows = shape[0]
 
+    def length(self, count: int) -> int:
+        """Values in a group.
+
+        Args:
+            count: Of the parameter.
+        """
+        return count // self._rows
+
     def view(self, flat: Tensor) -> Tensor:
         """One group per row."""
         return flat.view(self._rows, -1)
@@ -109,6 +135,10 @@ class RowSigns(Quantiser):
         """Two levels per group, one bit per value."""
         groups, length = shape
         return 8 * groups + bits_size(groups * length)
+
+    def is_finite(self, message: Tensor, shape: Sequence[int]) -> bool:
+        """Infinity and NaN reach the levels of their group."""
+        return bool(torch.isfinite(message[: 8 * shape[0]].view(torch.float32)).all())
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
         groups, length = values.shape

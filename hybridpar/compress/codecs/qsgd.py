@@ -47,6 +47,7 @@ class Qsgd(LargeTensorCodec):
     least: int = 1000
     name = "qsgd"
     biased = False
+    one_message = True
     stateful = True
 
     def __post_init__(self) -> None:

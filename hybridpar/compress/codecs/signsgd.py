@@ -40,6 +40,7 @@ class SignSgd(LargeTensorCodec):
     least: int = 1000
     name = "signsgd"
     biased = True
+    one_message = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
 

@@ -91,6 +91,7 @@ class TwoBit(LargeTensorCodec):
     meet: str = "auto"
     name = "twobit"
     biased = True
+    one_message = True
     feedback = True
     kernels = ("cpu", "cuda")
 

@@ -1,0 +1,74 @@
+"""SGD on signs as they were received, against decoding them first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
+from hybridpar.compress.exchange import Exchange
+from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
+from hybridpar.compress.together import run_together
+from hybridpar.sync.kernels import functions, step_sgd_of_signs
+from hybridpar.sync.pieces import Sgd
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.1, "momentum": 0.0},
+    {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.01},
+    {"lr": 0.1, "momentum": 0.9},
+    {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+    {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01},
+    {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+NONE = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+
+def received(shape: tuple[int, ...], meet: str, workers: int) -> tuple[list[Signs], torch.Tensor]:
+    """What came of an exchange on one worker, as it is and decoded."""
+    generator = torch.Generator().manual_seed(3)
+    coders = [
+        OneBit(meet=meet, least=1).bind(TensorSpec("w", shape, rank, workers, average=False)) for rank in range(workers)
+    ]
+    gradients = [torch.randn(shape, generator=generator).flatten() for _ in range(workers)]
+    outs = [torch.empty_like(one) for one in gradients]
+    exchanges = [Exchange([coder]) for coder in coders]
+    run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
+    coder = coders[-1].current
+    assert isinstance(coder, (GatheredCoder, ShardedCoder))
+    assert isinstance(coder.quantiser, RowSigns)
+    length = coder.quantiser.length(coder.spec.count)
+    return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()], outs[-1]
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (7, 48), (16, 3, 4, 4), (130, 16)])
+@pytest.mark.parametrize(("meet", "workers"), [("gather", 2), ("shard", 3)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_step_on_signs_equals_one_on_what_they_decode_to(
+    options: dict[str, Any], meet: str, workers: int, shape: tuple[int, ...]
+) -> None:
+    if not functions():
+        pytest.skip("no kernels on this machine")
+    signs, gradient = received(shape, meet, workers)
+    sgd = Sgd(**{**NONE, **options})
+    generator = torch.Generator().manual_seed(4)
+    ours, momentum = (torch.randn(gradient.numel(), generator=generator) for _ in range(2))
+    theirs, other = ours.clone(), momentum.clone()
+    squares = torch.full((), 7.0, dtype=torch.float64)
+    with_momentum = bool(sgd.momentum)
+    assert step_sgd_of_signs(ours, momentum if with_momentum else None, signs, 0.5, sgd, squares)
+    sgd.step(theirs, gradient * 0.5, other if with_momentum else None)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(momentum, other)
+    assert squares.item() == pytest.approx((gradient * 0.5).double().square().sum().item(), rel=1e-5)
+
+
+def test_groups_that_fill_no_vectors_and_many_messages_are_left_to_torch() -> None:
+    sgd = Sgd(**{**NONE, **OPTIONS[0]})
+    for shape, workers in (((4, 33), 2), ((4, 32), 3)):
+        signs, gradient = received(shape, "gather", workers)
+        ours = torch.zeros(gradient.numel())
+        assert not step_sgd_of_signs(ours, None, signs, 1.0, sgd, torch.zeros((), dtype=torch.float64))
+        assert not ours.any()
