@@ -194,7 +194,7 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
         factors: Of shape (r, n) with r <= n, float32.
 
     Returns:
-        New ones, contiguous.
+        New ones.
     """
     if _one_by_one(factors[0].device) or max(factor.shape[0] for factor in factors) > _FEW:
         return [torch.linalg.qr(factor.t()).Q.t().contiguous() for factor in factors]
