@@ -6,9 +6,10 @@ lane, where everything else happens. For a model that is not cut, that lane is t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -30,6 +31,8 @@ from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces
 from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
 from hybridpar.sync.shared_reducer import SharedReducer
+
+_log = logging.getLogger(__name__)
 
 #: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
@@ -142,8 +145,11 @@ class LocalStage:
             # Stages know the norm of all of them only once they have added theirs up.
             exact = options.global_norm is not None or self.lane is not self._lanes.caller
             if plain and self._replicas.transport == "shared memory" and SharedReducer.fits(parameters):
-                with suppress(OSError):  # on no worker there is enough shared memory, then
+                try:
                     return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
+                except OSError as error:  # on all workers
+                    if self._replicas.is_main:
+                        _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
             elif not plain and self._nodes is None and options.policy.in_one_message and CodedReducer.fits(parameters):
                 return CodedReducer(
                     *(*place, options.bucket_bytes, self.measured, self._sync_lanes),
