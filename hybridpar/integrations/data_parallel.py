@@ -3,8 +3,8 @@
     model = hybridpar.DataParallel(model, device_ids=[local_rank], compress="onebit")
 
 It is a subclass that registers hybridpar's communication hook, so that code which looks for DistributedDataParallel
-finds it, and everything else of it (buckets, buffers, `no_sync`, `join`) is torch's. The integrations of other trainers
-register the same hook with the DDP that those trainers make.
+finds it, and everything else of it (buckets, buffers, `no_sync`, `join`) is torch's. Where another trainer makes the
+DDP, `DataParallel.adopt` does the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,67 @@ class DataParallel(DistributedDataParallel):
         check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
         policy = read_compress(compress, module)
         super().__init__(module, *arguments, **options)
-        self.compression, self.compress = compress_gradients(self, policy, seed=seed, fidelity=fidelity)
+        self._register(policy, seed, fidelity)
+
+    @classmethod
+    def adopt(
+        cls, ddp: DistributedDataParallel, *, compress: str | Policy, seed: int = 0, fidelity: str = "close"
+    ) -> DataParallel:
+        """Give a DDP that another trainer has made this class, in place; a collective of its workers.
+
+        Args:
+            ddp: The wrapped model, of DDP's own class, before its first backward pass.
+            compress: As the constructor takes it.
+            seed: For what codecs draw at random; equal on all workers.
+            fidelity: What `auto` may choose from.
+
+        Returns:
+            The same object.
+
+        Raises:
+            UsageError: There is no such codec, the workers do not agree, or the DDP has a hook or is of another class.
+        """
+        if type(ddp) is not DistributedDataParallel:
+            raise UsageError(
+                f"compress={str(compress)!r} with a model wrapped as {type(ddp).__module__}.{type(ddp).__qualname__}",
+                "Gradients are compressed in the hook of DistributedDataParallel.",
+                "Train with plain DDP, or leave out compress.",
+            )
+        policy = read_compress(compress, ddp.module)
+        ddp.__class__ = cls
+        assert isinstance(ddp, DataParallel)
+        ddp._register(policy, seed, fidelity)
+        return ddp
+
+    def _register(self, policy: str | Policy, seed: int, fidelity: str) -> None:
+        """Register the hook, where there is anything to compress."""
+        group: Any = self.process_group
+        size = dist.get_world_size(group)
+        world = World(
+            dist.get_rank(group),
+            size,
+            next(self.module.parameters()).device,
+            _TIMEOUT,
+            lane_sums=[BackendSum(group)] if size > 1 else [],
+            control=group if size > 1 else None,
+            transport=dist.get_backend(group),
+        )
+        agreed = agree_on_policy(policy, [name for name, _ in self.module.named_parameters()], world, fidelity)
+        if not isinstance(agreed, Policy):
+            agreed = _choose(self.module, world, fidelity)
+        if agreed.changes_nothing or size == 1:
+            return
+        state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, timeout=_TIMEOUT, hierarchical=True)
+        try:
+            self.register_comm_hook(state, hook)
+        except RuntimeError as error:
+            state.close()
+            raise UsageError(
+                f"compress={str(agreed)!r} with a DDP that has a communication hook already",
+                f"torch says: {str(error).splitlines()[0]}",
+                "Leave out compress, or the other hook (mixed_precision registers one as well).",
+            ) from None
+        self.compression, self.compress = state, str(agreed)
 
     def compression_state_dict(self) -> dict[str, Any]:
         """What this worker needs, beside model and optimizer, to resume bit for bit: the residuals of its codecs.
@@ -108,7 +168,17 @@ class DataParallel(DistributedDataParallel):
         Raises:
             CheckpointError: The state is that of another codec, or of another number of workers.
         """
-        load_compression(self.compression, self.compress, state)
+        if not state:
+            return
+        if self.compression is not None:
+            self.compression.load_state_dict(state)
+            return
+        saved = state if isinstance(state, Mapping) else state[0]
+        raise CheckpointError(
+            f"the state is that of codec {saved['codec']!r}, and {self.compress!r} is used",
+            "What was not sent is lost where nothing is compressed, as on one worker.",
+            "Use the same codec on several workers, or go on without this state.",
+        )
 
     def close(self) -> None:
         """End the threads and process groups of the hook. Safe to call twice.
@@ -125,79 +195,6 @@ class DataParallel(DistributedDataParallel):
         if "_comm_hooks" in state:
             state["_comm_hooks"] = []
         return state
-
-
-def compress_gradients(
-    ddp: DistributedDataParallel, compress: str | Policy, *, seed: int, fidelity: str
-) -> tuple[CodecState | None, str]:
-    """Register the hook of codecs with a DDP; a collective of its workers.
-
-    Args:
-        ddp: The wrapped model; no hook was registered with it yet.
-        compress: As `DataParallel` takes it.
-        seed: For what codecs draw at random; equal on all workers.
-        fidelity: What `auto` may choose from.
-
-    Returns:
-        The state of the hook, or None where there is none: on one worker, and where nothing is compressed. And what
-        gradients are sent as, as text.
-
-    Raises:
-        UsageError: There is no such codec, the workers do not agree, or there is a hook already.
-    """
-    group: Any = ddp.process_group
-    size = dist.get_world_size(group)
-    world = World(
-        dist.get_rank(group),
-        size,
-        next(ddp.module.parameters()).device,
-        _TIMEOUT,
-        lane_sums=[BackendSum(group)] if size > 1 else [],
-        control=group if size > 1 else None,
-        transport=dist.get_backend(group),
-    )
-    agreed = agree_on_policy(compress, [name for name, _ in ddp.module.named_parameters()], world, fidelity)
-    if not isinstance(agreed, Policy):
-        agreed = _choose(ddp.module, world, fidelity)
-    if agreed.changes_nothing or size == 1:
-        return None, "none"
-    state, hook = ddp_hook(agreed, ddp.module, group=group, seed=seed, timeout=_TIMEOUT, hierarchical=True)
-    try:
-        ddp.register_comm_hook(state, hook)
-    except RuntimeError as error:
-        state.close()
-        raise UsageError(
-            f"compress={str(agreed)!r} with a DDP that has a communication hook already",
-            f"torch says: {str(error).splitlines()[0]}",
-            "Leave out compress, or the other hook (mixed_precision registers one as well).",
-        ) from None
-    return state, str(agreed)
-
-
-def load_compression(
-    compression: CodecState | None, compress: str, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-) -> None:
-    """Restore the residuals of codecs, where there are any.
-
-    Args:
-        compression: The state of the hook; None where nothing is compressed.
-        compress: What gradients are sent as, for the error.
-        state: One worker's state, or those of all; nothing where a run was saved that compressed nothing.
-
-    Raises:
-        CheckpointError: The state is that of another codec, or of another number of workers.
-    """
-    if not state:
-        return
-    if compression is not None:
-        compression.load_state_dict(state)
-        return
-    saved = state if isinstance(state, Mapping) else state[0]
-    raise CheckpointError(
-        f"the state is that of codec {saved['codec']!r}, and {compress!r} is used",
-        "What was not sent is lost where nothing is compressed, also on one worker.",
-        "Use the same codec on several workers, or go on without this state.",
-    )
 
 
 def read_compress(compress: str | Policy, module: nn.Module) -> str | Policy:
