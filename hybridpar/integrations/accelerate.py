@@ -9,6 +9,7 @@ Nothing of accelerate is imported: the accelerator is the caller's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from hybridpar.compress import Policy
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.integrations.data_parallel import DataParallel
 from hybridpar.sync.policy import check_compression
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -50,20 +53,22 @@ def prepare(
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     for model in models:
         names = [name for name, _ in model.named_parameters()]
-        check_compression(compress, names, accelerator.num_processes, optimizers, tell=accelerator.is_main_process)
+        check_compression(compress, names, accelerator.num_processes, optimizers, tell=False)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     wrapped = [_find_ddp(one) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
-    found = [one for one in wrapped if one is not None]
+    found = [
+        DataParallel.adopt(one, compress=compress, seed=seed, fidelity=fidelity) for one in wrapped if one is not None
+    ]
     if not found and accelerator.num_processes > 1:
         raise UsageError(
             f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
             "Gradients are compressed in the hook of DistributedDataParallel.",
             "Give prepare the model, and let Accelerate use plain data parallelism.",
         )
-    for ddp in found:
-        model = DataParallel.adopt(ddp, compress=compress, seed=seed, fidelity=fidelity)
-        if model.compression is not None:
-            accelerator.register_for_checkpointing(SavedCompression(model))
+    if str(compress) != "none":
+        # Accelerate refuses a checkpoint of more or fewer objects, so one process and a choice of none have them, too.
+        saved = [SavedCompression(one) for one in found] or [SavedCompression(None) for _ in models]
+        accelerator.register_for_checkpointing(*saved)
     return prepared
 
 
@@ -71,15 +76,17 @@ class SavedCompression:
     """What `accelerator.save_state` and `load_state` keep of a model's codecs.
 
     Args:
-        model: The wrapped model.
+        model: The wrapped model; None in one process.
     """
 
-    def __init__(self, model: DataParallel) -> None:
+    def __init__(self, model: DataParallel | None) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of all processes on the first one, which writes the file; a collective."""
-        return {"workers": self._model.gather_compression()}
+        """The codec, and the residuals of all processes on the first one, which writes the file; a collective."""
+        if self._model is None:
+            return {"codec": "none", "workers": []}
+        return {"codec": self._model.compress, "workers": self._model.gather_compression()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore them; each process reads the same file.
@@ -90,13 +97,16 @@ class SavedCompression:
         Raises:
             CheckpointError: It is that of another codec, or was not written by the first process.
         """
-        if not state["workers"]:
+        if state["codec"] != "none" and not state["workers"]:
             raise CheckpointError(
                 "a custom_checkpoint file without the state of the codecs",
                 "With save_on_each_node, only the file of the first node has it.",
                 "Copy that file to the other nodes.",
             )
-        self._model.load_compression_state_dict(state["workers"])
+        if self._model is not None:
+            self._model.load_compression_state_dict(state["workers"])
+        elif state["workers"]:
+            _log.warning("what codec %s has not sent is dropped: one process sends no gradients", state["codec"])
 
 
 def _find_ddp(prepared: Any) -> DistributedDataParallel | None:

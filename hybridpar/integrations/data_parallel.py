@@ -64,6 +64,7 @@ class DataParallel(DistributedDataParallel):
 
     compression: CodecState | None = None
     compress: str = "none"
+    _may_differ = False
 
     def __init__(
         self,
@@ -125,6 +126,7 @@ class DataParallel(DistributedDataParallel):
         agreed = agree_on_policy(policy, [name for name, _ in self.module.named_parameters()], world, fidelity)
         if not isinstance(agreed, Policy):
             agreed = _choose(self.module, world, fidelity)
+        self._may_differ = size == 1 or is_auto(policy)
         if agreed.changes_nothing or size == 1:
             return
         state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, timeout=_TIMEOUT, hierarchical=True)
@@ -161,6 +163,8 @@ class DataParallel(DistributedDataParallel):
     def load_compression_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore the residuals of codecs.
 
+        Where `auto` has chosen another codec than before, and on one worker, they are dropped with a warning.
+
         Args:
             state: What `compression_state_dict` returned on this worker, or what `gather_compression` returned on
                 worker 0; with the latter there may be more or fewer workers now.
@@ -170,15 +174,17 @@ class DataParallel(DistributedDataParallel):
         """
         if not state:
             return
-        if self.compression is not None:
+        codec = (state if isinstance(state, Mapping) else state[0])["codec"]
+        if codec != self.compress and self._may_differ:
+            _log.warning("what codec %s has not sent is dropped: gradients are sent as %s now", codec, self.compress)
+        elif self.compression is not None:
             self.compression.load_state_dict(state)
-            return
-        saved = state if isinstance(state, Mapping) else state[0]
-        raise CheckpointError(
-            f"the state is that of codec {saved['codec']!r}, and {self.compress!r} is used",
-            "What was not sent is lost where nothing is compressed, as on one worker.",
-            "Use the same codec on several workers, or go on without this state.",
-        )
+        else:
+            raise CheckpointError(
+                f"the state is that of codec {codec!r}, and {self.compress!r} is used",
+                "What a codec keeps means nothing to another one.",
+                "Use the same codec, or start without its state.",
+            )
 
     def close(self) -> None:
         """End the threads and process groups of the hook. Safe to call twice.

@@ -6,18 +6,21 @@ import copy
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import hybridpar
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import ddp_hook
 from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.integrations import data_parallel
 from tests.compress.test_ddp import batch, net, train, weights
 from tests.ranks import run_ranks
 
@@ -106,12 +109,18 @@ def refused(world: World) -> list[str]:
         with pytest.raises(UsageError) as caught:
             hybridpar.DataParallel(net(), **options)
         texts.append(str(caught.value))
+    hooked = DistributedDataParallel(net())
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    for ddp in (hooked, hybridpar.DataParallel(net())):
+        with pytest.raises(UsageError) as caught:
+            hybridpar.DataParallel.adopt(ddp, compress="onebit")
+        texts.append(str(caught.value))
     return texts
 
 
 def test_wrong_names_are_refused() -> None:
     for texts in run_ranks(refused, 2):
-        codec, pattern, option, fidelity, unlike = texts
+        codec, pattern, option, fidelity, unlike, hooked, adopted = texts
         assert "onebitt" in codec
         assert "Did you mean onebit" in codec
         assert "matches no parameter" in pattern
@@ -119,10 +128,12 @@ def test_wrong_names_are_refused() -> None:
         assert "bucket_cap_mb" in option
         assert "'loose'" in fidelity
         assert "was given another compression policy" in unlike
+        assert "has a communication hook already" in hooked
+        assert "wrapped as hybridpar.integrations" in adopted
 
 
-def others(world: World) -> tuple[str, bool, list[int]]:
-    """The choice of `auto`, a world of one worker, and threads that are left after `close`."""
+def others(world: World) -> tuple[str, bool, list[int], str]:
+    """The choice of `auto`, a world of one worker, threads that are left after `close`, and a warning."""
     auto = hybridpar.DataParallel(net(), compress="auto", fidelity="lossy")
     choices = world.gather(auto.compress)
     exact = hybridpar.DataParallel(net(), compress="auto", fidelity="exact")
@@ -135,13 +146,17 @@ def others(world: World) -> tuple[str, bool, list[int]]:
     with_hook.close()
     with_hook.close()
     auto.close()
+    with mock.patch.object(data_parallel._log, "warning") as warning:
+        alone.load_compression_state_dict(with_hook.compression_state_dict())
+    told = warning.call_args.args
     same = len(set(map(str, choices))) == 1 and exact.compression is None and alone.compression is None
-    return auto.compress, same, [during - before, threading.active_count() - before]
+    return auto.compress, same, [during - before, threading.active_count() - before], told[0] % told[1:]
 
 
 def test_auto_agrees_and_one_worker_sends_nothing() -> None:
-    for chosen, same, (during, after) in run_ranks(others, 2):
+    for chosen, same, (during, after), told in run_ranks(others, 2):
         assert chosen
         assert same
         assert during == 1
         assert after <= 0
+        assert told == "what codec fp16 has not sent is dropped: gradients are sent as none now"
