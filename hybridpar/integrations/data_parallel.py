@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,10 @@ class DataParallel(DistributedDataParallel):
     ) -> None:
         check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
         policy = read_compress(compress, module)
-        super().__init__(module, *arguments, **options)
+        with warnings.catch_warnings(record=True) as told:
+            super().__init__(module, *arguments, **options)
+        for one in told:  # of options that torch is about to drop: at the caller's line, not at this one
+            warnings.warn(one.message, one.category, stacklevel=2)
         self._register(policy, seed, fidelity)
 
     @classmethod

@@ -118,6 +118,16 @@ def refused(world: World) -> list[str]:
     return texts
 
 
+def warned(world: World) -> str:
+    with pytest.warns(FutureWarning, match="check_reduction") as told:
+        hybridpar.DataParallel(net(), check_reduction=True)
+    return told[0].filename
+
+
+def test_warnings_of_torch_are_about_the_callers_line() -> None:
+    assert run_ranks(warned, 2) == [__file__] * 2
+
+
 def test_wrong_names_are_refused() -> None:
     for texts in run_ranks(refused, 2):
         codec, pattern, option, fidelity, unlike, hooked, adopted = texts
@@ -130,6 +140,32 @@ def test_wrong_names_are_refused() -> None:
         assert "was given another compression policy" in unlike
         assert "has a communication hook already" in hooked
         assert "wrapped as hybridpar.integrations" in adopted
+
+
+def two_models(world: World) -> list[Tensor]:
+    """A generator and a discriminator, each in a DDP with a codec of its own, whose backward passes alternate."""
+    torch.manual_seed(0)
+    made = [nn.Linear(8, 192), nn.Linear(192, 1)]
+    generator, judge = (
+        hybridpar.DataParallel(one, compress=text) for one, text in zip(made, ("onebit", "qsgd_mn"), strict=True)
+    )
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (generator, judge)]
+    for step in range(3):
+        real = batch(world.rank, step)[0].flatten(1)
+        fake = generator(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + world.rank)))
+        (judge(fake.detach()).mean() - judge(real).mean()).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        (-judge(fake).mean()).backward()
+        optimizers[0].step()
+        for one in optimizers:
+            one.zero_grad()
+    return [weights(one) for one in made]
+
+
+def test_two_models_that_train_through_each_other() -> None:
+    first, second = run_ranks(two_models, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def others(world: World) -> tuple[str, bool, list[int], str]:
