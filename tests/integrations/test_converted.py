@@ -31,6 +31,8 @@ OPTIONS = {
     "torchvision_classification": ["--model", "shufflenet_v2_x0_5", "-b", "8", "--image-size", "32", *SMALL],
     "timm_loop": ["--model", "test_resnet", "-b", "4", "--image-size", "64", *SMALL],
     "dino": ["--arch", "shufflenet_v2_x0_5", "--batch_size_per_gpu", "8", "--image_size", "32", *SMALL],
+    "moco": ["-a", "shufflenet_v2_x0_5", "-b", "8", "--image-size", "32", "--moco-k", "64", *SMALL],
+    "torchvision_detection": ["-b", "1", "--image-size", "64", "--epochs", "1", "--samples", "4"],
     "accelerate_cv_example": ["--model", "shufflenet_v2_x0_5", "--batch_size", "4", "--image_size", "32", *SMALL],
     "lightning_classifier": ["--model", "shufflenet_v2_x0_5", "--accelerator", "cpu", "--image_size", "32", *SMALL],
 }
