@@ -42,8 +42,8 @@ _TIMMS = (
     "--aa rand-m6-mstd0.5-inc1 --mixup 0.1 --cutmix 1.0 --crop-pct 0.95 --device cpu -j 1 --log-interval 1 "
     "--train-split train --val-split test --num-classes {classes}"
 )
-#: What timm's log says of a batch: epoch, number, and the mean rate of the epoch so far.
-_LINE = re.compile(r"Train: (\d+) \[\s*(\d+)/.*?\(\s*[\d.]+s,\s*([\d.]+)/s\)")
+#: What timm's log says of a batch: epoch, number, and seconds, with waiting for data.
+_LINE = re.compile(r"Train: (\d+) \[\s*(\d+)/.*?Time: ([\d.]+)s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,8 @@ def ours(root: Path, workers: int) -> float:
         command = [sys.executable, "-m", "hybridpar", "train", *words, "--data-root", str(root), "--run-dir", str(run)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step_ms" in line]
-    last = steps[-(len(steps) // EPOCHS) + 1 :]  # without its first step, in which loaders start
-    return BATCH * workers * len(last) / sum((line["step_ms"]) / 1e3 for line in last)
+    steps = [line["step_ms"] / 1e3 for line in lines if "step_ms" in line]
+    return BATCH * workers / _mean(steps[-(len(steps) // EPOCHS) :])
 
 
 def timms(root: Path, workers: int, checkout: Path, classes: int) -> float:
@@ -85,7 +84,12 @@ def timms(root: Path, workers: int, checkout: Path, classes: int) -> float:
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     found = [match.groups() for match in _LINE.finditer(done.stdout + done.stderr)]
-    return float([rate for epoch, _, rate in found if int(epoch) == EPOCHS - 1][-1])
+    return BATCH * workers / _mean([float(seconds) for epoch, _, seconds in found if int(epoch) == EPOCHS - 1])
+
+
+def _mean(seconds: list[float]) -> float:
+    """Mean time of a step, without the first ones, in which loaders start."""
+    return statistics.mean(seconds[4:])
 
 
 def main(options: Options) -> int:
