@@ -39,6 +39,7 @@ CAPTIONS = {
     "pipeline": ("runs stages on lanes", "engine"),
     "optim": ("optimizers, recipes", "engine"),
     "server": ("parameter servers", "engine"),
+    "integrations": ("in other people's trainers", "engine"),
     "data": ("data sets, loaders", "base"),
     "observe": ("metrics, plots, timeline", "base"),
     "planner": ("search for the fastest plan", "engine"),

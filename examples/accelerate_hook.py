@@ -1,4 +1,4 @@
-"""Compressed gradients for Accelerate, by the same line as for DDP.
+"""Compressed gradients for Accelerate, by one line: `prepare` of hybridpar in the place of `accelerator.prepare`.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_hook.py --codec onebit:warmup=10
 """
@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridpar.compress.ddp import ddp_hook
+from hybridpar.integrations.accelerate import prepare
 
 
 def train(codec: str, epochs: int) -> None:
@@ -24,20 +24,20 @@ def train(codec: str, epochs: int) -> None:
     set_seed(0)
     net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     loader = DataLoader(TensorDataset(images[:1400], labels[:1400]), 16, shuffle=True)
-    # prepare() returns DDP, the optimizer, and this process's share of the data.
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
-    state, hook = ddp_hook(codec, accelerator.unwrap_model(model))
-    model.register_comm_hook(state, hook)
-    with state:
-        for _ in range(epochs):
-            for batch, targets in loader:
-                with accelerator.accumulate(model):  # nothing travels before the second of two micro-batches
-                    accelerator.backward(nn.functional.cross_entropy(model(batch), targets))
-                    optimizer.step()
-                    optimizer.zero_grad()
+    # Returns hybridpar.DataParallel, which is DDP, the optimizer, and this process's share of the data.
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(accelerator, net, optimizer, loader, compress=codec)
+    for _ in range(epochs):
+        for batch, targets in loader:
+            with accelerator.accumulate(model):  # nothing is sent before the second of two micro-batches
+                accelerator.backward(nn.functional.cross_entropy(model(batch), targets))
+                optimizer.step()
+                optimizer.zero_grad()
     accuracy = (net(images[1400:]).argmax(1) == labels[1400:]).float().mean()
     full = 4 * sum(parameter.numel() for parameter in net.parameters())
-    accelerator.print(f"test accuracy {accuracy:.1%}; {full} bytes of gradients travel as {state.traffic.payload}")
+    state = getattr(model, "compression", None)  # None in one process, and with --codec none
+    sent = state.traffic.payload if state is not None else full
+    accelerator.print(f"test accuracy {accuracy:.1%}; {full} bytes of gradients are sent as {sent}")
     accelerator.end_training()
 
 

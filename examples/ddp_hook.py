@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py --codec onebit:warmup=10
 
-The line is `register_comm_hook`. Everything else is a plain DDP loop; the checkpoint shows where the hook's state goes.
+The line is `hybridpar.DataParallel` in the place of DistributedDataParallel. Everything else is a plain DDP loop; the
+checkpoint shows where the state of the codecs goes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import torch
 import torch.distributed as dist
 from own_loop import BATCH, CLASSES, make_images
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from user_model import small_net
 
-from hybridpar.compress.ddp import ddp_hook
+from hybridpar import DataParallel
 
 
 def train(codec: str, epochs: int, samples: int) -> float:
@@ -26,26 +26,23 @@ def train(codec: str, epochs: int, samples: int) -> float:
     rank, workers = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = small_net(CLASSES)
-    ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    state, hook = ddp_hook(codec, model)
-    ddp.register_comm_hook(state, hook)
+    ddp = DataParallel(model, compress=codec)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     train_set = TensorDataset(*make_images(samples, seed=2))
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train_set, workers, rank)
     loader = DataLoader(train_set, BATCH // workers, sampler=sampler, drop_last=True)
-    with state:
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for images, labels in loader:
-                optimizer.zero_grad()
-                loss = torch.nn.functional.cross_entropy(ddp(images), labels)
-                loss.backward()
-                optimizer.step()
-        full = 4 * sum(parameter.numel() for parameter in model.parameters())
-        sent = state.traffic.payload
-        # Every worker keeps what it did not send, so every worker saves a file of its own.
-        Path("runs").mkdir(exist_ok=True)
-        torch.save({"model": model.state_dict(), "codec": state.state_dict()}, f"runs/ddp-hook-{rank}.pt")
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(ddp(images), labels)
+            loss.backward()
+            optimizer.step()
+    full = 4 * sum(parameter.numel() for parameter in model.parameters())
+    sent = ddp.compression.traffic.payload if ddp.compression is not None else full
+    # Every worker keeps what it did not send, so every worker saves a file of its own.
+    Path("runs").mkdir(exist_ok=True)
+    torch.save({"model": model.state_dict(), "codec": ddp.compression_state_dict()}, f"runs/ddp-hook-{rank}.pt")
     images, labels = make_images(samples // 4, seed=3)
     model.eval()
     with torch.no_grad():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridpar.config import TrainConfig
     from hybridpar.errors import HybridparError
+    from hybridpar.integrations.data_parallel import DataParallel
     from hybridpar.optim.onebit_adam import OnebitAdam
     from hybridpar.partition import partition_model
     from hybridpar.plan import Plan, read_plan
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "DataParallel": "hybridpar.integrations.data_parallel",
     "Evaluation": "hybridpar.train.trainer",
     "HybridparError": "hybridpar.errors",
     "OnebitAdam": "hybridpar.optim.onebit_adam",
@@ -39,6 +41,7 @@ _HOME = {
 }
 
 __all__ = [
+    "DataParallel",
     "Evaluation",
     "HybridparError",
     "OnebitAdam",

@@ -86,7 +86,8 @@ LAYERS: dict[str, set[str]] = {
         "train",
         "tvm_kernels",
     },
-    "__init__": {"config", "errors", "optim", "partition", "plan", "train"},
+    "integrations": {"comm", "compress", "errors", "sync"},
+    "__init__": {"config", "errors", "integrations", "optim", "partition", "plan", "train"},
     "commands": {
         "__init__",
         "codegen",

@@ -210,6 +210,9 @@ class CodecState(ParameterCoders):
         did.
         """
         self.settle()
+        for parameter, name in self._names.items():
+            if name in self._saved and (not self._members or name in self._leaders.chosen):
+                self.exchange_of([name], [parameter])  # loaded, and no step was taken since
         shapes = {name: list(one.spec.shape) for name, one in self._coders.items()}
         return {**super().state_dict(), "shapes": shapes}
 

@@ -1,0 +1,1 @@
+"""hybridpar inside of other trainers: plain DistributedDataParallel, Hugging Face Accelerate, Lightning."""

@@ -1,0 +1,115 @@
+"""Compressed gradients in loops of Hugging Face Accelerate.
+
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, compress="onebit")
+
+in the place of `accelerator.prepare(model, optimizer, loader)`. Accelerate wraps the model in DistributedDataParallel
+there; the hook is registered with that, and `accelerator.save_state` and `load_state` then keep what was not sent.
+Nothing of accelerate is imported: the accelerator is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridpar.compress import Policy
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.integrations.data_parallel import DataParallel
+from hybridpar.sync.policy import check_compression
+
+_log = logging.getLogger(__name__)
+
+
+def prepare(
+    accelerator: Any,
+    *objects: Any,
+    compress: str | Policy = "none",
+    seed: int = 0,
+    fidelity: str = "close",
+    device_placement: list[bool] | None = None,
+) -> Any:
+    """`accelerator.prepare`, with compressed gradients; a collective of all processes.
+
+    Args:
+        accelerator: An `accelerate.Accelerator` that trains by data parallelism, or in one process.
+        objects: What `accelerator.prepare` takes: models, optimizers, loaders, schedulers.
+        compress: How gradients are sent, as `hybridpar.DataParallel` takes it.
+        seed: For what codecs draw at random; equal on all processes.
+        fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
+        device_placement: As `accelerator.prepare` takes it.
+
+    Returns:
+        What `accelerator.prepare` returns. Models are `hybridpar.DataParallel`, unless there is one process.
+
+    Raises:
+        UsageError: There is no such codec, the processes do not agree, or no model was wrapped in
+            DistributedDataParallel, as with FSDP or DeepSpeed.
+    """
+    models = [one for one in objects if isinstance(one, torch.nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+    for model in models:
+        names = [name for name, _ in model.named_parameters()]
+        check_compression(compress, names, accelerator.num_processes, optimizers, tell=False)
+    prepared = accelerator.prepare(*objects, device_placement=device_placement)
+    wrapped = [_find_ddp(one) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
+    found = [
+        DataParallel.adopt(one, compress=compress, seed=seed, fidelity=fidelity) for one in wrapped if one is not None
+    ]
+    if not found and accelerator.num_processes > 1:
+        raise UsageError(
+            f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
+            "Gradients are compressed in the hook of DistributedDataParallel.",
+            "Give prepare the model, and let Accelerate use plain data parallelism.",
+        )
+    if str(compress) != "none":
+        # Accelerate refuses a checkpoint of more or fewer objects, so one process and a choice of none have them, too.
+        saved = [SavedCompression(one) for one in found] or [SavedCompression(None) for _ in models]
+        accelerator.register_for_checkpointing(*saved)
+    return prepared
+
+
+class SavedCompression:
+    """What `accelerator.save_state` and `load_state` keep of a model's codecs.
+
+    Args:
+        model: The wrapped model; None in one process.
+    """
+
+    def __init__(self, model: DataParallel | None) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec, and the residuals of all processes on the first one, which writes the file; a collective."""
+        if self._model is None:
+            return {"codec": "none", "workers": []}
+        return {"codec": self._model.compress, "workers": self._model.gather_compression()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them; each process reads the same file.
+
+        Args:
+            state: What `state_dict` returned on the first process.
+
+        Raises:
+            CheckpointError: It is that of another codec, or was not written by the first process.
+        """
+        if state["codec"] != "none" and not state["workers"]:
+            raise CheckpointError(
+                "a custom_checkpoint file without the state of the codecs",
+                "With save_on_each_node, only the file of the first node has it.",
+                "Copy that file to the other nodes.",
+            )
+        if self._model is not None:
+            self._model.load_compression_state_dict(state["workers"])
+        elif state["workers"]:
+            _log.warning("what codec %s has not sent is dropped: one process sends no gradients", state["codec"])
+
+
+def _find_ddp(prepared: Any) -> DistributedDataParallel | None:
+    """The DDP that an object is, or that torch.compile has wrapped."""
+    inner = getattr(prepared, "_orig_mod", prepared)
+    return inner if isinstance(inner, DistributedDataParallel) else None
