@@ -39,21 +39,25 @@ def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -
     path = os.environ.get("PYTHONPATH")
     # The product's own settings, so that a table shows what a user gets; whatever the user's shell says.
     allocator = worker_environment(network.ranks, available_cores(), {})
-    return allocator | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(network.ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": network.address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": network.interface,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        # Namespaces have no name service, which gloo and the store would warn about at every connection.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONPATH": f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT),
-        "RIG_LINK": network.rate,
-    }
+    return (
+        allocator
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(network.ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": network.address,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": network.interface,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "CUDA_VISIBLE_DEVICES": "",
+            # Namespaces have no name service, which gloo and the store would warn about at every connection.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT),
+            "RIG_LINK": network.link,
+        }
+        | ({"RIG_RELAY": str(network.relay)} if network.relay else {})
+    )
 
 
 def launch(
