@@ -55,8 +55,8 @@ _GAIN = 0.05
 class DelayLine:
     """Packets on their way to one node, in the order in which they were sent.
 
-    Time is what the caller says it is. Jitter never changes the order: a packet that would overtake another arrives
-    with it.
+    Time is what the caller says it is. Jitter never changes the order: a packet that would overtake the one before
+    arrives with it.
 
     Args:
         delay: Seconds that a packet is on its way.
@@ -70,12 +70,11 @@ class DelayLine:
         self._delay, self._jitter, self._loss, self._rate = delay, jitter, loss, rate
         self._random = random.Random(seed)
         self._line: deque[tuple[float, bytes]] = deque()
-        self._last = -math.inf
         self._free = -math.inf
 
     @property
     def due(self) -> float:
-        """When the next packet arrives; infinity when there is none."""
+        """When the next packet arrives, on the caller's clock; infinity when there is none."""
         return self._line[0][0] if self._line else math.inf
 
     def push(self, packet: bytes, now: float) -> None:
@@ -98,8 +97,7 @@ class DelayLine:
         due += self._delay
         if self._jitter:
             due += self._random.uniform(-self._jitter, self._jitter)
-        self._last = max(self._last, due)
-        self._line.append((self._last, packet))
+        self._line.append((due, packet))
 
     def pop(self, now: float) -> Iterator[bytes]:
         """Take the packets that have arrived.
