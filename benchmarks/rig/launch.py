@@ -83,7 +83,7 @@ def launch(
         stdout: A file for rank 0's output; default: this process's own.
 
     Raises:
-        LaunchError: A rank failed, or time ran out. No rank, and no child of one, is left running.
+        LaunchError: A rank failed, time ran out, or the network's relay ended. No rank, and no child of one, is left running.
     """
     port = network.port()
     # A rank must not outlive a launcher that was killed outright, and go on using the cores of the next measurement.
@@ -104,14 +104,16 @@ def launch(
                         start_new_session=True,
                     )
                 )
-            failed, left = _wait(processes, timeout)
+            failed, left = _wait(processes, network, timeout)
         finally:
             _end(processes)
         if failed or left:
             raise LaunchError(*_report(processes, failed, left, errors, timeout))
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[list[int], list[int]]:
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], network: Network, timeout: float
+) -> tuple[list[int], list[int]]:
     """Wait until all ranks succeeded, one failed, or time ran out; ranks that failed, and those still running then."""
     deadline = time.monotonic() + timeout
     while True:
@@ -120,6 +122,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple
         left = [rank for rank, status in enumerate(statuses) if status is None]
         if failed or not left or time.monotonic() > deadline:
             return failed, left
+        network.check()
         time.sleep(0.05)
 
 

@@ -224,6 +224,19 @@ class Network:
             return list(command)
         return ["ip", "netns", "exec", self._namespace(rank // self._per_node), *command]
 
+    def check(self) -> None:
+        """Raise if the network does not work any more.
+
+        Raises:
+            LaunchError: The relay ended, and took the nodes' devices along.
+        """
+        if self._carrier is not None and (status := self._carrier.poll()) is not None:
+            raise LaunchError(
+                f"the relay of the {self.link} link ended with status {status}",
+                "The ranks cannot reach each other any more.",
+                "Its own messages, if any, are above; without any, something killed it.",
+            )
+
     def port(self) -> int:
         """A port on rank 0's address that nothing listens on."""
         if self._shaped:

@@ -133,7 +133,7 @@ def relay(devices: Sequence[int], lines: Sequence[DelayLine], stop: int) -> None
         for device in readable:
             for packet in _read(device):
                 node = packet[_LAST_OF_ADDRESS] - 1
-                if packet[_VERSION] >> 4 == 4 and node < len(lines):
+                if packet[_VERSION] >> 4 == 4 and 0 <= node < len(lines):
                     lines[node].push(packet, now)
         for device, line in zip(devices, lines, strict=True):
             for packet in line.pop(now + late):

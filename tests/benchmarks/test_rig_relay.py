@@ -123,6 +123,7 @@ def test_packets_go_to_the_node_that_their_address_names(nodes: list[socket.sock
     for number in range(200):
         nodes[0].send(packet(number, node=1 + number % 2))
         nodes[0].send(packet(0, node=9))  # nobody
+        nodes[0].send(packet(0, node=-1))  # the subnet itself
         nodes[0].send(packet(0, version=6))  # what kernels say unasked
     for receiver, first in ((nodes[1], 0), (nodes[2], 1)):
         assert [number_of(receiver.recv(200)) for _ in range(100)] == list(range(first, 200, 2))
@@ -368,6 +369,15 @@ def relays_of(pid: int) -> list[int]:
         if "relay.py" in command and f"hprig-{pid}-" in command:
             found.append(int(folder.name))
     return found
+
+
+@pytest.mark.root
+@shaped
+def test_a_relay_that_ends_ends_the_run() -> None:
+    with Network(2, "1gbit+1ms") as network:
+        code = f"import os, time\nif os.environ['RANK'] == '0': os.kill({network.relay}, 9)\ntime.sleep(300)"
+        with pytest.raises(LaunchError, match=r"relay of the 1gbit\+1ms link ended with status -9"):
+            launch(["-c", code], network)
 
 
 @pytest.mark.root
