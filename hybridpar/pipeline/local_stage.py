@@ -138,18 +138,18 @@ class LocalStage:
             return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
         parameters, plain = dict(self.module.named_parameters()), options.policy.changes_nothing
         place = (parameters, self._replicas, self._lanes, self.lane)
-        # The host runs the passes itself, and can take a gradient while it is in its cache.
-        if self.lane is self._lanes.caller and self.lane.device.type == "cpu" and not options.delayed:
-            clips = options.global_norm is not None
-            if SharedReducer.fits(parameters) and self._replicas.transport == "shared memory" and plain:
+        if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache
+            # Stages know the norm of all of them only once they have added theirs up.
+            exact = options.global_norm is not None or self.lane is not self._lanes.caller
+            if plain and self._replicas.transport == "shared memory" and SharedReducer.fits(parameters):
                 with suppress(OSError):  # on no worker there is enough shared memory, then
-                    return SharedReducer(*place, self.measured, self._sync_lanes, clips=clips)
-            elif CodedReducer.fits(parameters) and options.policy.in_one_message and not plain and self._nodes is None:
+                    return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
+            elif not plain and self._nodes is None and options.policy.in_one_message and CodedReducer.fits(parameters):
                 return CodedReducer(
                     *(*place, options.bucket_bytes, self.measured, self._sync_lanes),
                     codec=options.policy,
                     seed=options.seed,
-                    clips=clips,
+                    exact=exact,
                 )
         kind = DelayedReducer if options.delayed else GradientReducer
         return kind(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World
 from hybridpar.compress import Policy
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Work
@@ -32,13 +32,13 @@ class CodedReducer(DirectReducer):
         parameters: The model's parameters by name, in its order, float32, equal on all workers.
         replicas: The workers.
         lanes: The lanes of this worker.
-        compute: `lanes.caller`: the host runs the passes.
+        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
         bucket_bytes: Size of gradients at which their messages leave.
         measure: Whether to find out if gradients are finite.
         sync_lanes: Lanes to exchange on, each with the group that carries messages.
         codec: What gradients are sent as; `Policy.in_one_message`.
         seed: Of what the codec draws at random; equal on all replicas.
-        clips: The norm is needed before the optimizer steps.
+        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
 
     Raises:
         SyncError: The workers share memory, where only sums can be taken.
@@ -56,7 +56,7 @@ class CodedReducer(DirectReducer):
         *,
         codec: Policy,
         seed: int,
-        clips: bool,
+        exact: bool,
     ) -> None:
         self._opened = False  # the step, for gradients
         functions()  # so that no step waits for a compiler
@@ -64,7 +64,7 @@ class CodedReducer(DirectReducer):
             *(parameters, replicas, lanes, compute, bucket_bytes, measure, sync_lanes),
             codec=codec,
             seed=seed,
-            clips=clips,
+            exact=exact,
         )
 
     @staticmethod
@@ -94,16 +94,16 @@ class CodedReducer(DirectReducer):
         self.compression.take(bucket, slot, torch.zeros(slot.parameter.numel()) if gradient is None else gradient)
         bucket.encode_ms += (time.perf_counter() - began) * 1e3
 
-    def _work(self, bucket: Bucket, flight: Flight) -> Work:
-        compression, lane_number = self.compression, bucket.index % len(self._sync_lanes)
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
+        compression = self.compression
         assert compression is not None
-        encode_ms, bucket.encode_ms = bucket.encode_ms, 0.0
         mine = self._measure and bucket.index % self._world.size == self._world.rank
 
         def exchange() -> None:
-            group = self._sync_lanes[lane_number][1]
+            lane.keep(flight.squares)
+            encode_ms, bucket.encode_ms = bucket.encode_ms, 0.0
             flight.costs.buckets[bucket.index] = compression.carry(bucket, group, encode_ms)
-            if mine and self._clips:
+            if mine and self._exact:
                 flight.squares[bucket.index] = torch.stack([self._squares_of(slot) for slot in bucket.slots]).sum()
             elif mine:
                 flight.squares[bucket.index] = 0.0 if compression.is_finite(bucket) else float("inf")

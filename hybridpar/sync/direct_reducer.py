@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.errors import SyncError
-from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
 from hybridpar.sync.kernels import step_sgd
 from hybridpar.sync.pieces import PIECE, Sgd
@@ -34,12 +33,12 @@ class DirectReducer(GradientReducer):
     Args:
         parameters: The model's parameters by name, in its order, equal on all workers.
         arguments: Further ones of `GradientReducer`.
-        clips: The norm is needed before the optimizer steps.
+        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
         options: Of `GradientReducer`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *arguments: Any, clips: bool, **options: Any) -> None:
-        self._clips = clips
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *arguments: Any, exact: bool, **options: Any) -> None:
+        self._exact = exact
         self._factor: Tensor | None = None
         self._unused: frozenset[str] = frozenset()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -61,17 +60,8 @@ class DirectReducer(GradientReducer):
         super().start(flight)
         self._factor, self._unused = None, frozenset()
 
-    def _launch(self, bucket: Bucket, flight: Flight) -> None:
-        """All gradients of a bucket were taken, and all buckets before it have been sent."""
-        if flight.on_ready is not None:
-            flight.on_ready(bucket.index)
-        with self._lanes.on_behalf():
-            lane, _ = self._sync_lanes[bucket.index % len(self._sync_lanes)]
-            self._check_peers(lane, flight)
-            lane.wait(self._lanes.caller.record())
-            work = self._work(bucket, flight)
-            lane.submit(flight.wrap(bucket.index, work) if flight.wrap is not None else work)
-            flight.landed.append(lane.record())
+    def _collect(self, bucket: Bucket, flight: Flight) -> None:
+        """Gradients were taken one by one."""
 
     def gradient_ready(self, name: str) -> None:
         """Called by autograd when a parameter's gradient has been accumulated: take it, and drop it."""
@@ -170,7 +160,7 @@ class DirectReducer(GradientReducer):
     @property
     def unmeasured(self) -> bool:
         """Whether the norm of the sums is wanted and not known yet."""
-        return self._measure and not self._clips
+        return self._measure and not self._exact
 
     def materialise(self) -> Tensor | None:
         """Write all sums to `.grad`.
@@ -230,10 +220,6 @@ class DirectReducer(GradientReducer):
     @abstractmethod
     def _take(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
         """Take a gradient, 1-D in memory order; zeros for None."""
-
-    @abstractmethod
-    def _work(self, bucket: Bucket, flight: Flight) -> Work:
-        """What a sync lane does for a bucket. It fills in its squares and costs."""
 
     @abstractmethod
     def _add(self, name: str, start: int, out: Tensor) -> None:

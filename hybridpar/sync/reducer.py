@@ -375,8 +375,7 @@ class GradientReducer(LocalGradients):
 
     def _launch(self, bucket: Bucket, flight: Flight) -> None:
         """A bucket is full, and all before it have been sent."""
-        self._refuse_sparse(bucket)
-        flight.flats.append(bucket.collect())
+        self._collect(bucket, flight)
         if flight.on_ready is not None:
             flight.on_ready(bucket.index)
         if not self._inline:
@@ -386,6 +385,11 @@ class GradientReducer(LocalGradients):
             self.compression.catch_up()
         with self._lanes.on_behalf():
             self._send(bucket, flight, self._lanes.caller.record())
+
+    def _collect(self, bucket: Bucket, flight: Flight) -> None:
+        """Bring the gradients of a full bucket together."""
+        self._refuse_sparse(bucket)
+        flight.flats.append(bucket.collect())
 
     def _refuse_sparse(self, bucket: Bucket) -> None:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):
@@ -399,6 +403,15 @@ class GradientReducer(LocalGradients):
         """Issue the sum of a bucket that is gathered when `ready` is passed; the returned event is passed after it."""
         lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
         self._check_peers(lane, flight)
+        work = self._work(bucket, flight, lane, group)
+        lane.wait(ready)
+        lane.submit(flight.wrap(bucket.index, work) if flight.wrap is not None else work)
+        landed = lane.record()
+        flight.landed.append(landed)
+        return landed
+
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
+        """What a sync lane does for a bucket that is gathered. It fills in the bucket's squares and costs."""
         mine = self._measure and bucket.index % self._world.size == self._world.rank
 
         def reduce() -> None:
@@ -411,11 +424,7 @@ class GradientReducer(LocalGradients):
             if mine:
                 squares.copy_(sum_of_squares(flat))
 
-        lane.wait(ready)
-        lane.submit(flight.wrap(bucket.index, reduce) if flight.wrap is not None else reduce)
-        landed = lane.record()
-        flight.landed.append(landed)
-        return landed
+        return reduce
 
     def _check_peers(self, lane: Lane, flight: Flight) -> None:
         """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.shared_memory import SharedSegment
-from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.compress import Phase, PhaseTimer
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Work
@@ -40,10 +40,10 @@ class SharedReducer(DirectReducer):
         parameters: The model's parameters by name, in its order, equal on all workers.
         replicas: The workers, on one machine.
         lanes: The lanes of this worker.
-        compute: `lanes.caller`: the host runs the passes.
+        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
         measure: Whether to find out if gradients are finite.
         sync_lanes: The first of these lanes waits for the other workers.
-        clips: The norm is needed before the optimizer steps.
+        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
 
     Raises:
         OSError: There is not enough shared memory.
@@ -58,7 +58,7 @@ class SharedReducer(DirectReducer):
         measure: bool,
         sync_lanes: SyncLanes,
         *,
-        clips: bool,
+        exact: bool,
     ) -> None:
         self._squares = torch.zeros(len(parameters), dtype=torch.float64)
         self._unread = False  # by other workers, as far as this one knows
@@ -79,7 +79,7 @@ class SharedReducer(DirectReducer):
         own = (parts[replicas.rank] for parts in self._slots.values())
         self._own = dict(zip(self._slots, zip(own, self._squares, strict=True), strict=True))
         functions()  # so that no step waits for a compiler
-        super().__init__(parameters, replicas, lanes, compute, 1 << 62, measure, sync_lanes[:1], clips=clips)
+        super().__init__(parameters, replicas, lanes, compute, 1 << 62, measure, sync_lanes[:1], exact=exact)
         self._observed = None  # the order of gradients makes no difference
 
     def start(self, flight: Flight) -> None:
@@ -108,18 +108,23 @@ class SharedReducer(DirectReducer):
         else:
             hand_over(gradient, out, squares)
 
-    def _work(self, bucket: Bucket, flight: Flight) -> Work:
+    def flush(self) -> list[bool]:
+        """After the last backward pass: hand over what is left, zeros for parameters that were not used here."""
+        used = super().flush()
+        self._unread = True
+        return used
+
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
         # Buckets, one for each type of parameters, leave together, with the last one.
         is_last = bucket is self.buckets[-1]
-        if is_last:
-            self._unread = True
 
         def meet() -> None:
             timer = PhaseTimer(torch.device("cpu"))
+            lane.keep(flight.squares)
             if is_last:
                 self._segment.ring("handing over gradients")
                 self._segment.wait("handing over gradients")
-                if self._clips:
+                if self._exact:
                     flight.squares[bucket.index] = self._share_of_squares()
                 elif self._measure:
                     flight.squares[bucket.index] = self._own_squares()
