@@ -83,7 +83,8 @@ def launch(
         stdout: A file for rank 0's output; default: this process's own.
 
     Raises:
-        LaunchError: A rank failed, time ran out, or the network's relay ended. No rank, and no child of one, is left running.
+        LaunchError: A rank failed, time ran out, or the network's relay ended. No rank, and no child of one, is left
+            running.
     """
     port = network.port()
     # A rank must not outlive a launcher that was killed outright, and go on using the cores of the next measurement.

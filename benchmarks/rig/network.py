@@ -331,10 +331,8 @@ class Network:
         _run("ip", "link", "add", *end, "type", "veth", "peer", *peer)
 
     def _shape(self, namespace: str, interface: str, bits: float) -> None:
-        # The bucket must hold at least one 64 KiB super-packet (segmentation offload), and with room to spare: a 16 KB
-        # bucket halves a 1 Gbit/s link. Fast links also need what passes in a millisecond.
-        burst = max(relay.BURST, int(bits / 8 / 1000))
-        options = ["rate", self._link.rate, "burst", str(burst), "latency", "50ms"]
+        queue = f"{relay.LONGEST_QUEUE * 1000:g}ms"
+        options = ["rate", self._link.rate, "burst", str(relay.burst(bits)), "latency", queue]
         _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *options)
 
     def _close(self) -> None:

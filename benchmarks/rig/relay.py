@@ -26,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from select import select
 
-#: The device's name in every namespace, and bytes that may pass a full bucket at once; as in the network's own shaper.
-INTERFACE, BURST = "rig0", 128 * 1024
+#: The device's name in every namespace.
+INTERFACE = "rig0"
 #: What it says once packets are carried.
 READY = "ready"
-#: Seconds that a packet may wait for its receiver's cable before it is dropped; as in the network's own shaper.
+#: Seconds that a packet may wait for a cable before it is dropped, at the sender and at the receiver.
 LONGEST_QUEUE = 0.05
 
 # include/uapi/linux/if_tun.h
@@ -52,6 +52,18 @@ _LATEST = 100e-6
 _GAIN = 0.05
 
 
+def burst(rate: float) -> int:
+    """Bytes that may pass at once where a cable was idle, at the sender and at the receiver.
+
+    They hold at least one 64 KiB super-packet (segmentation offload), and with room to spare: 16 KB halve a 1 Gbit/s
+    link. Fast links also need what passes in a millisecond.
+
+    Args:
+        rate: Bits per second.
+    """
+    return max(128 * 1024, int(rate / 8 / 1000))
+
+
 class DelayLine:
     """Packets on their way to one node, in the order in which they were sent.
 
@@ -62,7 +74,7 @@ class DelayLine:
         delay: Seconds that a packet is on its way.
         jitter: Seconds that it may be faster or slower, all values alike likely.
         loss: Share of the packets that never arrive.
-        rate: Bits per second of the receiver's cable, a token bucket of `BURST` bytes; 0 for no limit.
+        rate: Bits per second of the receiver's cable, a token bucket of `burst(rate)` bytes; 0 for no limit.
         seed: Seed of jitter and loss.
     """
 
@@ -88,7 +100,7 @@ class DelayLine:
             return
         due = now
         if self._rate:
-            full = now - BURST * 8 / self._rate
+            full = now - burst(self._rate) * 8 / self._rate
             free = max(self._free, full) + (len(packet) - _HEADER) * 8 / self._rate
             if free - now > LONGEST_QUEUE:
                 return

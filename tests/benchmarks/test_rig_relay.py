@@ -19,7 +19,7 @@ from benchmarks.rig import load
 from benchmarks.rig import network as network_module
 from benchmarks.rig.launch import launch, rank_environment
 from benchmarks.rig.network import Link, Network, missing, parse_link
-from benchmarks.rig.relay import BURST, LONGEST_QUEUE, DelayLine, relay
+from benchmarks.rig.relay import LONGEST_QUEUE, DelayLine, burst, relay
 from hybridpar.errors import LaunchError, UsageError
 from tests.benchmarks.test_rig_network import eventually, namespaces_of, pids_in, running, start_owner
 
@@ -86,16 +86,16 @@ def test_the_asked_share_is_lost_and_no_more() -> None:
 
 
 def test_a_receivers_cable_has_a_rate_and_a_queue() -> None:
-    line = DelayLine(0.001, rate=8e6)  # a byte per microsecond
-    for number in range(BURST // 1000 + 10):
+    line, at_most = DelayLine(0.001, rate=8e6), burst(8e6)  # a byte per microsecond
+    for number in range(at_most // 1000 + 10):
         line.push(packet(number, 1000), 1.0)
     at_once = len(list(line.pop(1.001)))
-    assert at_once == BURST // 1000  # a full bucket; what comes after it waits for tokens
-    assert line.due == pytest.approx(1.001 + (at_once + 1) * 0.001 - BURST * 1e-6)
+    assert at_once == at_most // 1000  # a full bucket; what comes after it waits for tokens
+    assert line.due == pytest.approx(1.001 + (at_once + 1) * 0.001 - at_most * 1e-6)
     assert len(list(line.pop(1.1))) == 10
     for number in range(1000):  # the bucket is full again, and the queue holds what passes in its time
         line.push(packet(number, 1000), 9.0)
-    assert len(list(line.pop(99.0))) == (BURST + int(LONGEST_QUEUE * 1e6)) // 1000
+    assert len(list(line.pop(99.0))) == (at_most + int(LONGEST_QUEUE * 1e6)) // 1000
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ def test_two_senders_share_the_cable_of_their_receiver(tmp_path: Path) -> None:
     with Network(3, "100mbit+2ms") as network:
         launch(["-c", TWO_SENDERS], network, environment={"SIZE": str(size), "TO": str(tmp_path / "seconds")})
     # The first bucket passes at once. On a busy machine the receiver may be late to see that.
-    rate = (2 * size - BURST) * 8 * 1500 / 1448 / float((tmp_path / "seconds").read_text())
+    rate = (2 * size - burst(1e8)) * 8 * 1500 / 1448 / float((tmp_path / "seconds").read_text())
     assert 0.8e8 <= rate <= 1.2e8
 
 
