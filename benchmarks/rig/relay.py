@@ -47,8 +47,8 @@ _BATCH = 64
 
 # Seconds one way that the kernel and this process take themselves: ping-pongs without delay take 46 us.
 _OWN = 23e-6
-# Sleeps end late, in virtual machines by tens of microseconds. How late is learned, up to this.
-_LATEST = 100e-6
+# Packets leave late after a sleep, in virtual machines by tens of microseconds. How late is learned, up to this.
+_LATEST = 200e-6
 _GAIN = 0.05
 
 
@@ -138,8 +138,6 @@ def relay(devices: Sequence[int], lines: Sequence[DelayLine], stop: int) -> None
         wait = None if due == math.inf else max(0.0, due - late - time.monotonic())
         readable, _, _ = select([stop, *devices], [], [], wait)
         now = time.monotonic()
-        if wait and not readable:
-            late = min(max(late + _GAIN * (now - due), 0.0), _LATEST)
         if stop in readable:
             return
         for device in readable:
@@ -152,6 +150,8 @@ def relay(devices: Sequence[int], lines: Sequence[DelayLine], stop: int) -> None
                 # While a device is not up yet, or not any more, packets to it are lost.
                 with suppress(OSError):
                     os.write(device, packet)
+        if wait and not readable:
+            late = min(max(late + _GAIN * (time.monotonic() - due), 0.0), _LATEST)
 
 
 def _read(device: int) -> Iterator[bytes]:
