@@ -73,9 +73,10 @@ def help_text() -> str:
         "\nTrain PyTorch vision models faster on the hardware you have.",
         "\ncommands:",
     ]
+    width = max(map(len, COMMANDS)) + 2
     for name, description in COMMANDS.describe().items():
-        wrapped = textwrap.wrap(description, 68, subsequent_indent=" " * 10)
-        lines += [f"  {name:8}{wrapped[0]}", *wrapped[1:]]
+        wrapped = textwrap.wrap(description, 76 - width)
+        lines += [f"  {name:{width}}{wrapped[0]}", *(f"  {'':{width}}{line}" for line in wrapped[1:])]
     return "\n".join([*lines, "\n`hybridpar COMMAND --help` shows the options of a command."])
 
 

@@ -91,6 +91,10 @@ class TrainingError(HybridparError):
     """Training cannot go on, for instance because the loss stays non-finite."""
 
 
+class ExportError(HybridparError):
+    """A model cannot be written into a file, or the file computes something else than the model."""
+
+
 class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
 

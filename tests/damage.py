@@ -33,6 +33,8 @@ from rich.console import Console
 
 from hybridpar.comm.world import World
 from hybridpar.compress.policy import read_policy
+from hybridpar.config import TrainConfig
+from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
 from hybridpar.machine import cluster
@@ -183,7 +185,7 @@ def kinds(folder: Path) -> list[Kind]:
         Kind("plan.json", _plan(), read_plan, _use_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
         Kind("policy.toml", _policy(), lambda path: read_policy(str(path)), str),
-        Kind("run.json", b'{"model": "net", "job": "7", "options": {"lr": 0.1}}', _find_run),
+        Kind("run.json", RUN, _find_run, _use_run),
         Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
         Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _draw_title),
@@ -205,8 +207,24 @@ def _policy() -> bytes:
     return b'[[rule]]\npattern = "layer4.*"\ncodec = "powersgd:rank=2"\n\n[[rule]]\npattern = "*"\ncodec = "onebit"\n'
 
 
-def _find_run(path: Path) -> None:
+RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "workers": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",
+"keep": 3, "recompute": [1], "data_root": "data", "model_arg": ["a=1"], "plan": "auto"}, "images": {"class_names":
+["a", "b"], "sample_shape": [3, 8, 8], "mean": [0.5, 0.5, 0.5], "std": [1, 1, 1], "test_size": 8, "whole": true,
+"multi_label": false}}"""
+
+
+def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
     rundir._place_of_job(path.parent, "7")
+    facts = rundir.read_facts(path.parent)
+    return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
+
+
+def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:
+    config, facts = found
+    hash(config)
+    if facts is not None:
+        assert facts.test_size > 0
+        facts.plain()
 
 
 def _draw_title(path: Path) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.data.image_facts import ImageFacts
 from hybridpar.observe import plots, read_metrics, summary_schema
 from hybridpar.plan import read_plan
 from hybridpar.run.run import run_training
@@ -124,6 +125,7 @@ def check_run(run_dir: Path, *, ended: str = "finished", steps: int | None = Non
     plan = read_plan(run_dir / "plan.json")
     facts = json.loads((run_dir / "run.json").read_text())
     assert plan.model.name == facts["model"] == summary["model"]
+    assert ImageFacts.read(facts["images"]) is not None
     assert plan.placement is not None
     assert plan.placement.replicas == summary["replicas"]
     assert len(plan.partition.stages) == summary["stages"]

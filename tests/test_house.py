@@ -117,7 +117,7 @@ def test_what_is_imported_is_a_dependency() -> None:
     for path in python_files("hybridpar", "benchmarks"):
         for name in {name.partition(".")[0] for name in imports(path)} - {"hybridpar", "benchmarks"}:
             if name not in sys.stdlib_module_names:
-                assert declared.intersection(map(canonicalize_name, distributions.get(name, ()))), (
+                assert declared.intersection(map(canonicalize_name, distributions.get(name, [name]))), (
                     f"{relative(path)} imports {name}"
                 )
 

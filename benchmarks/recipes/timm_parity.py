@@ -65,10 +65,10 @@ def options_of(recipe: str, root: Path) -> TrainConfig:
     return options
 
 
-def write_images(root: Path) -> None:
+def write_images(root: Path, images: int = IMAGES, pixels: int = 96) -> None:
     """Write some crops of the data set `photos` as an ImageFolder of JPEGs."""
-    data = load_dataset(TrainConfig(data="photos", image_size=96))
-    for side, source, count in (("train", data.train, IMAGES - TESTED), ("test", data.test, TESTED)):
+    data = load_dataset(TrainConfig(data="photos", image_size=pixels))
+    for side, source, count in (("train", data.train, images - TESTED), ("test", data.test, TESTED)):
         chosen = np.linspace(0, len(source) - 1, count).astype(np.int64)
         images = source.load(chosen, None, torch.device("cpu"))
         for number, image in zip(chosen.tolist(), images, strict=True):

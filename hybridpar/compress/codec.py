@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -282,6 +282,11 @@ class Coder(ABC):
         self._scratch = scratch
 
     @property
+    def at_work(self) -> Coder:
+        """What writes, reads and finishes the next step: this, or one that it only hands those calls on to."""
+        return self
+
+    @property
     def rounds(self) -> tuple[Round, ...]:
         """The rounds of the next step, equal on all workers."""
         return self._rounds
@@ -313,6 +318,18 @@ class Coder(ABC):
             index: Number of the round.
             parts: 1-D tensors to fill, as `rounds[index]` says.
         """
+
+    @classmethod
+    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Write the messages of a round of several parameters; a class for which that is cheaper overrides it.
+
+        Args:
+            coders: Of this class.
+            index: Number of the round.
+            parts: For each coder what `write` fills.
+        """
+        for coder, own in zip(coders, parts, strict=True):
+            coder.write(index, own)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         """Make one stripe out of what all workers sent for this worker's stripe; only where stripes are sharded.
@@ -529,8 +546,8 @@ class Codec(ABC):
     feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
-    #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
-    kernels: ClassVar[bool] = False
+    #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
+    kernels: ClassVar[tuple[str, ...]] = ()
     #: Whether a step is one message, written from the gradient alone, whatever others write.
     one_message: ClassVar[bool] = False
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.

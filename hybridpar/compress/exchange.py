@@ -358,8 +358,13 @@ class _Stage:
     def requests(self, timer: PhaseTimer, *, written: bool) -> Iterator[Request]:
         """The collectives of the round; messages are written before, unless they have been."""
         if not written:
+            kinds: dict[type[Coder], tuple[list[Coder], list[Sequence[Tensor]]]] = {}
             for coder in self._coders:
-                self.write(coder)
+                coders, parts = kinds.setdefault(type(coder.at_work), ([], []))
+                coders.append(coder.at_work)
+                parts.append(self._parts[id(coder)])
+            for kind, (coders, parts) in kinds.items():
+                kind.write_together(coders, self.index, parts)
             timer.end(Phase.ENCODE)
         yield from self._requests(timer)
         timer.end(Phase.DECODE)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Codec, Full, Residual, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder
 from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, UsageError
 
@@ -64,6 +64,45 @@ class KeptResidual(Residual):
     def commit(self) -> None:
         """What the step under way left is what is kept."""
         self.kept, self.pending = self.pending, self.kept
+
+
+def lay_together(residuals: Sequence[Residual]) -> None:
+    """Move residuals of one size to where `stacked` finds them, unless they are there; before they are taken.
+
+    Args:
+        residuals: What they keep is not changed. If one of them keeps nothing, none is moved.
+    """
+    kept = [residual for residual in residuals if isinstance(residual, KeptResidual)]
+    if len(kept) < max(len(residuals), 2):
+        return
+    if stacked([one.kept for one in kept]) is None:
+        for one, half in zip(kept, torch.stack([one.kept for one in kept]), strict=True):
+            one.kept = half
+    if stacked([one.pending for one in kept]) is None:
+        for one, half in zip(kept, torch.stack([one.pending for one in kept]), strict=True):
+            one.pending = half
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of one shape as one with a further dimension in front, which is not a copy.
+
+    Args:
+        tensors: At least one.
+
+    Returns:
+        None where they do not lie in one piece of memory at equal distances.
+    """
+    first, *others = tensors
+    starts = [tensor.storage_offset() for tensor in tensors]
+    distance = starts[1] - starts[0] if others else 0
+    for number, tensor in enumerate(others, 1):
+        if (
+            starts[number] != starts[0] + number * distance
+            or tensor.stride() != first.stride()
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride())) if distance >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -124,6 +163,10 @@ class FeedbackCoder(WarmUpCoder):
     def warm(self) -> bool:
         """Whether the next step is sent in full precision."""
         return self._steps < self._config.warmup
+
+    @property
+    def at_work(self) -> Coder:
+        return self._current
 
     def residual_squares(self) -> Tensor | None:
         squares = [torch.dot(kept.kept, kept.kept) for kept in self._kept.values()]

@@ -239,7 +239,7 @@ class _Reader:
         lane = lane if ahead else lanes.caller
         lane.wait(lanes.caller.record())  # for the mean and the deviation
         for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
-            self._warn_of(loaded.damaged, "is left out of the test" if key is None else "is replaced by another image")
+            self._warn_of(loaded.damaged, "is left out" if key is None else "is replaced by another image")
             if len(loaded.indices) == 0:
                 continue
             placed: list[Tensor] = []

@@ -230,9 +230,13 @@ def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path, res
         cause = _cause(job.processes[failed].returncode)
         job.end()
         if attempt + joined >= restarts:
+            used_up = ""
+            if restarts:
+                used_up = (
+                    f", and {restarts} restarts are used up\nEvery restart went on from the last whole checkpoint."
+                )
             print(
-                f"error: {job.name(failed)} {cause}, and {restarts} restarts are used up\n"
-                "Every restart went on from the last whole checkpoint.\n"
+                f"error: {job.name(failed)} {cause}{used_up}\n"
                 "Look at the messages above; `dmesg` tells whether the system ran out of memory.",
                 file=sys.stderr,
             )

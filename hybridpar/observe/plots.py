@@ -1,7 +1,8 @@
-"""The pictures of a run: `loss.png` for every run, `staleness.png` for one with parameter servers.
+"""Pictures: `loss.png` for every run, `staleness.png` for one with parameter servers, `confusion.png` of a test.
 
 `loss.png` shows above the training loss of each step, its running mean, and the steps that were skipped; below the test
-accuracy of each epoch over the learning rate. `staleness.png` shows how many gradients arrived at which age. Sizes are
+accuracy of each epoch over the learning rate. `staleness.png` shows how many gradients arrived at which age, and
+`confusion.png` which part of the images of a class was taken for which class. Sizes are
 chosen for a picture shown 600 pixels wide. Neither pyplot nor the caller's settings of matplotlib are touched.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from hybridpar.observe.summary import SUMMARY_FILE
 
 #: Names of the files in the run directory.
 LOSS_PICTURE, STALENESS_PICTURE = "loss.png", "staleness.png"
+#: Name of the file beside the tables of a test.
+CONFUSION_PICTURE = "confusion.png"
+
+#: Classes whose names, and whose numbers of images, have room in a confusion matrix.
+_MOST_NAMED, _MOST_NUMBERED = 40, 20
 
 # Blue, orange and vermilion of Okabe and Ito's palette, which colour-blind readers can tell apart.
 _LOSS, _ACCURACY, _SKIPPED = "#0072B2", "#E69F00", "#D55E00"
@@ -244,3 +250,56 @@ def _draw_ages(figure: Any, counts: Mapping[int, int], expected: float | None) -
         axes.legend(frameon=False, loc="upper right")
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_confusion(
+    folder: Path,
+    counts: NDArray[np.int64],
+    classes: Sequence[str],
+    title: str,
+    say: Callable[[str], object] = print,
+) -> Path | None:
+    """Draw `confusion.png`, the confusion matrix of a test.
+
+    Args:
+        folder: Where to write it.
+        counts: Images of a class (row) that were taken for a class (column), shape (classes, classes).
+        classes: Names of the classes.
+        title: What stands above it.
+        say: Takes the one line that tells why there is no picture.
+
+    Returns:
+        The picture's path, or None where matplotlib is not installed.
+
+    Raises:
+        RunDirectoryError: The picture cannot be written.
+    """
+    if not _can_draw(CONFUSION_PICTURE, say):
+        return None
+    path = folder / CONFUSION_PICTURE
+    replace_file(path, [_png(lambda figure: _draw_matrix(figure, counts, classes, title), 8.2)])
+    return path
+
+
+def _draw_matrix(figure: Any, counts: NDArray[np.int64], classes: Sequence[str], title: str) -> None:
+    from matplotlib.colors import PowerNorm
+
+    axes = figure.subplots()
+    parts = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+    # The square root of the part: a mistake of one in a hundred must be seen beside the diagonal.
+    picture = axes.imshow(parts, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
+    axes.set_title(shortened(title, 90), parse_math=False, fontsize=14, loc="left", pad=12)
+    axes.set_xlabel("taken for")
+    axes.set_ylabel("class")
+    if len(classes) <= _MOST_NAMED:
+        names = [shortened(name, 24) for name in classes]
+        size = 12 if len(classes) <= _MOST_NUMBERED else 8
+        slant = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if max(map(len, names)) > 3 else {}
+        axes.set_xticks(range(len(names)), names, fontsize=size, parse_math=False, **slant)
+        axes.set_yticks(range(len(names)), names, fontsize=size, parse_math=False)
+    if len(classes) <= _MOST_NUMBERED:
+        for row, column in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if parts[row, column] > 0.4 else "black"
+            axes.text(column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=11, color=colour)
+    bar = figure.colorbar(picture, ax=axes, shrink=0.8, label="part of the class")
+    bar.set_ticks([0, 0.01, 0.1, 0.25, 0.5, 1], labels=["0", "1 %", "10 %", "25 %", "50 %", "100 %"])

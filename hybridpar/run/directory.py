@@ -1,7 +1,7 @@
 """The run directory: where a run writes, which run it goes on with, and which options that run began with.
 
     runs/NAME/
-      run.json       model, options, versions, and the job that writes here
+      run.json       model, options, classes and form of the images, versions, and the job that writes here
       config.toml    the options, for `hybridpar train --config`
       plan.json      the plan; plan-N-workers.json is used again with N workers
       compress.csv   the codec of each parameter, where gradients are compressed
@@ -33,7 +33,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
-from hybridpar.formats.file_reader import read_json
+from hybridpar.formats.file_reader import first_problem, read_json
 from hybridpar.observe.files import replace_file, run_directory_error
 from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 
@@ -231,6 +231,7 @@ def claim_place(
     named: Collection[str] = (),
     *,
     follows_plan: bool = False,
+    images: Mapping[str, Any] | None = None,
 ) -> RunPlace:
     """Make the directory this run's own: delete the run that it replaces, write `run.json` and `config.toml`.
 
@@ -244,6 +245,7 @@ def claim_place(
         versions: Versions of packages, to be recorded.
         named: Options that a command line named.
         follows_plan: The run has a plan that was searched for, which a run that repeats it follows.
+        images: What a model must know of images to classify them (`hybridpar.data.image_facts`), to be recorded.
 
     Returns:
         The place with the directory that the run really got.
@@ -256,6 +258,7 @@ def claim_place(
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
         "options": {key: _plain(value) for key, value in dataclasses.asdict(config).items()},
         "versions": dict(versions),
+        "images": None if images is None else dict(images),
     }
     try:
         if place.claim == "replace":
@@ -311,6 +314,39 @@ def read_facts(directory: Path) -> dict[str, Any]:
     except RunDirectoryError:
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
+    """The options that a run began with.
+
+    Args:
+        facts: What its `run.json` says.
+        directory: Of the run, for the message.
+
+    Returns:
+        The options; those that this version does not know are left out, and those that are not there have their
+        defaults.
+
+    Raises:
+        CheckpointError: The file has no options, or they are damaged.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    began = facts.get("options")
+    try:
+        if not isinstance(began, dict) or not isinstance(facts.get("model"), str):
+            raise UsageError("it names no model and no options")
+        known = {field.name for field in dataclasses.fields(TrainConfig)} & began.keys()
+        config = TypeAdapter(TrainConfig).validate_python({name: began[name] for name in known})
+        config.check()
+    except (ValidationError, UsageError) as error:
+        told = error.what if isinstance(error, UsageError) else ": ".join(first_problem(error))
+        raise CheckpointError(
+            f"cannot read the options of the run in {directory}: {told}",
+            f"Its {RUN_FILE} names the model and all options that it was trained with.",
+            "Name its file of weights instead of the directory, with --model and --data.",
+        ) from error
+    return config
 
 
 def _family(base: Path) -> list[Path]:

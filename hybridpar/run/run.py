@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
+from hybridpar.data.image_facts import ImageFacts
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
@@ -200,10 +201,9 @@ class Run(RunLoop):
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
         asked = as_asked(config, plan)
-        versions, searched = {"torch": torch.__version__}, plan.inputs is not None
-        self.place = world.from_main(
-            lambda: claim_place(self.place, asked, model_name, versions, given, follows_plan=searched)
-        )
+        versions, images = {"torch": torch.__version__}, ImageFacts.of(data).plain()
+        recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
+        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, versions, given, **recorded))
         self.at.directory = self.place.directory
         self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"

@@ -19,6 +19,7 @@ from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data, load_dataset
+from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import autocast, learning_rate_scales, parameter_count
@@ -159,6 +160,7 @@ class ServedRun(RunLoop):
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
         self.sample_shape = data.sample_shape
+        self._images = ImageFacts.of(data).plain()
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
         self.data_line = describe_data(data) if self.is_main else ""
@@ -252,7 +254,7 @@ class ServedRun(RunLoop):
         graceful = False
         try:
             with before_the_start():
-                self.state.begin(self.total)
+                self.state.begin(self.total, self._images)
             self._saved = self._progress_made() if self.at.resumed_from is not None else None
             self._best_saved = self.at.best
             self.info = self._describe()

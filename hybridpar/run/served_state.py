@@ -7,6 +7,7 @@ codecs. Worker 0 brings the shards their first state, and asks them for it when 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,12 @@ class ServedState:
 
     # ------------------------------------------------------------------- begin
 
-    def begin(self, total: int) -> None:
+    def begin(self, total: int, images: Mapping[str, Any] | None = None) -> None:
         """Connect to the shards, bring them the weights if they have none, and find out how far the run is.
 
         Args:
             total: Steps that the run is to have.
+            images: As of `claim_place`.
 
         Raises:
             HybridparError: The run cannot begin, or cannot go on from where it is to.
@@ -129,7 +131,7 @@ class ServedState:
             if all(one["initialised"] for one in welcome):
                 at.best, at.resumed_from = _best_of(run_place.directory), written
             else:
-                self._bring(run_place, total)
+                self._bring(run_place, total, images)
         rest = self.links.links[0].unpack_rest()
         facts = rest["facts"]
         self.model.load_state_dict(rest["tensors"], strict=False)
@@ -157,7 +159,7 @@ class ServedState:
                 for name, parameter in trained_parameters(self.model).items():
                     parameter.copy_(self.host[name], non_blocking=True)
 
-    def _bring(self, place: RunPlace, total: int) -> None:
+    def _bring(self, place: RunPlace, total: int, images: Mapping[str, Any] | None) -> None:
         """The weights at the start, or those of the checkpoint that the run goes on from."""
         workers = self._place.workers
         optimizer: dict[str, Any] | None = None
@@ -182,7 +184,7 @@ class ServedState:
                 clock = max((int(one["clock"]) for one in progress), default=step)
         else:
             self.weights_lines = start_from_weights(self._config, self._name, self.model)
-        place = claim_place(place, self._config, self._name, {"torch": torch.__version__})
+        place = claim_place(place, self._config, self._name, {"torch": torch.__version__}, images=images)
         checkpoint = None if place.checkpoint is None else str(place.checkpoint)
         self.links.initialise(
             shard_starts(

@@ -142,6 +142,22 @@ def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
 
+def load_model_state(path: Path, *, average: bool = False) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint, and nothing else of it.
+
+    Args:
+        path: A `step-N` directory.
+        average: Those of the moving average.
+
+    Returns:
+        The state dict, on the CPU.
+
+    Raises:
+        CheckpointError: It is not whole, the file is damaged, or it is of another version.
+    """
+    return _read_tensors(path, "model_ema.pt" if average else "model.pt", read_manifest(path))
+
+
 @contextlib.contextmanager
 def usable(path: Path) -> Iterator[None]:
     """Inside, a part of a checkpoint that is missing, or of another kind than was expected, is one error.

@@ -38,6 +38,7 @@ def evaluate(
     loss: Callable[[Any, Tensor], Tensor],
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
+    note: Callable[[Any, Tensor], object] | None = None,
 ) -> Evaluation:
     """Accuracy and loss over a test set; a collective.
 
@@ -46,6 +47,7 @@ def evaluate(
         loss: Mean loss of outputs and targets.
         batches: This worker's share, on its device; shares may be uneven or empty, and must not overlap.
         world: The workers.
+        note: Called with the outputs and targets of each batch, to look at more than accuracy and loss.
 
     Raises:
         UsageError: No worker has a single sample.
@@ -57,6 +59,8 @@ def evaluate(
         mean = loss(outputs, targets)
         count = int(targets.shape[0])
         correct = _correct(outputs, targets)
+        if note is not None:
+            note(outputs, targets)
         values = (correct, mean.double() * count, count)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
     if world.size > 1:

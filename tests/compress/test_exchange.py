@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
+from hybridpar.compress.codec import Full
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.together import meet
@@ -46,6 +47,23 @@ def test_messages_that_meet_alike_travel_together() -> None:
         else:
             request.out.copy_(request.inp)
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
+
+
+def test_what_is_at_work_writes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def note(coders: Sequence[Full], index: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        calls.append([coder.spec.name for coder in coders])
+        for coder, own in zip(coders, parts, strict=True):
+            coder.write(index, own)
+
+    monkeypatch.setattr(Full, "write_together", note)
+    exchange = exchange_of({"a": "powersgd:warmup=1", "b": "none", "c": "onebit", "d": "none"}, workers=1)
+    gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
+    for _ in range(2):
+        list(exchange.requests(gradients, gradients))
+        exchange.commit()
+    assert calls == [["a", "b", "d"], ["b", "d"]]  # during the warm-up, and then
 
 
 def test_bytes_on_the_wire() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import parse_codec
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.feedback import FeedbackCoder, KeptResidual, lay_together, stacked
 from hybridpar.errors import CheckpointError
 from tests.compress.team import Team, equal, same_bits
 
@@ -118,6 +118,43 @@ def test_a_parameter_that_nobody_used_keeps_its_residual() -> None:
     for left, right in zip(before, after, strict=True):
         assert equal(left["w"], right["w"])
         assert not equal(left["v"], right["v"])
+
+
+def test_residuals_are_moved_together_and_keep_what_they_keep() -> None:
+    residuals = [KeptResidual.zeros(6, torch.device("cpu")) for _ in range(3)]
+    for number, one in enumerate(residuals):
+        one.kept.fill_(number)
+    lay_together(residuals)
+    for half in ("kept", "pending"):
+        together = stacked([getattr(one, half) for one in residuals])
+        assert together is not None
+        together[1, 2] = 9
+        assert getattr(residuals[1], half)[2] == 9
+    assert [float(one.kept[0]) for one in residuals] == [0, 1, 2]
+    before = [one.kept for one in residuals]
+    for one in residuals:
+        one.commit()
+    lay_together(residuals)
+    assert all(one.pending is kept for one, kept in zip(residuals, before, strict=True)), "moved once more"
+    residuals[1].commit()
+    lay_together(residuals)
+    assert stacked([one.kept for one in residuals]) is not None
+    assert residuals[1].kept.tolist() == [1, 1, 9, 1, 1, 1]
+
+
+def test_what_lies_at_equal_distances_is_stacked() -> None:
+    memory = torch.arange(30.0)
+    pieces = [memory[start : start + 6].view(2, 3) for start in (1, 9, 17)]
+    together = stacked(pieces)
+    assert together is not None
+    assert together.data_ptr() == pieces[0].data_ptr()
+    assert torch.equal(together, torch.stack(pieces))
+    assert stacked([pieces[0], pieces[2], pieces[1]]) is None
+    assert stacked([pieces[0], pieces[1].clone()]) is None
+    assert stacked([pieces[0], pieces[1].t().contiguous().t()]) is None
+    alone = stacked(pieces[:1])
+    assert alone is not None
+    assert alone.shape == (1, 2, 3)
 
 
 def test_state_of_another_size_is_refused_and_nothing_is_taken_over() -> None:

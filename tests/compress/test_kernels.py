@@ -248,6 +248,36 @@ def test_special_values(kind: str) -> None:
     assert largest.item() == scale_of(values).item()
 
 
+@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "columns", "offset"), [(1, 1, 0), (3, 5, 1), (64, 147, 0), (9, 64, 3), (130, 576, 0)])
+def test_powersgd(rows: int, columns: int, offset: int, rank: int) -> None:
+    gradient, kept, old = (torch.randn(rows, columns) for _ in range(3))
+    right, left = torch.randn(rank, columns), torch.randn(rank, rows)
+    residual = KeptResidual(placed(kept, offset), placed(old, offset), 0.5)
+    out_left, out_right = torch.empty(rank, rows), torch.empty(rank, columns)
+    assert kernels.powersgd_left(placed(gradient, offset).view(rows, columns), residual, right, out_left)
+    v = gradient + 0.5 * kept
+    torch.testing.assert_close(residual.pending.view(rows, columns), v)
+    assert same_bits(residual.kept, kept.view(-1))
+    torch.testing.assert_close(out_left, right @ v.t(), rtol=1e-4, atol=1e-4)
+    assert kernels.powersgd_right(residual, left, out_right)
+    torch.testing.assert_close(out_right, left @ v, rtol=1e-4, atol=1e-4)
+    out = placed(old, offset).view(rows, columns)
+    assert kernels.powersgd_product(left, right, residual, out, 3.0)
+    torch.testing.assert_close(out, 3 * left.t() @ right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(residual.pending.view(rows, columns), v - left.t() @ right, rtol=1e-4, atol=1e-4)
+
+
+def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> None:
+    five, some = torch.randn(5, 8), KeptResidual.zeros(64, CPU)
+    assert not kernels.powersgd_left(torch.randn(8, 8), some, five, five.clone())
+    assert not kernels.powersgd_product(five[:2], five[:2], Residual(), torch.empty(8, 8), 1.0)
+    if isinstance(kernels.table(), kernels.CpuKernels):
+        with pytest.raises(AssertionError):
+            kernels.powersgd_left(torch.randn(8, 8), some, five[:2], torch.empty(2, 7))
+
+
 def test_the_largest_magnitude() -> None:
     for count in (1, 63, 64, 1000):
         values = torch.randn(count)
@@ -286,6 +316,7 @@ def test_the_gil_is_released() -> None:
     [
         *("onebit", "onebit:group=column", "onebit:feedback=off", "onebit:decay=0.9"),
         *("twobit", "twobit:levels=mean", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
+        *("powersgd:rank=1", "powersgd:rank=3,decay=0.9"),
     ],
 )
 def test_replicas_are_equal_and_steps_can_be_taken_back(text: str, workers: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridpar.observe import plots
 from hybridpar.observe.metrics import MetricsWriter
 from hybridpar.observe.plots import draw_loss, draw_staleness, running_mean
 
@@ -159,3 +160,34 @@ def test_without_gradients_there_is_no_picture_of_ages(tmp_path):
     said = []
     assert draw_staleness(tmp_path, {}, say=said.append) is None
     assert said == ["staleness.png was not drawn: no gradient arrived"]
+
+
+@pytest.mark.parametrize(("classes", "texts"), [(2, 3), (30, 0), (300, 0)])
+def test_a_confusion_matrix_has_numbers_and_names_where_there_is_room(tmp_path, monkeypatch, classes, texts):
+    drawn = []
+    monkeypatch.setattr(plots, "_png", lambda draw, height: _kept(draw, height, drawn))
+    counts = np.eye(classes, dtype=np.int64) * 5
+    counts[0, 1] = 1
+    names = [f"class-{number}" for number in range(classes)]
+    path = plots.draw_confusion(tmp_path, counts, names, "net on $data$")
+    assert path is not None
+    assert path.name == "confusion.png"
+    axes = drawn[0].axes[0]
+    assert [text.get_text() for text in axes.texts] == ["5", "1", "5"][:texts]
+    shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert (shown == names) == (classes <= 40)
+
+
+def _kept(draw, height, drawn):
+    from matplotlib.figure import Figure
+
+    drawn.append(Figure(figsize=(9, height)))
+    draw(drawn[-1])
+    return b""
+
+
+def test_without_matplotlib_there_is_no_confusion_matrix_but_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    said = []
+    assert plots.draw_confusion(tmp_path, np.eye(2, dtype=np.int64), "ab", "", said.append) is None
+    assert "pip install" in said[0]

@@ -66,7 +66,7 @@ class Hylo(Codec):
     stateful = True
     feedback = True
     castable = True
-    kernels = True
+    kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
         if self.least < 1:

@@ -54,7 +54,7 @@ class OneBit(Codec):
     biased = True
     one_message = True
     feedback = True
-    kernels = True
+    kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
         if self.group not in _GROUPS:

@@ -51,7 +51,7 @@ class OneBitAdam(Codec):
     biased = True
     stateful = True
     feedback = True
-    kernels = True
+    kernels = ("cpu", "cuda")
     refuses_momentum = True
     gives_sums = False
 

@@ -49,7 +49,7 @@ class OneBitSgd(Codec):
     biased = True
     stateful = True
     feedback = True
-    kernels = True
+    kernels = ("cpu", "cuda")
     refuses_momentum = True
     gives_sums = False
 

@@ -9,10 +9,20 @@ One step of the power method: Q is kept for the next step, in which it starts wh
 sent, r (n + m) numbers instead of n m.
 
 Q is made orthonormal before it is used, as PyTorch's hook does. That does not change the space that P spans, and keeps
-P as large as M, so that neither overflows. The factorisation by Householder reflections completes a matrix of lower
-rank by other orthonormal columns: a parameter whose gradient was zero once is not stuck at zero, as it is after
-Gram-Schmidt. All workers compute it from the same bits; that they get the same bits takes equal processors and
-libraries.
+P as large as M, so that neither overflows. A factor of lower rank is completed by other orthonormal columns, so that a
+parameter whose gradient was zero once is not stuck at zero, as it is after plain Gram-Schmidt. All workers compute it
+from the same bits; that they get the same bits takes equal processors and libraries, and kernels on all or none.
+
+What a step costs is passes over memory as large as the gradient. There are three: one writes M where the residual will
+be and multiplies it with Q, one multiplies it with P, one writes P Q^T and subtracts it from M. Factors lie transposed,
+as r long rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as
+with many rows of a few numbers.
+
+* On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
+  kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
+* On a GPU, where starting a kernel is what costs, matrices of one shape are multiplied together: `Exchange` calls
+  `LowRank.write_together` for all that it has. It moves their residuals together once (`lay_together`), so that they
+  are one tensor of three dimensions without a copy. Factors of all shapes are made orthonormal together.
 """
 
 from __future__ import annotations
@@ -20,13 +30,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import (
-    CHUNK,
     CODECS,
     NO_RESIDUAL,
     WORKER,
@@ -37,7 +47,13 @@ from hybridpar.compress.codec import (
     Round,
     TensorSpec,
 )
+from hybridpar.compress.feedback import lay_together, stacked
 from hybridpar.errors import CheckpointError, UsageError
+
+#: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
+_FEW = 8
+#: A row of which projections leave no larger part than this depends on the rows before it.
+_DEPENDENT = 1e-5
 
 
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
@@ -57,6 +73,7 @@ class PowerSgd(Codec):
     stateful = True
     feedback = True
     castable = True
+    kernels = ("cpu",)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -91,60 +108,153 @@ class LowRank(Coder):
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
-        self._q = orthonormal(torch.randn(self._columns, self._rank, generator=draw, device="cpu").to(spec.device))
-        self._next_q = self._q
-        self._p = self._matrix = torch.empty(0)
+        first = torch.randn(self._columns, self._rank, generator=draw, device="cpu")
+        # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
+        self._q = self._next_q = first.t().contiguous().to(spec.device)
+        self._p = torch.empty(0)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._matrix = self._residual.take(gradient.view(self._rows, self._columns), 0)
+        super().begin(gradient.contiguous().view(self._rows, self._columns), residuals)
+
+    @property
+    def _matrix(self) -> Tensor:
+        """M, once it has been taken; then what is left of it."""
+        return self._residual.again(self._gradient, 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        factor = self._matrix @ self._q if index == 0 else self._matrix.t() @ self._p
-        torch.mul(factor.view(-1), self._share, out=parts[0])
+        self.write_together([self], index, [parts])
+
+    @classmethod
+    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        factors = orthonormal([coder._p if index else coder._q for coder in coders])
+        for numbers in _by_shape(coders):
+            group, own = [coders[n] for n in numbers], [factors[n] for n in numbers]
+            messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
+            for coder, factor in zip(group, own, strict=True) if index else ():
+                coder._p = factor
+            if len(group) > 1:
+                _multiply_together(group, index, own, messages)
+            else:
+                group[0]._multiply(index, own[0], messages[0])
+
+    def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
+        """Write Q^T M^T, and make M before, or P^T M."""
+        left = factor if self._share == 1 else factor * self._share
+        out = message if message.dtype == torch.float32 else torch.empty(message.shape, device=message.device)
+        if index:
+            if not kernels.powersgd_right(self._residual, left, out):
+                torch.mm(left, self._matrix, out=out)
+        elif not kernels.powersgd_left(self._gradient, self._residual, left, out):
+            torch.mm(left, self._residual.take(self._gradient, 0).t(), out=out)
+        if out is not message:
+            message.copy_(out)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        factor = parts[0].to(torch.float32).view(-1, self._rank)
+        factor = parts[0].to(torch.float32).view(self._rank, -1)
         if index == 0:
-            self._p = orthonormal(factor)
+            self._p = factor
         else:
             self._next_q = factor / (self._share * self.spec.workers)
 
     def finish(self, out: Tensor) -> None:
-        result, right = out.view(self._rows, self._columns), self._next_q.t()
-        step = max(CHUNK // self._columns, 1)
-        for first in range(0, self._rows, step):
-            left = self._p[first : first + step]
-            decoded = self._scratch.take("product", len(left) * self._columns).view(len(left), self._columns)
-            torch.mm(left, right, out=decoded)
+        result, scale = out.view(self._rows, self._columns), self.spec.workers / self.spec.divisor
+        # A product that is written to memory of other strides may be rounded otherwise.
+        product = result if out.is_contiguous() else torch.empty(result.shape, device=out.device)
+        if not kernels.powersgd_product(self._p, self._next_q, self._residual, product, scale):
+            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=scale)
             if self._residual.keeps:
-                self._matrix[first : first + step].sub_(decoded)
-            torch.mul(decoded, self.spec.workers / self.spec.divisor, out=result[first : first + step])
+                self._matrix.sub_(product, alpha=1 / scale)
+        if product is not result:
+            result.copy_(product)
 
     def commit(self) -> None:
-        self._q = orthonormal(self._next_q)
+        self._q = self._next_q
 
     def state_dict(self) -> dict[str, Any]:
-        """The factor with which the next step starts."""
-        return {"q": self._q.clone()}
+        """The factor with which the next step starts, one row per column of the matrix."""
+        return {"q": self._q.t().contiguous().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["q"].shape != self._q.shape:
+        saved: Tensor = state["q"].t()
+        if saved.shape != self._q.shape:
             raise CheckpointError(
-                f"the factor of {self.spec.name!r} has shape {tuple(state['q'].shape)}, not {tuple(self._q.shape)}",
+                f"the factor of {self.spec.name!r} has shape {tuple(saved.t().shape)}, not {tuple(self._q.t().shape)}",
                 "It depends on the parameter's shape and on the rank.",
                 "Resume with the rank of the run that wrote the checkpoint.",
             )
-        self._q = state["q"].to(self.spec.device, torch.float32).clone()
+        self._q = saved.to(self.spec.device, torch.float32).contiguous().clone()
 
 
-def orthonormal(matrix: Tensor) -> Tensor:
-    """A matrix with orthonormal columns, which span what the columns of this one span.
+def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """For each matrix one with orthonormal rows, whose first rows span what the first rows of that one span.
 
-    Where the matrix is not finite, all of the result is NaN.
+    Where a matrix is not finite, its result is not finite.
 
     Args:
-        matrix: Two-dimensional float32, at least as many rows as columns.
+        factors: Of shape (r, n) with r <= n, float32.
+
+    Returns:
+        New ones.
     """
-    columns: Tensor = torch.linalg.qr(matrix).Q
-    return columns.contiguous()
+    if _one_by_one(factors[0].device) or max(factor.shape[0] for factor in factors) > _FEW:
+        return [torch.linalg.qr(factor.t()).Q.t().contiguous() for factor in factors]
+    return _row_by_row(factors)
+
+
+def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
+    """What `orthonormal` does, for all matrices at once by Gram-Schmidt with every projection done twice.
+
+    A row that depends on those before it is replaced by a direction that does not; the device decides, nothing waits.
+    """
+    sizes = [one.shape for one in factors]
+    shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
+    # Shorter rows end in zeros, which change no product; rows that a matrix does not have come last and are not used.
+    rows, spare, done = (factors[0].new_zeros(shape) for _ in range(3))
+    turns = torch.arange(1, shape[1] + 1, device=rows.device)[:, None] + 0.37
+    directions = torch.cos(turns * torch.arange(1, shape[2] + 1, device=rows.device))
+    for block, values in ((rows, factors), (spare, [directions[:r, :n] for r, n in sizes])):
+        torch._foreach_copy_([one[:r, :n] for one, (r, n) in zip(block, sizes, strict=True)], list(values))
+    rows /= rows.abs().amax(2, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # squares stay in range
+    for turn in range(shape[1]):
+        pair = torch.stack((rows[:, turn], spare[:, turn]), 1)
+        length = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
+        for _ in range(2 if turn else 0):
+            pair = pair.baddbmm_(pair @ done[:, :turn].mT, done[:, :turn], alpha=-1)
+        left = torch.linalg.vector_norm(pair, dim=2, keepdim=True)
+        own, other = (pair / left).unbind(1)
+        done[:, turn] = torch.where(left[:, 0] <= _DEPENDENT * length[:, 0], other, own)  # NaN stays NaN
+    return [one[:r, :n] for one, (r, n) in zip(done, sizes, strict=True)]
+
+
+def _one_by_one(device: torch.device) -> bool:
+    """Whether matrices are worked on one after the other, as each is work enough."""
+    return device.type == "cpu"
+
+
+def _by_shape(coders: Sequence[LowRank]) -> list[list[int]]:
+    """Numbers of the coders whose matrices are multiplied together."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, coder in enumerate(coders):
+        alone = number if _one_by_one(coder.spec.device) else 0
+        groups.setdefault((coder._rank, coder._rows, coder._columns, alone), []).append(number)
+    return list(groups.values())
+
+
+def _multiply_together(
+    group: Sequence[LowRank], index: int, factors: Sequence[Tensor], messages: Sequence[Tensor]
+) -> None:
+    """What `LowRank._multiply` does, for coders of one shape."""
+    if index == 0:
+        lay_together([coder._residual for coder in group])
+        for coder in group:
+            coder._residual.take(coder._gradient, 0)
+    matrices = stacked([coder._matrix for coder in group])
+    if matrices is None:  # gradients themselves, which lie where they lie
+        products = [
+            factor @ (own._matrix if index else own._matrix.t()) for own, factor in zip(group, factors, strict=True)
+        ]
+    else:
+        products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
+    if group[0]._share != 1:
+        torch._foreach_mul_(products, group[0]._share)
+    torch._foreach_copy_(list(messages), products)

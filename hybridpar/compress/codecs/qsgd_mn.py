@@ -63,7 +63,7 @@ class QsgdMaxNorm(LargeTensorCodec):
     name = "qsgd_mn"
     biased = False
     stateful = True
-    kernels = True
+    kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:

@@ -93,7 +93,7 @@ class TwoBit(LargeTensorCodec):
     biased = True
     one_message = True
     feedback = True
-    kernels = True
+    kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
         for option, value, allowed in (("levels", self.levels, _LEVELS), ("pull", self.pull, _PULLS)):

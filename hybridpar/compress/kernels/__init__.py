@@ -3,7 +3,8 @@
 Each function here does what its codec otherwise does in torch, and says whether it did: it does nothing where kernels
 are switched off or cannot be had, or where tensors are not dense float32 on a CPU or a CUDA device. What is decoded is
 the same bit for bit either way, as it is given by the bytes, so workers with and without kernels, and with different
-devices, can train together. What is encoded differs where sums are made in another order.
+devices, can train together; but not for PowerSGD, whose products each library rounds in its way. What is encoded
+differs where sums are made in another order.
 
 Addresses go to the kernels, so the checks that keep them inside of their tensors are made here. On a CPU the GIL is
 released; on a GPU nothing waits.
@@ -26,6 +27,7 @@ from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
+from hybridpar.compress.kernels.powersgd_source import RANKS
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
@@ -68,7 +70,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> None:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if _needs_kernels(codec):
+    if _has_kernels(codec, device):
         table(device)
 
 
@@ -80,7 +82,7 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
     Args:
         codecs: Those that may be used.
     """
-    if any(map(_needs_kernels, codecs)):
+    if any(_has_kernels(codec, _CPU) for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
 
 
@@ -90,10 +92,10 @@ def _load_aside() -> None:
     table()
 
 
-def _needs_kernels(codec: Codec) -> bool:
+def _has_kernels(codec: Codec, device: torch.device) -> bool:
     inner: Any = codec
     while inner is not None:
-        if inner.kernels:
+        if device.type in inner.kernels:
             return True
         inner = getattr(inner, "inner", None)
     return False
@@ -314,6 +316,82 @@ def qsgd_read(
     _check_words(words, fields)
     kernels.qsgd_read(words, scale, fields, zero, unit, out, scratch, add=add)
     return True
+
+
+def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor) -> bool:
+    """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels.
+
+    Args:
+        values: The gradient as a matrix.
+        residual: Gives v, and is left as v.
+        right: A factor, a few rows as long as those of the matrix.
+        out: As many rows, as long as the matrix has rows.
+
+    Returns:
+        Whether a kernel did it; else nothing was changed.
+    """
+    kernels = _factor_kernels(right, residual, values, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    _check_factors(out, right, values)
+    _check_halves(values, residual)
+    kernels.powersgd_left(values, residual, right, out)
+    return True
+
+
+def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
+    """Set out = left v, of what `powersgd_left` has left.
+
+    Args:
+        residual: Holds v.
+        left: A factor, a few rows as long as the matrix has rows.
+        out: As many rows, as long as those of the matrix.
+
+    Returns:
+        Whether it was done.
+    """
+    kernels = _factor_kernels(left, residual, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    matrix = residual.pending.view(left.shape[1], out.shape[1])
+    _check_factors(left, out, matrix)
+    kernels.powersgd_right(matrix, left, out)
+    return True
+
+
+def powersgd_product(left: Tensor, right: Tensor, residual: Residual, out: Tensor, scale: float) -> bool:
+    """Set out = scale * left^T right, and leave v - left^T right in the residual.
+
+    Args:
+        left: A factor, a few rows as long as the matrix has rows.
+        right: The other one, as many rows as long as those of the matrix.
+        residual: Holds v.
+        out: The matrix.
+        scale: Any number.
+
+    Returns:
+        Whether it was done.
+    """
+    kernels = _factor_kernels(left, residual, right, out)
+    if kernels is None or not isinstance(residual, KeptResidual):
+        return False
+    _check_factors(left, right, out)
+    _check_halves(out, residual)
+    kernels.powersgd_product(left, right, out, residual.pending, scale)
+    return True
+
+
+def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
+    assert (left.shape[1], right.shape[1]) == matrix.shape
+    assert left.shape[0] == right.shape[0]
+
+
+def _factor_kernels(factor: Tensor, residual: Residual, *others: Tensor) -> CpuKernels | None:
+    """The kernels for factors of so many rows; None where there are none."""
+    if factor.device.type != "cpu" or factor.shape[0] not in RANKS or not residual.keeps:
+        return None
+    kernels = _kernels(factor, *_halves(residual), *others)
+    return kernels if isinstance(kernels, CpuKernels) else None
 
 
 def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:

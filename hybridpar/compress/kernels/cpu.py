@@ -39,7 +39,8 @@ class ThresholdRule:
     cap: float
 
 
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "onebit_columns", "twobit", "qsgd")]
+_KERNELS = ("onebit", "onebit_columns", "twobit", "qsgd", "powersgd")
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -253,6 +254,43 @@ class CpuKernels:
         addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
         fixed = (lies.count, lies.words, lies.width, lies.per_word, zero)
         self.functions[f"qsgd_{'add' if add else 'decode'}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+
+    def powersgd_left(self, values: Tensor, residual: KeptResidual, right: Tensor, out: Tensor) -> None:
+        """Make v, and multiply it with each row of a factor.
+
+        Args:
+            values: float32, a matrix.
+            residual: Gives v, and keeps it.
+            right: Rows as long as those of the matrix.
+            out: As many rows as `right`, as long as the matrix has rows.
+        """
+        places = (values.data_ptr(), residual.kept.data_ptr(), residual.pending.data_ptr())
+        numbers = (right.data_ptr(), out.data_ptr(), *values.shape, _streams(values))
+        self.functions[f"powersgd_left{right.shape[0]}"](*places, *numbers, residual.factor)
+
+    def powersgd_right(self, matrix: Tensor, left: Tensor, out: Tensor) -> None:
+        """Multiply rows of a factor with a matrix.
+
+        Args:
+            matrix: float32.
+            left: Rows as long as the matrix has rows.
+            out: As many rows as `left`, as long as those of the matrix.
+        """
+        places = (matrix.data_ptr(), left.data_ptr(), out.data_ptr())
+        self.functions[f"powersgd_right{left.shape[0]}"](*places, *matrix.shape)
+
+    def powersgd_product(self, left: Tensor, right: Tensor, out: Tensor, unsent: Tensor, scale: float) -> None:
+        """Set out = scale * left^T right, and subtract the product from what is kept.
+
+        Args:
+            left: Rows as long as the matrix has rows.
+            right: Rows as long as those of the matrix.
+            out: The matrix.
+            unsent: As many elements.
+            scale: Any number.
+        """
+        places = (left.data_ptr(), right.data_ptr(), out.data_ptr(), unsent.data_ptr())
+        self.functions[f"powersgd_product{left.shape[0]}"](*places, *out.shape, _streams(out), scale)
 
     def _encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
         if isinstance(residual, KeptResidual):

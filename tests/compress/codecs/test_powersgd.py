@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress import TensorSpec, kernels, parse_codec
+from hybridpar.compress.codecs import powersgd
 from hybridpar.compress.codecs.powersgd import LowRank, PowerSgd, orthonormal
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import CheckpointError
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team, equal, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
@@ -22,6 +23,93 @@ VARIANTS = (
 )
 
 SHAPES = {"w": (30, 40)}
+
+#: Some of one shape, and some that are sent in full.
+LAYERS = {"a": (24, 60), "b": (7,), "c": (24, 60), "d": (60, 5, 3, 3), "e": (24, 6, 10), "f": (33, 33), "g": (60, 45)}
+
+
+def _work_together(patch: pytest.MonkeyPatch) -> None:
+    """Work as on a GPU, here on a CPU."""
+    patch.setattr(powersgd, "_one_by_one", lambda device: False)
+    patch.setattr(kernels, "table", lambda device=None: None)
+
+
+@pytest.fixture(autouse=True, params=["kernels", "BLAS", "together"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways to do the work."""
+    if request.param == "BLAS":
+        monkeypatch.setattr(kernels, "table", lambda device=None: None)
+    elif request.param == "together":
+        _work_together(monkeypatch)
+
+
+class Reference:
+    """PowerSGD with error feedback as its paper has it, matrix by matrix in float64, all workers at once."""
+
+    def __init__(self, factor: torch.Tensor, workers: int, decay: float = 1.0) -> None:
+        self.q, self.decay = factor.double(), decay
+        self.errors = [torch.zeros(1, dtype=torch.float64)] * workers
+        self.size = 0.0
+
+    def step(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        matrices = [g.double() + self.decay * e for g, e in zip(gradients, self.errors, strict=True)]
+        q = torch.linalg.qr(self.q).Q
+        p = torch.linalg.qr(sum(m @ q for m in matrices) / len(matrices)).Q
+        self.q = sum(m.t() @ p for m in matrices) / len(matrices)
+        result = p @ self.q.t()
+        self.errors = [m - result for m in matrices]
+        self.size = max(float(m.norm()) for m in matrices)
+        return result
+
+
+@pytest.mark.parametrize("text", ["powersgd:rank=1", "powersgd:rank=2,decay=0.9", "powersgd:rank=4", "powersgd:rank=6"])
+def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
+    team = Team(f"{text},gain=1", LAYERS, 3)
+    matrices = {name: (shape[0], -1) for name, shape in LAYERS.items() if len(shape) > 1}
+    decay = 0.9 if "decay" in text else 1.0
+    plain = {name: Reference(team.coders(name)[0].state_dict()["inner"]["q"], 3, decay) for name in matrices}
+    for seed in range(6):
+        gradients = team.gradients(seed, 1e-3)
+        if seed == 3:  # of a step that does not count nothing is left
+            team.meet(team.gradients(99))
+            team.rollback()
+        for index, (name, out) in enumerate(zip(LAYERS, team.step(gradients), strict=True)):
+            if name in matrices:
+                expected = plain[name].step([own[index].view(matrices[name]) for own in gradients])
+                difference = float((out.view(matrices[name]) - expected).norm())
+                assert difference < 1e-6 * plain[name].size, (seed, name)
+    for name, reference in plain.items():
+        for coder, error in zip(team.coders(name), reference.errors, strict=True):
+            assert isinstance(coder, FeedbackCoder)
+            kept = coder.residual("worker").view(error.shape)
+            assert float((kept - error).norm()) < 1e-6 * reference.size, name
+
+
+def test_working_together_keeps_what_every_codec_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.compress import test_every_codec as every  # which imports this file
+
+    _work_together(monkeypatch)
+    for text in VARIANTS:
+        every.test_workers_agree_and_nothing_is_lost(text, 3)
+        every.test_one_bad_number_is_seen_by_all_and_can_be_taken_back(text, {"matrix": torch.inf, "conv": torch.nan})
+        every.test_constant_gradients(text)
+        every.test_state_is_saved_and_restored(text)
+        every.test_gradients_of_any_stride_and_results_in_place(text)
+
+
+def test_a_parameter_that_nobody_used_keeps_its_state_beside_others_of_its_shape() -> None:
+    team, alone = Team("powersgd:rank=2", LAYERS, 2), Team("powersgd:rank=2", {"c": LAYERS["c"]}, 2)
+    for seed in range(4):
+        gradients = team.gradients(seed)
+        unused = ["c"] if seed == 1 else []
+        before = team.coders("c")[0].state_dict()
+        team.meet(gradients)
+        for exchange in team.exchanges:
+            exchange.commit(unused)
+        assert equal(team.coders("c")[0].state_dict(), before) == bool(unused)
+        if not unused:
+            alone.step([[own[2]] for own in gradients])
+    torch.testing.assert_close(team.unsent("c"), alone.unsent("c"), rtol=1e-4, atol=1e-5)
 
 
 def test_full_rank_is_exact() -> None:
@@ -55,11 +143,22 @@ def test_a_low_rank_is_found_by_a_few_steps() -> None:
     torch.testing.assert_close(out.view(30, 40), best, rtol=0, atol=1e-3)
 
 
-def test_columns_are_orthonormal_also_of_matrices_of_lower_rank() -> None:
-    for matrix in (torch.randn(50, 4), torch.zeros(50, 4), torch.ones(50, 4), 1e-30 * torch.randn(50, 4)):
-        columns = orthonormal(matrix)
-        torch.testing.assert_close(columns.t() @ columns, torch.eye(4), rtol=0, atol=1e-5)
-    assert orthonormal(torch.full((5, 2), torch.nan)).isnan().all()
+def test_rows_are_orthonormal_also_of_matrices_of_lower_rank() -> None:
+    few = torch.randn(4, 50)
+    few[2] = few[0] - 3 * few[1]
+    huge, tiny, square, single = (
+        1e30 * torch.randn(4, 7),
+        1e-30 * torch.randn(4, 50),
+        torch.ones(4, 4),
+        torch.ones(1, 9),
+    )
+    factors = [torch.randn(4, 50), few, torch.zeros(4, 20), torch.ones(4, 50), huge, tiny, square, single]
+    for factor, rows in zip(factors, orthonormal(factors), strict=True):
+        torch.testing.assert_close(rows @ rows.t(), torch.eye(len(rows)), rtol=0, atol=1e-5)
+        inside = factor / factor.abs().max().clamp(min=1e-38)
+        torch.testing.assert_close(inside @ rows.t() @ rows, inside, rtol=0, atol=1e-5)
+    for broken in (torch.full((2, 5), torch.nan), torch.tensor([[1.0, 2.0, 3.0], [0.0, torch.inf, 1.0]])):
+        assert not orthonormal([torch.ones(2, 4), broken])[1].isfinite().all()
 
 
 def test_a_gradient_that_was_zero_is_not_stuck_at_zero() -> None:

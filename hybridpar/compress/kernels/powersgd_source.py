@@ -1,0 +1,193 @@
+"""CPU kernels of `powersgd`: three passes over a matrix with few rows of factors, each of which reads memory once.
+
+BLAS multiplies a large matrix with one row as fast as memory allows, but with two to four rows at half of that or less,
+and cannot make the matrix on the way. Factors lie as rows: `p` has as many numbers per row as the matrix has rows, `q`
+as many as it has columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridpar.codegen.tir_writer import LANES, Writer
+
+#: Rows of factors that there are kernels for; with more of them BLAS is fast enough.
+RANKS = (1, 2, 3, 4)
+
+LEFT = ("values", "kept", "pending", "q", "p", "rows", "columns", "stream")
+RIGHT = ("matrix", "p", "q", "rows", "columns")
+PRODUCT = ("p", "q", "out", "left", "rows", "columns", "stream")
+
+#: Rows of the matrix that are worked on at a time, so that numbers of factors are read once for all of them.
+ROWS = 4
+
+
+def define(w: Writer) -> dict[str, Any]:
+    """The functions of this file by name.
+
+    Args:
+        w: What the functions are written with.
+    """
+    functions: dict[str, Any] = {}
+    for rank in RANKS:
+        functions |= {
+            f"powersgd_left{rank}": w.function(f"powersgd_left{rank}", LEFT, ("factor",), _left(w, rank)),
+            f"powersgd_right{rank}": w.function(f"powersgd_right{rank}", RIGHT, (), _right(w, rank)),
+            f"powersgd_product{rank}": w.function(f"powersgd_product{rank}", PRODUCT, ("scale",), _product(w, rank)),
+        }
+    return functions
+
+
+def _muladd(w: Writer, x: Any, y: Any, z: Any) -> Any:
+    return w.call("float32x16", "hp_muladd", x, y, z)
+
+
+def _left(w: Writer, rank: int) -> Callable[..., None]:
+    t = w.t
+    zero = t.int64(0)
+
+    def body(
+        values: Any,
+        kept: Any,
+        pending: Any,
+        q: Any,
+        p: Any,
+        rows: Any,
+        columns: Any,
+        stream: Any,
+        factor: Any,
+    ) -> None:
+        """Set pending = values + factor * kept, and p = q pending^T."""
+        g, r, v = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
+        right, result = w.view(q, "float32"), w.view(p, "float32")
+        whole = w.keep(columns // LANES)
+        sums = [[w.local(LANES) for _ in range(ROWS)] for _ in range(rank)]
+        end = w.local(1)
+
+        def some(first: Any, count: int, past: bool) -> None:
+            starts = [w.keep((first + n) * columns) for n in range(count)]
+            for own in sums:
+                for one in own[:count]:
+                    w.store(one, w.at(zero), w.zeros())
+            with t.serial(0, whole) as block:
+                places = [w.keep(start + block * LANES) for start in starts]
+                values = [w.keep(g[w.at(place)] + w.lanes(factor) * r[w.at(place)]) for place in places]
+                for place, value in zip(places, values, strict=True):
+                    if past:
+                        w.stream(v, place, value)
+                    else:
+                        w.store(v, w.at(place), value)
+                for index, own in enumerate(sums):
+                    numbers = w.keep(right[w.at(index * columns + block * LANES)])
+                    for value, one in zip(values, own, strict=False):
+                        w.store(one, w.at(zero), _muladd(w, numbers, value, one[w.at(zero)]))
+            with t.serial(whole * LANES, columns) as column:
+                for start in starts:
+                    w.store(v, start + column, g[start + column] + factor * r[start + column])
+            for index, own in enumerate(sums):
+                for n in range(count):
+                    w.store(end, zero, w.folded(own[n], lambda x, y: x + y))
+                    with t.serial(whole * LANES, columns) as column:
+                        w.store(end, zero, end[zero] + right[index * columns + column] * v[starts[n] + column])
+                    w.store(result, index * rows + first + n, end[zero])
+
+        def write(past: bool) -> None:
+            _by_rows(w, rows, lambda first, count: some(first, count, past))
+
+        _past_caches(w, stream, pending, columns, write)
+
+    return body
+
+
+def _right(w: Writer, rank: int) -> Callable[..., None]:
+    t = w.t
+
+    def body(matrix: Any, p: Any, q: Any, rows: Any, columns: Any) -> None:
+        """Set q = p matrix."""
+        v, left, result = w.view(matrix, "float32"), w.view(p, "float32"), w.view(q, "float32")
+        whole = w.keep(columns // LANES)
+        with t.serial(0, rank * columns) as place:
+            w.store(result, place, t.float32(0))
+
+        def add(first: Any, count: int) -> None:
+            """Add some rows of the matrix, each times its number in every row of p."""
+            numbers = [[w.keep(left[index * rows + first + n]) for n in range(count)] for index in range(rank)]
+            with t.serial(0, whole) as block:
+                values = [w.keep(v[w.at((first + n) * columns + block * LANES)]) for n in range(count)]
+                for index, own in enumerate(numbers):
+                    place = w.at(index * columns + block * LANES)
+                    total = result[place]
+                    for number, value in zip(own, values, strict=True):
+                        total = w.keep(_muladd(w, w.lanes(number), value, total))
+                    w.store(result, place, total)
+            with t.serial(whole * LANES, columns) as column:
+                for index, own in enumerate(numbers):
+                    total = result[index * columns + column]
+                    for n, number in enumerate(own):
+                        total = total + number * v[(first + n) * columns + column]
+                    w.store(result, index * columns + column, total)
+
+        _by_rows(w, rows, add)
+
+    return body
+
+
+def _product(w: Writer, rank: int) -> Callable[..., None]:
+    t = w.t
+
+    def body(p: Any, q: Any, out: Any, left: Any, rows: Any, columns: Any, stream: Any, scale: Any) -> None:
+        """Set out = scale * p^T q, and left -= p^T q."""
+        ps, qs = w.view(p, "float32"), w.view(q, "float32")
+        result, unsent = w.view(out, "float32"), w.view(left, "float32")
+        whole = w.keep(columns // LANES)
+
+        def some(first: Any, count: int, past: bool) -> None:
+            starts = [w.keep((first + n) * columns) for n in range(count)]
+            numbers = [[w.keep(ps[index * rows + first + n]) for n in range(count)] for index in range(rank)]
+            with t.serial(0, whole) as block:
+                wide = [w.keep(qs[w.at(index * columns + block * LANES)]) for index in range(rank)]
+                for n, start in enumerate(starts):
+                    place, total = w.keep(start + block * LANES), w.keep(wide[0] * w.lanes(numbers[0][n]))
+                    for index in range(1, rank):
+                        total = w.keep(_muladd(w, w.lanes(numbers[index][n]), wide[index], total))
+                    if past:
+                        w.stream(result, place, total * w.lanes(scale))
+                    else:
+                        w.store(result, w.at(place), total * w.lanes(scale))
+                    w.store(unsent, w.at(place), unsent[w.at(place)] - total)
+            with t.serial(whole * LANES, columns) as column:
+                for n, start in enumerate(starts):
+                    total = numbers[0][n] * qs[column]
+                    for index in range(1, rank):
+                        total = total + numbers[index][n] * qs[index * columns + column]
+                    total = w.keep(total)
+                    w.store(result, start + column, total * scale)
+                    w.store(unsent, start + column, unsent[start + column] - total)
+
+        def write(past: bool) -> None:
+            _by_rows(w, rows, lambda first, count: some(first, count, past))
+
+        _past_caches(w, stream, out, columns, write)
+
+    return body
+
+
+def _by_rows(w: Writer, rows: Any, some: Callable[[Any, int], None]) -> None:
+    """Call some(first row, number of rows) for `ROWS` rows at a time, and for each of those that are left over."""
+    with w.t.serial(0, rows // ROWS) as block:
+        some(w.keep(block * ROWS), ROWS)
+    with w.t.serial(rows // ROWS * ROWS, rows) as row:
+        some(row, 1)
+
+
+def _past_caches(w: Writer, stream: Any, address: Any, columns: Any, write: Callable[[bool], None]) -> None:
+    """Write past the caches where that is asked for and all rows begin at multiples of 64 bytes."""
+    t = w.t
+
+    def past() -> None:
+        write(True)
+        t.evaluate(w.call("int32", "hp_fence"))
+
+    aligned = t.And((address & 63) == 0, (columns % LANES) == 0)
+    w.either(t.And(stream != 0, aligned), past, lambda: write(False))

@@ -1,0 +1,53 @@
+"""Options of the commands that use a trained model: which run or weights, and what is otherwise than in the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+Weights = Literal["ema", "raw"]
+
+#: The argument without a flag of these commands: `run: RunArgument`.
+RunArgument = Annotated[
+    str,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="RUN",
+        help="A run directory, of which the last checkpoint is taken; a checkpoint (step-N); or weights as "
+        "`train --weights` takes them, with --model and --data.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedOptions:
+    """Model and data: which weights of a run, and what is not as the run's own options say."""
+
+    weights: Weights | None = None
+    """Weights of a checkpoint: the moving average of --model-ema (`ema`), or those that were trained (`raw`); default:
+    ema where the run keeps one."""
+    model: str | None = None
+    """Model that the weights are of; default: that of the run."""
+    model_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Argument of the model's builder, as key=value; may be repeated. Default: those of the run."""
+    stem: Literal["imagenet", "cifar"] | None = None
+    """First layers of a ResNet; default: those of the run."""
+    data: str | None = None
+    """Data set, as `train --data` takes it; default: that of the run."""
+    data_root: Path | None = None
+    """Directory of the data set's files; default: that of the run."""
+    image_size: int | None = None
+    """Side of the images, in pixels; default: as the run tested them."""
+    debug: bool = False
+    """Show tracebacks."""
+
+    def changes(self) -> dict[str, Any]:
+        """What is otherwise than in the run, by names of options of `hybridpar train`."""
+        named = {"model_arg", "stem", "data", "data_root", "debug"}
+        changed = {name: value for name in named if (value := getattr(self, name))}
+        if self.image_size is not None:
+            changed |= {"image_size": self.image_size, "test_image_size": None}
+        return changed

@@ -1,0 +1,314 @@
+"""Writes a trained model into a file that runs without hybridpar, and checks what the file computes before it is kept.
+
+Formats:
+
+- `torch-export`: a graph for `torch.export.load`;
+- `torchscript`: a traced module for `torch.jit.load`, also in C++;
+- `onnx`: for ONNX Runtime and others;
+- `safetensors`: the weights alone, which need the model's code.
+
+The first three take batches of any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import ExportError, UsageError, shortened
+from hybridpar.models.folding import Folded, fold_batch_norm
+from hybridpar.models.outputs import main_output
+
+Format = Literal["torch-export", "onnx", "safetensors", "torchscript"]
+
+#: What a file may differ from the model by, as a part of the largest output.
+TOLERANCE = 1e-5
+
+#: Under which name what is known of a model is kept in its file.
+FACTS = "hybridpar.json"
+
+#: Packages that a format needs, and the extra of hybridpar with them.
+_NEEDS = {"onnx": (("onnx", "onnxscript", "onnxruntime"), "onnx"), "safetensors": (("safetensors",), "safetensors")}
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file that was written and checked.
+
+    Attributes:
+        file: The file.
+        bytes: Its size.
+        batches: Sizes of the batches that it was checked with.
+        difference: Largest difference of an output from that of the model.
+        scale: Largest absolute output of the model.
+        folded: What became of BatchNorm layers; None where they were not to be folded.
+    """
+
+    file: Path
+    bytes: int
+    batches: tuple[int, ...]
+    difference: float
+    scale: float
+    folded: tuple[int, int] | None = None
+
+    @property
+    def relative(self) -> float:
+        """The difference as a part of the scale."""
+        return _relative(self.difference, self.scale)
+
+
+def check_format(form: str, *, fold: bool = False) -> None:
+    """Refuse a format that cannot be written here.
+
+    Args:
+        form: Name of the format.
+        fold: Whether BatchNorm layers are to be folded.
+
+    Raises:
+        UsageError: There is no such format, a package is missing, or it cannot hold a folded model.
+    """
+    if form not in get_args(Format):
+        raise UsageError(f"unknown format {form!r}", f"Formats: {', '.join(get_args(Format))}.")
+    packages, extra = _NEEDS.get(form, ((), ""))
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"--format {form} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            fix=f"Install it: pip install 'hybridpar[{extra}]'",
+        )
+    if fold and form == "safetensors":
+        raise UsageError(
+            "--fold-batch-norm with --format safetensors",
+            "The file holds weights for the model's own code, which has BatchNorm layers.",
+            "Leave out --fold-batch-norm, or choose another format.",
+        )
+
+
+def export_model(
+    model: nn.Module,
+    images: Tensor,
+    form: Format,
+    file: Path,
+    *,
+    fold: bool = False,
+    facts: Mapping[str, Any] | None = None,
+) -> Export:
+    """Write a model into a file, read it back, and compare what it computes with the model.
+
+    The file is there when it has been checked, and not before.
+
+    Args:
+        model: In evaluation mode, on the CPU.
+        images: At least two, float32 of shape (n, channels, height, width), as the model takes them.
+        form: Which kind of file.
+        file: Where it is written; one that is there is replaced.
+        fold: Fold BatchNorm layers into the layers in front of them.
+        facts: What is to be kept in the file as JSON under the name `hybridpar.json`, or `hybridpar` in metadata.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ExportError: The model cannot be written so, the file computes something else, or it cannot be written.
+        UsageError: As of `check_format`.
+    """
+    check_format(form, fold=fold)
+    text = json.dumps(dict(facts or {}))
+    with torch.no_grad():
+        scored = model if isinstance(model(images), Tensor) else _Scores(model)
+        batches = tuple(sorted({len(images), len(images) - 1, 1}, reverse=True))
+        expected = [scored(images[:size]) for size in batches]
+    folded: Folded | None = None
+    with _aside(file) as place:
+        with _explained(form), _quiet():
+            if fold:
+                folded = fold_batch_norm(_traced(scored, images))
+                scored = folded.module
+            _WRITERS[form](model if form == "safetensors" else scored, images, place, text)
+            loaded = _load_safetensors(model, place) if form == "safetensors" else _LOADERS[form](place)
+            with torch.no_grad():
+                found = [loaded(images[:size]) for size in batches]
+        difference, scale = _compare(found, expected)
+        if not _relative(difference, scale) <= TOLERANCE:  # also where it is no number
+            raise ExportError(
+                f"the file differs from the model by {difference:.3g}, where outputs are up to {scale:.3g}",
+                f"It must not differ by more than {TOLERANCE:g} of that.",
+                "Choose another format" + (", or leave out --fold-batch-norm." if fold else "."),
+            )
+        size = place.stat().st_size
+    counts = None if folded is None else (folded.folded, folded.layers)
+    return Export(file, size, batches, difference, scale, counts)
+
+
+class _Scores(nn.Module):
+    """A model that returns its scores alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = main_output(self.model(images))
+        return scores
+
+
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float, float]:
+    """The largest difference, and the largest absolute output of the model; NaN where there is one."""
+    for one, own in zip(found, expected, strict=True):
+        if one.shape != own.shape:
+            raise ExportError(
+                f"the file gives scores of shape {tuple(one.shape)} for a batch of {len(own)} images",
+                f"The model gives {tuple(own.shape)}: its code takes the size of a batch for a constant.",
+                "Have it ask for the size of its inputs, or export safetensors.",
+            )
+    differences = torch.cat([(one - own).abs().flatten() for one, own in zip(found, expected, strict=True)])
+    return float(differences.max()), float(torch.cat([own.abs().flatten() for own in expected]).max())
+
+
+def _relative(difference: float, scale: float) -> float:
+    return difference / scale if scale else difference
+
+
+def _traced(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """The graph of a model for batches of any size."""
+    with torch.no_grad():
+        return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def _write_program(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
+    torch.export.save(_traced(model, images), file, extra_files={FACTS: facts})
+
+
+def _write_torchscript(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
+    with torch.no_grad():
+        traced = torch.jit.trace(model, images, check_trace=False)  # type: ignore[no-untyped-call]
+    torch.jit.save(traced, str(file), _extra_files={FACTS: facts})
+
+
+def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
+    program = torch.onnx.export(
+        *(model, (images,)),
+        dynamo=True,
+        verbose=False,
+        input_names=["images"],
+        output_names=["scores"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+    )
+    assert program is not None
+    program.model.metadata_props["hybridpar"] = facts
+    program.save(str(file))
+
+
+def _write_safetensors(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
+    from safetensors.torch import save
+
+    # Each tensor by itself: the format has no views, and tensors of tied layers are written twice.
+    state = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+    file.write_bytes(save(state, metadata={"format": "pt", "hybridpar": facts}))
+
+
+_WRITERS: dict[str, Callable[[nn.Module, Tensor, Path, str], None]] = {
+    "torch-export": _write_program,
+    "torchscript": _write_torchscript,
+    "onnx": _write_onnx,
+    "safetensors": _write_safetensors,
+}
+
+
+def _load_program(file: Path) -> Callable[[Tensor], Tensor]:
+    loaded: Callable[[Tensor], Tensor] = torch.export.load(file).module()
+    return loaded
+
+
+def _load_torchscript(file: Path) -> Callable[[Tensor], Tensor]:
+    loaded: Callable[[Tensor], Tensor] = torch.jit.load(str(file))  # type: ignore[no-untyped-call]
+    return loaded
+
+
+def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor]:
+    """The model with the weights of the file, and with none of its own."""
+    from safetensors.torch import load_file
+
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            tensor.zero_()
+    other.load_state_dict(load_file(file))
+    return lambda images: main_output(other(images))
+
+
+_LOADERS: dict[str, Callable[[Path], Callable[[Tensor], Tensor]]] = {
+    "torch-export": _load_program,
+    "torchscript": _load_torchscript,
+    "onnx": _load_onnx,
+}
+
+
+@contextlib.contextmanager
+def _aside(file: Path) -> Iterator[Path]:
+    """Another name in the same folder, for what becomes the file once it is whole."""
+    place = file.with_name(f".{file.stem}.{os.getpid()}.tmp{file.suffix}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield place
+        with open(place, "rb") as stream:
+            os.fsync(stream.fileno())
+        place.replace(file)
+    except OSError as error:
+        raise ExportError(
+            f"cannot write {file}: {error.strerror or error}", fix="Name a file that you can write with --output."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(form: str) -> Iterator[None]:
+    """Turn what torch raises of a model that it cannot write into one short error."""
+    try:
+        yield
+    except (UsageError, ExportError, OSError):
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ExportError(
+            f"the model cannot be written as {form}: {shortened(told, 400)}",
+            "Its forward pass must be traceable, with batches of any size.",
+            "Choose another format; safetensors holds the weights of any model.",
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the advice of torch's exporters to those who develop them."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

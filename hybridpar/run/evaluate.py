@@ -1,0 +1,177 @@
+"""`hybridpar evaluate` on one worker: tests a trained model on its share of the test set, and puts the shares together.
+
+Accuracy and loss are those of `hybridpar.train.evaluation`, as in a run; what else a test tells is noted image by image
+and gathered on worker 0, so that nothing depends on the number of workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridpar.comm.replicate import broadcast_state
+from hybridpar.comm.world import World
+from hybridpar.data import ImageData, TestBatches, load_dataset
+from hybridpar.data.image_facts import ImageFacts
+from hybridpar.errors import UsageError
+from hybridpar.machine.launch import record_failure
+from hybridpar.models import autocast
+from hybridpar.models.outputs import OutputLoss, main_output
+from hybridpar.observe.counter import Counter
+from hybridpar.observe.results import TestResult
+from hybridpar.optim.losses import make_loss
+from hybridpar.run.directory import before_the_start
+from hybridpar.run.trained import Trained, build_trained, images_of_model, load_trained
+from hybridpar.run.worker import tune_worker
+from hybridpar.train.evaluation import Evaluation, evaluate
+
+_log = logging.getLogger(__name__)
+
+#: How many classes the second accuracy looks at.
+_TOP = 5
+
+
+def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
+    """Test a trained model as one of the workers of this job.
+
+    Args:
+        trained: The model.
+
+    Returns:
+        Where the model was, and the result over the whole test set on worker 0, None on the others.
+
+    Raises:
+        HybridparError: The model or the data cannot be had, or a worker died.
+    """
+    world = World.join(lanes=1, timeout=trained.config.timeout)
+    try:
+        tune_worker(trained.config, world)
+        with before_the_start():
+            config = images_of_model(trained)
+            data = world.on_all(lambda: load_dataset(config))
+            # Worker 0 alone reads the checkpoint: a run that still trains may delete it meanwhile.
+            trained, model = world.on_all(
+                lambda: (
+                    load_trained(trained, data.classes)
+                    if world.is_main
+                    else (trained, build_trained(trained, data.classes))
+                )
+            )
+        model.to(world.device)
+        if config.uses_channels_last:
+            model.to(memory_format=torch.channels_last)
+        if world.size > 1:
+            broadcast_state(model, 0, world)
+        if world.is_main:
+            _compare_classes(trained, data)
+        batches = TestBatches(
+            data,
+            batch_size=max(2, config.batch_size // world.size),
+            rank=world.rank,
+            workers=world.size,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.uses_channels_last,
+        )
+        loss = OutputLoss(make_loss(config, mixed=config.mixes))
+        notes = _Notes(data.classes, several=data.multi_label or config.loss == "bce")
+        with Counter("images", batches.samples, shown=world.is_main) as counter, autocast(config.amp, world.device):
+
+            def note(outputs: Any, targets: Tensor) -> None:
+                notes.add(outputs, targets)
+                counter.add(len(targets))
+
+            found = evaluate(model, loss.of_scores, batches, world, note)
+        parts = world.gather_on_main(notes.tensors(), range(world.size))
+        if parts is None or not world.is_main:
+            return trained, None
+        return trained, _put_together(parts, data, found, batches.total)
+    except BaseException as error:
+        record_failure(error, debug=trained.config.debug)
+        raise
+    finally:
+        world.close()
+
+
+def _put_together(parts: list[dict[str, Tensor]], data: ImageData, found: Evaluation, total: int) -> TestResult:
+    """The result, from what every worker noted of its share."""
+    noted: dict[str, Any] = {}
+    if data.multi_label:
+        right = torch.stack([part["right"] for part in parts]).sum(dim=0).numpy()
+        images = np.full(data.classes, found.samples)
+    else:
+        noted = {name: torch.cat([part[name] for part in parts]).numpy() for name in parts[0] if name != "right"}
+        targets, predictions = noted["targets"], noted["predictions"]
+        right = np.bincount(targets[targets == predictions], minlength=data.classes)
+        images = np.bincount(targets, minlength=data.classes)
+    return TestResult(
+        tuple(map(str, data.class_names)),
+        *(found.accuracy, found.loss, found.samples, total - found.samples),
+        *(right, images),
+        **noted,
+    )
+
+
+class _Notes:
+    """What is noted of each image of one worker's share.
+
+    Args:
+        classes: Number of classes.
+        several: Whether each class has a probability of its own, as binary cross-entropy trains it.
+    """
+
+    def __init__(self, classes: int, *, several: bool) -> None:
+        self._several = several
+        self._right = torch.zeros(classes, dtype=torch.int64)
+        self._parts: dict[str, list[Tensor]] = {"targets": [], "predictions": [], "confidences": [], "in_top5": []}
+
+    def add(self, outputs: Any, targets: Tensor) -> None:
+        """Note a batch.
+
+        Args:
+            outputs: What the model returned.
+            targets: Class numbers, shape (n,), or which classes each image has, shape (n, classes).
+        """
+        scores = main_output(outputs).float()
+        if targets.ndim > 1:
+            self._right += ((scores > 0) == (targets > 0)).sum(dim=0).cpu()
+            return
+        if scores.ndim != 2 or scores.shape[1] != len(self._right):
+            raise UsageError(
+                f"the model returned scores of shape {tuple(scores.shape)}",
+                f"The data have {len(self._right):,} classes, and each image needs a score for each.",
+                "Name the model and the data that the weights were trained with.",
+            )
+        probabilities = scores.double().sigmoid() if self._several else scores.double().softmax(dim=1)
+        predictions = scores.argmax(dim=1)
+        best = scores.topk(min(_TOP, scores.shape[1]), dim=1).indices
+        noted = {
+            "targets": targets,
+            "predictions": predictions,
+            "confidences": probabilities.gather(1, predictions[:, None])[:, 0],
+            "in_top5": (best == targets[:, None]).any(dim=1) | (predictions == targets),
+        }
+        for name, values in noted.items():
+            self._parts[name].append(values.cpu())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All notes, each image by image; and how often each class was right, where images may have several."""
+        empty = {"confidences": torch.float64, "in_top5": torch.bool}
+        parts = {
+            name: torch.cat([torch.empty(0, dtype=empty.get(name, torch.int64)), *values])
+            for name, values in self._parts.items()
+        }
+        return {**parts, "right": self._right}
+
+
+def _compare_classes(trained: Trained, data: ImageData) -> None:
+    """Warn where other data have other classes than the model was trained on."""
+    known = ImageFacts.read(trained.images)
+    own = tuple(map(str, data.class_names))
+    if known is not None and known.class_names != own:
+        pairs = [f"{a} is {b} here" for a, b in zip(known.class_names, own, strict=False) if a != b]
+        _log.warning("warning: the classes are not those that the model was trained on: %s", ", ".join(pairs[:3]))

@@ -1,0 +1,268 @@
+"""A trained model, for the commands that use it: the run or the file that it is in, its options, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.config import TrainConfig
+from hybridpar.config.trained import TrainedOptions
+from hybridpar.errors import CheckpointError, PlanError, UsageError, shortened
+from hybridpar.models import check_model_name, parse_arguments
+from hybridpar.models.weight_files import check_file, is_file
+from hybridpar.observe.summary import SUMMARY_FILE
+from hybridpar.plan import read_plan
+from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
+from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hybridpar.data.image_facts import ImageFacts
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a trained model is, and what is known of it; its weights are not read yet.
+
+    Attributes:
+        config: Options of the run, with what is otherwise now.
+        name: What the user calls the model.
+        source: The run directory, the checkpoint or the weights, as they were named.
+        checkpoint: The checkpoint of a run; None for weights that are not in one.
+        average: Whether its weights are those of the moving average.
+        images: What `run.json` says of images; None where it says nothing.
+        finished: Whether the run has a report.
+    """
+
+    config: TrainConfig
+    name: str
+    source: str
+    checkpoint: Path | None = None
+    average: bool = False
+    images: Mapping[str, Any] | None = None
+    finished: bool = True
+
+    @property
+    def step(self) -> int | None:
+        """Steps that the weights were trained for; None where nothing says it."""
+        return None if self.checkpoint is None else step_of(self.checkpoint)
+
+    @property
+    def weights(self) -> str | None:
+        """`ema` or `raw`; None for weights that are not in a checkpoint."""
+        return None if self.checkpoint is None else "ema" if self.average else "raw"
+
+    def __str__(self) -> str:
+        """The model in one line."""
+        if self.checkpoint is None:
+            return f"{self.name} with the weights {self.source}"
+        kind = "moving average" if self.average else "weights"
+        text = f"{self.name}, {kind} of step {self.step:,}: {self.checkpoint}"
+        return text if self.finished else f"{text} (the last whole checkpoint; the run has no report yet)"
+
+
+def find_trained(source: str, options: TrainedOptions) -> Trained:
+    """Find the model that options name, without importing torch.
+
+    Args:
+        source: A run directory, a checkpoint, or weights.
+        options: What else the user typed.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        UsageError: There is no such run or file, or something must be named that no run says.
+        CheckpointError: The run has no whole checkpoint, it is of another version, or its options cannot be read.
+    """
+    changes = options.changes()
+    path = Path(source)
+    if not path.is_dir():
+        return _in_file(source, options, changes)
+    checkpoint = _checkpoint_of(path)
+    # RUN/checkpoints/step-N
+    run = next((one for one in (path, *checkpoint.absolute().parents[:2]) if (one / RUN_FILE).is_file()), None)
+    if run is None and (options.model is None or options.data is None):
+        raise UsageError(
+            f"{path} is not in the directory of a run: there is no {RUN_FILE}",
+            "A run says of which model its weights are, and which data it was trained on.",
+            "Name the model with --model and the data with --data.",
+        )
+    average = _takes_average(options, checkpoint)
+    if run is None:
+        config, name, images = TrainConfig(**changes), str(options.model), None
+    else:
+        facts = read_facts(run)
+        if options.model is not None and options.data is not None and "options" not in facts:
+            facts = {"model": options.model, "options": {}}
+        # Files are there since the run; a plan is for training.
+        config = replace(recorded_config(facts, run), download=False, plan="none", **changes, **_as_planned(run))
+        name = options.model or str(facts["model"])
+        images = facts.get("images")
+    config.check()
+    check_model_name(name)
+    finished = run is None or (run / SUMMARY_FILE).exists()
+    return Trained(config, name, source, checkpoint, average, images, finished)
+
+
+def _in_file(source: str, options: TrainedOptions, changes: dict[str, Any]) -> Trained:
+    """A model whose weights are in a file, or published."""
+    there, by_name = Path(source).exists(), options.model is not None and not is_file(source)
+    if not there and not by_name and not Path(source).suffix:
+        raise UsageError(
+            f"there is no run {shortened(source)}",
+            "A run is the directory that `hybridpar train` reports at its end.",
+            "Name such a directory, a checkpoint step-N in it, or a file of weights.",
+        )
+    if is_file(source):
+        check_file(Path(source))
+    for option, value in (("--model", options.model), ("--data", options.data)):
+        if value is None:
+            raise UsageError(
+                f"the weights {shortened(source)} without {option}",
+                "A file of weights does not say of which model they are, and what they tell apart.",
+                "Name --model and --data, or a run directory instead.",
+            )
+    if options.weights is not None:
+        raise UsageError(
+            f"--weights {options.weights} with the weights {shortened(source)}",
+            "Only checkpoints hold the moving average beside the weights.",
+            "Leave it out, or name a run directory.",
+        )
+    config, name = TrainConfig(weights=source, **changes), str(options.model)
+    config.check()
+    check_model_name(name)
+    return Trained(config, name, source)
+
+
+def _checkpoint_of(path: Path) -> Path:
+    try:
+        found = resolve_checkpoint(path)
+        return found if found.name else found.absolute()
+    except CheckpointError as error:
+        if not (path / RUN_FILE).exists():
+            raise
+        raise CheckpointError(
+            f"the run in {path} has no whole checkpoint",
+            "A checkpoint is saved after the first epoch, or as --checkpoint-every says.",
+            "Wait until there is one, or train without `--checkpoint-every never`.",
+        ) from error
+
+
+def _takes_average(options: TrainedOptions, checkpoint: Path) -> bool:
+    """Whether the moving average is wanted, and there is one."""
+    has = "model_ema.pt" in read_manifest(checkpoint)["files"]
+    if options.weights == "ema" and not has:
+        raise UsageError(
+            f"--weights ema: {checkpoint} has no moving average",
+            "It is kept by a run with --model-ema.",
+            "Leave out --weights.",
+        )
+    return has and options.weights != "raw"
+
+
+def _as_planned(run: Path) -> dict[str, Any]:
+    """The memory format that the run computed in, which its plan may have chosen."""
+    try:
+        measured = read_plan(run / "plan.json").measured
+    except PlanError:
+        return {}
+    return {} if measured is None else {"memory_format": measured.memory_format, "channels_last": False}
+
+
+def load_trained(trained: Trained, classes: int) -> tuple[Trained, nn.Module]:
+    """Build the model, and give it its weights.
+
+    Args:
+        trained: Where it is.
+        classes: Number of classes that it tells apart.
+
+    Returns:
+        Where it was, as a run that still trains may have deleted the checkpoint for a newer one; and the model, in
+        evaluation mode, on the CPU.
+
+    Raises:
+        UsageError: There is no such model, or the weights are of another one.
+        CheckpointError: The checkpoint is damaged, or of another model.
+    """
+    from hybridpar.models import load_weights
+    from hybridpar.train.checkpoint import load_model_state
+
+    model, config = build_trained(trained, classes), trained.config
+    if trained.checkpoint is None:
+        report = load_weights(model, trained.source, name=trained.name, args=parse_arguments(config.model_arg))
+        if report.new:
+            raise UsageError(
+                f"the weights {shortened(report)}",
+                "A model that is used as it is must have all of its weights.",
+                "Name the model and the data that they were trained with.",
+            )
+        return trained, model
+    try:
+        state = load_model_state(trained.checkpoint, average=trained.average)
+    except CheckpointError:
+        newest = _checkpoint_of(Path(trained.source))
+        if newest == trained.checkpoint:
+            raise
+        return load_trained(replace(trained, checkpoint=newest), classes)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        problem = " ".join(str(error).partition("\n")[2].split())
+        raise CheckpointError(
+            f"the checkpoint {trained.checkpoint} is not of {trained.name} with {classes:,} classes: "
+            f"{shortened(problem)}",
+            "Names and shapes of all parameters and buffers must be equal.",
+            "Leave out --model, --model-arg, --stem and --data, which the run knows.",
+        ) from error
+    return trained, model
+
+
+def build_trained(trained: Trained, classes: int) -> nn.Module:
+    """Build the model with new weights, for those of another worker.
+
+    Args:
+        trained: Where it is.
+        classes: Number of classes that it tells apart.
+
+    Returns:
+        The model, in evaluation mode, on the CPU.
+
+    Raises:
+        UsageError: There is no such model.
+    """
+    from hybridpar.run.data import configured_model
+
+    return configured_model(trained.config, trained.name, classes).eval()
+
+
+def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
+    """Classes and form of the images that a model was trained on: as its run says, else as its data set does.
+
+    Args:
+        trained: Where the model is.
+        image_size: Side of the images, where it is otherwise.
+
+    Raises:
+        UsageError: There is no such data set.
+        DataError: The run does not say it, and its data set is not there.
+    """
+    from hybridpar.data import load_dataset
+    from hybridpar.data.image_facts import ImageFacts
+
+    facts = ImageFacts.read(trained.images) or ImageFacts.of(load_dataset(images_of_model(trained)))
+    return replace(facts, test_size=image_size) if image_size is not None else facts
+
+
+def images_of_model(trained: Trained) -> TrainConfig:
+    """The options, with images as weights in a file or their model want them where nothing says otherwise.
+
+    Args:
+        trained: Where the model is.
+    """
+    from hybridpar.run.data import with_images_of_model
+
+    return with_images_of_model(trained.config, trained.name) if trained.checkpoint is None else trained.config

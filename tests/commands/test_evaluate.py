@@ -1,0 +1,70 @@
+"""Tests `hybridpar evaluate`: what it prints and writes, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybridpar.cli import main
+from hybridpar.observe import plots
+from tests.runs import _composed, restored_modes, train
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("evaluate")
+    assert train(run_dir, epochs=1) == 0
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _untuned(monkeypatch):
+    monkeypatch.setattr(plots, "_png", _composed)
+    with restored_modes():
+        yield
+
+
+def test_json_is_all_that_goes_to_standard_output(run_dir, capsys):
+    assert main(["evaluate", str(run_dir), "--json"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert figures["test_accuracy"] == summary["test_accuracy"]
+    assert (figures["weights"], figures["step"], figures["images"]) == ("raw", 6, 24)
+    assert "step-6" in err
+
+
+def test_files_are_written_once_and_replaced_with_force(run_dir, tmp_path, capsys):
+    target = tmp_path / "result"
+    words = ["evaluate", str(run_dir), "-o", str(target)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    files = {"classes.csv", "calibration.csv", "confusion.csv", "confusion.png", "evaluation.json"}
+    assert {file.name for file in target.iterdir()} == files
+    assert all(str(target / name) in out for name in files)
+    assert "accuracy" in out
+    assert main(words) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main([*words, "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nowhere"], "there is no run"),
+        (["RUN", "--workers", "0"], "at least 1"),
+        (["RUN", "--batch-size", "0"], "at least 1"),
+        (["RUN", "--weights", "ema"], "no moving average"),
+        (["RUN", "--data", "no-such-data"], "unknown data set"),
+    ],
+)
+def test_a_wrong_request_is_refused(run_dir, words, told, capsys):
+    assert main(["evaluate", *(str(run_dir) if word == "RUN" else word for word in words)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_refused(tmp_path, capsys):
+    train(tmp_path, steps=1, checkpoint_every="never")
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "no whole checkpoint" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""Tests `hybridpar export`: what it prints and writes, and what it refuses; the formats are tested in tests/models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from PIL import Image
+
+from hybridpar.cli import main
+from tests.runs import restored_modes, train
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("export") / "run"
+    assert train(run_dir, epochs=1, model_ema=True) == 0
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _modes():
+    with restored_modes():
+        yield
+
+
+def export(run_dir, target, *words, form="torchscript"):
+    return main(["export", str(run_dir), "--format", form, "-o", str(target), *words])
+
+
+def test_the_average_is_exported_unless_the_weights_are_asked_for(run_dir, tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    saved = run_dir / "checkpoints" / "step-6"
+    for words, file in (([], "model_ema.pt"), (["--weights", "raw"], "model.pt")):
+        assert export(run_dir, tmp_path / f"{file}.safetensors", *words, form="safetensors") == 0
+        expected = torch.load(saved / file, weights_only=True)
+        found = load_file(tmp_path / f"{file}.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    out = capsys.readouterr().out
+    assert "moving average of step 6" in out
+    assert "batches of 8, 7, 1 images" in out
+
+
+def test_the_file_says_what_the_model_tells_apart(run_dir, tmp_path, capsys):
+    assert export(run_dir, tmp_path / "net.pt2", "--fold-batch-norm", form="torch-export") == 0
+    assert "folded    2 of 2" in capsys.readouterr().out
+    told = {"hybridpar.json": ""}
+    torch.export.load(tmp_path / "net.pt2", extra_files=told)
+    facts = json.loads(told["hybridpar.json"])
+    assert facts["classes"] == [f"pattern-{label}" for label in range(10)]
+    assert (facts["image_size"], facts["step"], facts["weights"], facts["folded"]) == (8, 6, "ema", True)
+
+
+def test_a_file_that_is_there_is_replaced_with_force_alone(run_dir, tmp_path, capsys):
+    target = tmp_path / "net.ts"
+    target.write_text("other")
+    assert export(run_dir, target) == 2
+    assert "--force" in capsys.readouterr().err
+    assert target.read_text() == "other"
+    assert export(run_dir, target, "--force") == 0
+    assert torch.jit.load(target)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    assert export(run_dir, tmp_path, "--force") == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    facts = json.loads((copy / "run.json").read_text())
+    facts["options"] |= {"data": "folder", "data_root": str(tmp_path / "gone")}
+    (copy / "run.json").write_text(json.dumps(facts))
+    assert export(copy, tmp_path / "net.ts") == 2
+    assert "--images" in capsys.readouterr().err
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    assert export(copy, tmp_path / "net.ts", "--images", str(tmp_path / "one.png")) == 0
+    assert "batches of 2, 1 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "words", "told"),
+    [
+        ("torch-export", "net.pt", [], "ends in .pt2"),
+        ("safetensors", "net.safetensors", ["--fold-batch-norm"], "--fold-batch-norm with"),
+        ("torchscript", "net.ts", ["--images", "nowhere"], "there is no nowhere"),
+        ("torchscript", "net.ts", ["--model", "nothing"], "unknown model"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, form, name, words, told, capsys):
+    assert export(run_dir, tmp_path / name, *words, form=form) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

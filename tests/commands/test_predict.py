@@ -1,0 +1,113 @@
+"""Tests `hybridpar predict`: the classes are those of a test of the run, unreadable files are left out and counted."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from hybridpar.cli import main
+from hybridpar.config import TrainConfig
+from hybridpar.config.trained import TrainedOptions
+from hybridpar.data import load_dataset
+from hybridpar.run.evaluate import evaluate_trained
+from hybridpar.run.trained import find_trained
+from tests.runs import restored_modes, train
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("predict") / "run"
+    assert train(run_dir, epochs=1) == 0
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def images(run_dir):
+    """The test images of the run as files."""
+    folder = run_dir.with_name("images")
+    folder.mkdir()
+    test = load_dataset(TrainConfig(data="synthetic", image_size=8, synthetic_samples=96)).test
+    for number, image in enumerate(test.images):
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{number:02}.png")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _modes():
+    with restored_modes():
+        yield
+
+
+def test_files_get_the_classes_that_a_test_gives_them(run_dir, images, capsys):
+    _, result = evaluate_trained(find_trained(str(run_dir), TrainedOptions()))
+    assert main(["predict", str(run_dir), str(images), "--batch-size", "5"]) == 0
+    out, err = capsys.readouterr()
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["file"] for row in rows] == [str(images / f"{number:02}.png") for number in range(24)]
+    assert [row["class"] for row in rows] == [result.classes[one] for one in result.predictions]
+    assert [float(row["probability"]) for row in rows] == pytest.approx(result.confidences.tolist(), rel=1e-5)
+    assert "24 classified" in err
+
+
+def test_several_classes_are_named_with_the_most_probable_first(run_dir, images, capsys):
+    assert main(["predict", str(run_dir), str(images / "00.png"), "--top", "99", "--format", "jsonl"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    row = json.loads(line)
+    values = [one["probability"] for one in row["predictions"]]
+    assert len({one["class"] for one in row["predictions"]}) == 10
+    assert values == sorted(values, reverse=True)
+    assert sum(values) == pytest.approx(1, abs=1e-5)
+    assert main(["predict", str(run_dir), str(images / "00.png"), "--top", "2"]) == 0
+    table = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert list(next(iter(table))) == ["file", "class", "probability", "class_2", "probability_2"]
+
+
+def test_what_cannot_be_read_is_left_out_told_and_counted(run_dir, images, tmp_path, capsys, caplog):
+    damaged = tmp_path / "damaged.png"
+    damaged.write_bytes((images / "00.png").read_bytes()[:60])
+    assert main(["predict", str(run_dir), str(images / "01.png"), str(damaged), str(images / "02.png")]) == 1
+    out, err = capsys.readouterr()
+    assert [line.partition(",")[0] for line in out.splitlines()[1:]] == [str(images / f"0{one}.png") for one in (1, 2)]
+    assert "2 classified, 1 cannot be read and is left out" in err
+    assert "damaged.png" in caplog.text
+
+
+def test_a_file_is_written_as_a_whole_and_not_replaced(run_dir, images, tmp_path, capsys):
+    target = tmp_path / "made" / "out.csv"
+    words = ["predict", str(run_dir), str(images / "00.png"), "-o", str(target)]
+    assert main(words) == 0
+    assert capsys.readouterr().out == ""
+    before = target.read_text()
+    assert main(words) == 2
+    assert main([*words, "--force"]) == 0
+    assert target.read_text() == before
+    assert [file.name for file in target.parent.iterdir()] == ["out.csv"]
+
+
+def test_with_binary_cross_entropy_each_class_has_a_probability_of_its_own(tmp_path, images, capsys):
+    train(tmp_path, steps=1, loss="bce")
+    capsys.readouterr()
+    assert main(["predict", str(tmp_path), str(images / "00.png"), "--top", "10", "--format", "jsonl"]) == 0
+    values = torch.tensor([one["probability"] for one in json.loads(capsys.readouterr().out)["predictions"]])
+    assert abs(values.sum() - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["RUN"], "no image is named"),
+        (["RUN", "nowhere.png"], "there is no nowhere.png"),
+        (["RUN", "EMPTY"], "there is no image in"),
+        (["RUN", "IMAGE", "--top", "0"], "at least 1"),
+        (["nowhere", "IMAGE"], "there is no run"),
+    ],
+)
+def test_a_wrong_request_is_refused(run_dir, images, tmp_path, words, told, capsys):
+    places = {"RUN": str(run_dir), "IMAGE": str(images / "00.png"), "EMPTY": str(tmp_path)}
+    assert main(["predict", *(places.get(word, word) for word in words)]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""A trained model is tested as its run tested it: the same accuracy, on any number of workers, every image once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hybridpar.config.trained import TrainedOptions
+from hybridpar.data import ImageData, MemoryImages
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
+from hybridpar.run.trained import find_trained, image_facts, load_trained
+from hybridpar.train.checkpoint_files import latest_checkpoint
+from hybridpar.train.evaluation import Evaluation
+from tests.ranks import run_ranks
+from tests.runs import check_run, restored_modes, train, train_rank
+from tests.small_nets import plain
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of two workers with a moving average, whose 25 test images no number of workers divides evenly."""
+    run_dir = tmp_path_factory.mktemp("evaluated") / "run"
+    run_ranks(
+        train_rank, 2, run_dir, "plain", None, {"synthetic_samples": 100, "model_ema": True, "model_ema_decay": 0.95}
+    )
+    return run_dir
+
+
+def evaluated(run_dir, **options):
+    with restored_modes():
+        return evaluate_trained(find_trained(str(run_dir), TrainedOptions(**options)))
+
+
+def evaluated_on_rank(world, run_dir):
+    trained, result = evaluated(run_dir, weights="raw")
+    return None if result is None else (trained.step, result.plain(), result.targets)
+
+
+def test_the_accuracy_is_that_of_the_run(run_dir):
+    summary = check_run(run_dir)
+    _, averaged = evaluated(run_dir)
+    trained, raw = evaluated(run_dir, weights="raw")
+    assert (averaged.accuracy, raw.accuracy) == (summary["ema_test_accuracy"], summary["test_accuracy"])
+    assert summary["ema_test_accuracy"] != summary["test_accuracy"]  # else this shows nothing
+    assert raw.images == 25
+    assert (trained.step, trained.weights, trained.finished) == (summary["steps"], "raw", True)
+
+
+def test_any_number_of_workers_sees_every_image_once(run_dir):
+    _, alone = evaluated(run_dir, weights="raw")
+    step, figures, targets = run_ranks(evaluated_on_rank, 4, run_dir)[0]
+    assert np.array_equal(targets, torch.arange(25) % 10)  # the labels of the data set, in order
+    assert step == find_trained(str(run_dir), TrainedOptions()).step
+    expected = alone.plain()
+    assert figures.pop("test_loss") == pytest.approx(expected.pop("test_loss"), rel=1e-6)
+    assert figures.pop("calibration_error") == pytest.approx(expected.pop("calibration_error"), rel=1e-5)
+    del figures["calibration"], expected["calibration"]
+    assert figures == expected
+
+
+def test_the_first_five_are_counted_as_torch_ranks_them(run_dir):
+    _, result = evaluated(run_dir)
+    assert result.accuracy <= result.top5_accuracy <= 1
+    assert result.in_top5.dtype == bool
+    assert (result.in_top5 | (result.targets != result.predictions)).all()
+
+
+def test_a_run_that_still_trains_is_tested_at_its_last_checkpoint(run_dir):
+    aside = run_dir.with_name("aside.json")
+    (run_dir / "summary.json").rename(aside)
+    try:
+        trained = find_trained(str(run_dir), TrainedOptions())
+    finally:
+        aside.rename(run_dir / "summary.json")
+    assert "no report yet" in str(trained)
+    gone = dataclasses.replace(trained, checkpoint=run_dir / "checkpoints" / "step-1")  # deleted meanwhile
+    found, _ = load_trained(gone, 10)
+    assert found.checkpoint == latest_checkpoint(run_dir / "checkpoints")
+
+
+def test_a_checkpoint_can_be_named_from_anywhere(run_dir, monkeypatch):
+    newest = latest_checkpoint(run_dir / "checkpoints")
+    for place, source in (
+        (run_dir, "."),
+        (run_dir, f"checkpoints/{newest.name}"),
+        (newest, "."),
+        (run_dir, str(newest)),
+    ):
+        monkeypatch.chdir(place)
+        trained = find_trained(source, TrainedOptions())
+        assert (trained.name, trained.step) == ("tests.small_nets:plain", 14)
+        assert trained.checkpoint.resolve() == newest
+
+
+def test_a_file_of_weights_needs_model_and_data(run_dir):
+    file = str(latest_checkpoint(run_dir / "checkpoints") / "model.pt")
+    with pytest.raises(UsageError, match="without --model"):
+        find_trained(file, TrainedOptions())
+    with pytest.raises(UsageError, match="without --data"):
+        find_trained(file, TrainedOptions(model="tests.small_nets:plain"))
+    _, raw = evaluated(run_dir, weights="raw")
+    _, same = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
+    assert same.images == 256  # another number of samples, as nothing says how many the run had
+    assert raw.classes == same.classes
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"model": "squeezenet1_1"}, "is not of"), ({"weights": "ema"}, "no moving")],
+)
+def test_another_model_and_weights_that_are_not_there_are_refused(tmp_path, options, problem):
+    train(tmp_path, steps=1)
+    with pytest.raises((CheckpointError, UsageError), match=problem):
+        load_trained(find_trained(str(tmp_path), TrainedOptions(**options)), 10)
+
+
+def test_the_run_says_what_images_are_and_what_they_show(run_dir):
+    facts = image_facts(find_trained(str(run_dir), TrainedOptions()))
+    assert facts.class_names == tuple(f"pattern-{label}" for label in range(10))
+    assert (facts.sample_shape, facts.test_size, facts.whole, facts.multi_label) == ((3, 8, 8), 8, True, False)
+    assert image_facts(find_trained(str(run_dir), TrainedOptions()), 16).test_size == 16
+
+
+def test_a_run_of_an_older_version_gets_its_classes_from_its_data(run_dir, tmp_path):
+    told = json.loads((run_dir / "run.json").read_text())
+    del told["images"], told["options"]["bad_images"]
+    told["options"]["gone"] = 1
+    copy = tmp_path / "run"
+    (copy / "checkpoints").mkdir(parents=True)
+    (copy / "run.json").write_text(json.dumps(told))
+    (copy / "checkpoints" / "step-9").symlink_to(latest_checkpoint(run_dir / "checkpoints"))
+    assert len(image_facts(find_trained(str(copy), TrainedOptions())).class_names) == 10
+    (copy / "run.json").write_text(json.dumps({**told, "options": {"batch_size": "many"}}))
+    with pytest.raises(CheckpointError, match="cannot read the options"):
+        find_trained(str(copy), TrainedOptions())
+
+
+def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, caplog):
+    for number in range(6):
+        for part in ("train", "test"):
+            folder = tmp_path / part / "ab"[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (40 * number,) * 3).save(folder / f"{number}.png")
+    (tmp_path / "test" / "b" / "3.png").write_bytes(b"damaged")
+    torch.save(plain(2).state_dict(), tmp_path / "weights.pt")
+    options = {"model": "tests.small_nets:plain", "data": "folder", "data_root": tmp_path, "image_size": 8}
+    _, result = evaluated(tmp_path / "weights.pt", **options)
+    assert (result.images, result.unreadable, result.images_of_class.tolist()) == (5, 1, [3, 2])
+    assert "3.png" in caplog.text
+
+
+def test_of_several_classes_each_is_right_by_itself():
+    labels = torch.tensor([[1, 0], [0, 0], [1, 1]], dtype=torch.bool)
+    source = MemoryImages(torch.zeros(3, 3, 8, 8, dtype=torch.uint8), labels, pad=1, flip=False)
+    data = ImageData(name="several", class_names=("a", "b"), sample_shape=(3, 8, 8), train=source, test=source)
+    notes = _Notes(2, several=True)
+    notes.add(torch.tensor([[1.0, -1.0], [1.0, -1.0]]), labels[:2].float())
+    notes.add(torch.tensor([[1.0, -1.0]]), labels[2:].float())
+    result = _put_together([notes.tensors()], data, Evaluation(1 / 3, 0.5, 3), 4)
+    assert result.class_accuracies == [2 / 3, 2 / 3]
+    assert (result.images, result.unreadable, result.confusion, result.top5_accuracy) == (3, 1, None, None)
+
+
+def test_a_model_with_other_outputs_than_classes_is_refused():
+    with pytest.raises(UsageError, match="a score for each"):
+        _Notes(3, several=False).add(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
