@@ -185,8 +185,8 @@ def test_the_relays_work_is_no_foreign_load(monkeypatch: pytest.MonkeyPatch) -> 
 
 shaped = pytest.mark.skipif(bool(missing()), reason=missing() or "can shape links")
 
-# Rank 0 connects to rank 1; both get a socket `peer`, after which their code follows. No torch. Where they may, they run
-# before all other processes: links are measured, and not how busy the machine is.
+# Rank 0 connects to rank 1; both get a socket `peer`, after which their code follows. No torch. Where they may, they
+# run before all other processes: links are measured, and not how busy the machine is.
 CONNECTED = """
 import hashlib, json, os, socket, statistics, time
 try:
