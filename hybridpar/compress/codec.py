@@ -550,6 +550,8 @@ class Codec(ABC):
     kernels: ClassVar[tuple[str, ...]] = ()
     #: Whether a step is one message, written from the gradient alone, whatever others write.
     one_message: ClassVar[bool] = False
+    #: Whether what is decoded differs in the last bits with and without kernels, so that all workers must have them.
+    decodes_by_kernels: ClassVar[bool] = False
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
     takes_feedback: ClassVar[bool] = True
     #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.

@@ -112,10 +112,11 @@ class CodecState(ParameterCoders):
         self._used: list[Exchange | NodeExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
+        alike = ""
         if dist.get_backend(group) != "nccl":
-            policy.prepare(torch.device("cpu"))
+            alike = policy.prepare(torch.device("cpu"))
         self._group = group
-        nodes = Nodes.of(require_agreement((str(policy), seed, lanes, hierarchical), group))
+        nodes = Nodes.of(require_agreement((f"{policy} {alike}".strip(), seed, lanes, hierarchical), group))
         self._nodes = nodes if hierarchical and nodes.pays else None
         rank, workers, place = dist.get_rank(group), dist.get_world_size(group), 0
         if self._nodes is not None:
@@ -411,7 +412,7 @@ def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup
     """All workers use the same codec; a collective.
 
     Args:
-        mine: Codec, seed, lanes, and whether it is hierarchical.
+        mine: Codec and, where that matters, whether it has kernels; seed, lanes, and whether it is hierarchical.
         group: The workers; None for all of the job.
 
     Returns:

@@ -71,6 +71,15 @@ class Rule:
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
+def _decodes_by_kernels(codec: Codec) -> bool:
+    inner: Any = codec
+    while inner is not None:
+        if inner.decodes_by_kernels:
+            return True
+        inner = getattr(inner, "inner", None)
+    return False
+
+
 @dataclass(frozen=True)
 class Policy:
     """The codec of each parameter.
@@ -135,14 +144,17 @@ class Policy:
         """
         return bind(self.codec_of(spec.name), spec)
 
-    def prepare(self, device: torch.device) -> None:
+    def prepare(self, device: torch.device) -> str:
         """Build or load what the codecs need, so that no step waits for it.
 
         Args:
             device: Where gradients will be.
+
+        Returns:
+            What must be equal on all workers beside the policy, in words: whether there are kernels, where it matters.
         """
-        for rule in self.rules:
-            prepare(rule.codec, device)
+        needs = {prepare(rule.codec, device) for rule in self.rules if _decodes_by_kernels(rule.codec)}
+        return "" if not needs else "with kernels" if all(needs) else "without kernels"
 
     def check(self, names: Collection[str]) -> None:
         """Refuse rules that are about nothing.

@@ -96,7 +96,13 @@ class Compression(ParameterCoders):
                 "Shared memory only adds; a codec needs the collectives of a process group.",
                 "Join with World.join(shared_memory=False).",
             )
-        policy.prepare(world.device)
+        alike = world.gather(policy.prepare(world.device))
+        if len(set(map(str, alike))) > 1:
+            raise SyncError(
+                f"codec {str(policy)!r} has compiled kernels on some workers only: {', '.join(map(str, alike))}",
+                "They round otherwise than torch in the last bits, so that replicas would drift apart.",
+                "Install TVM on all machines, or set HYBRIDPAR_KERNELS=off on all.",
+            )
         # Who exchanges by the codec: all workers, or one of each node.
         self._party = party = world if nodes is None else nodes.across
         super().__init__(

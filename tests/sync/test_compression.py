@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
+from hybridpar.compress import kernels
 from hybridpar.errors import SyncError, UsageError
 from tests.ranks import run_ranks
 
@@ -213,3 +214,24 @@ def refused(world: World, codec: str) -> str:
 def test_what_cannot_be_is_refused_alike(codec: str, shared: bool, expected: str) -> None:
     for text in run_ranks(refused, 2, codec, shared_memory=shared):
         assert expected in text
+
+
+def kernels_on_one(world: World, codec: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(kernels, "table", lambda _device=None: None)
+        try:
+            make(world, codec)
+        except SyncError as error:
+            return str(error)
+    return ""
+
+
+def test_kernels_on_some_workers_only_are_refused_where_they_round_otherwise() -> None:
+    if kernels.table() is None:
+        pytest.skip("no kernels on this machine")
+    assert all(
+        "with kernels, without kernels" in text
+        for text in run_ranks(kernels_on_one, 2, "powersgd", shared_memory=False)
+    )
+    assert run_ranks(kernels_on_one, 2, "onebit", shared_memory=False) == ["", ""]

@@ -74,6 +74,7 @@ class PowerSgd(Codec):
     feedback = True
     castable = True
     kernels = ("cpu",)
+    decodes_by_kernels = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:

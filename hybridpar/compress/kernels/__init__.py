@@ -57,7 +57,7 @@ def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None
     return CudaKernels.load(device) if device.type == "cuda" else None
 
 
-def prepare(codec: Codec, device: torch.device | None = None) -> None:
+def prepare(codec: Codec, device: torch.device | None = None) -> bool:
     """Build or load what a codec needs, so that no step waits for it; no collective.
 
     The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
@@ -66,12 +66,14 @@ def prepare(codec: Codec, device: torch.device | None = None) -> None:
     Args:
         codec: Any codec; most need nothing.
         device: Where gradients will be; None for a CPU.
+
+    Returns:
+        Whether the codec has kernels there.
     """
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if _has_kernels(codec, device):
-        table(device)
+    return _has_kernels(codec, device) and table(device) is not None
 
 
 def prepare_aside(codecs: Iterable[Codec]) -> None:
