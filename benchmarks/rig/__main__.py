@@ -20,7 +20,7 @@ class Options:
     ranks: int = 2
     """Number of ranks."""
     rate: str = "1gbit"
-    """Rate of each rank's link: loopback, or a number with kbit, mbit or gbit."""
+    """Each rank's link: loopback, or a rate and perhaps more, as 1gbit or 100mbit+10ms (`benchmarks/README.md`)."""
     rounds: int = 20
     """Rounds to keep."""
     threads: int = 1

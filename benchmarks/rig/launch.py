@@ -39,21 +39,25 @@ def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -
     path = os.environ.get("PYTHONPATH")
     # The product's own settings, so that a table shows what a user gets; whatever the user's shell says.
     allocator = worker_environment(network.ranks, available_cores(), {})
-    return allocator | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(network.ranks),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": network.address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": network.interface,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
-        # Namespaces have no name service, which gloo and the store would warn about at every connection.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONPATH": f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT),
-        "RIG_LINK": network.rate,
-    }
+    return (
+        allocator
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(network.ranks),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": network.address,
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": network.interface,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "CUDA_VISIBLE_DEVICES": "",
+            # Namespaces have no name service, which gloo and the store would warn about at every connection.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT),
+            "RIG_LINK": network.link,
+        }
+        | ({"RIG_RELAY": str(network.relay)} if network.relay else {})
+    )
 
 
 def launch(
@@ -79,7 +83,8 @@ def launch(
         stdout: A file for rank 0's output; default: this process's own.
 
     Raises:
-        LaunchError: A rank failed, or time ran out. No rank, and no child of one, is left running.
+        LaunchError: A rank failed, time ran out, or the network's relay ended. No rank, and no child of one, is left
+            running.
     """
     port = network.port()
     # A rank must not outlive a launcher that was killed outright, and go on using the cores of the next measurement.
@@ -100,14 +105,16 @@ def launch(
                         start_new_session=True,
                     )
                 )
-            failed, left = _wait(processes, timeout)
+            failed, left = _wait(processes, network, timeout)
         finally:
             _end(processes)
         if failed or left:
             raise LaunchError(*_report(processes, failed, left, errors, timeout))
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[list[int], list[int]]:
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], network: Network, timeout: float
+) -> tuple[list[int], list[int]]:
     """Wait until all ranks succeeded, one failed, or time ran out; ranks that failed, and those still running then."""
     deadline = time.monotonic() + timeout
     while True:
@@ -116,6 +123,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple
         left = [rank for rank, status in enumerate(statuses) if status is None]
         if failed or not left or time.monotonic() > deadline:
             return failed, left
+        network.check()
         time.sleep(0.05)
 
 

@@ -64,6 +64,12 @@ def own_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(_seconds(f"/proc/{one}") for one in running)
 
 
+def relay_seconds() -> float:
+    """CPU seconds that the relay of this rank's link used so far: the link's own cost, as the kernel's for others."""
+    relay = os.environ.get("RIG_RELAY")
+    return _seconds(f"/proc/{relay}") if relay else 0.0
+
+
 def _seconds(process: str) -> float:
     """CPU seconds of a process, and of children that it has waited for; 0 for one that has ended or is the kernel's."""
     try:

@@ -197,7 +197,8 @@ def _window(
 
 
 def _accounts() -> tuple[float, float, float, float]:
-    return time.perf_counter(), load.busy_seconds(), load.process_seconds(), load.own_seconds()
+    relay = load.relay_seconds()
+    return time.perf_counter(), load.busy_seconds() - relay, load.process_seconds() - relay, load.own_seconds()
 
 
 def _round(

@@ -41,12 +41,12 @@ def process_group(timeout: float = 60.0) -> Iterator[tuple[int, int]]:
 
 
 def link() -> str:
-    """The rate of the link that this rank was started on, as the table's column `link` says it."""
+    """The link that this rank was started on, as the table's column `link` says it."""
     return os.environ.get("RIG_LINK", "none")
 
 
 def sent_bytes() -> int:
-    """Bytes that this rank's interface has sent so far.
+    """Bytes that the interface of this rank's node has sent so far.
 
     The difference over some steps is what they put on the wire. On the loopback it counts all processes of the machine.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks.rig.launch import launch
-from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing
+from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing, parse_link
 from hybridpar.errors import HybridparError, UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,7 +49,7 @@ OTHER_PLACES = {
 }
 QUICK = ("none", "ddp", "ddp-fp16", "ddp-psgd1", "own:auto", "own:onebit", "hook:powersgd:rank=1")
 #: Fewer rounds where the slowest peers take seconds for a step; the rig wants at least 20.
-ROUNDS = {"100mbit": 20}
+ROUNDS = {1e8: 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Options:
     table: Literal["links", "loss", "wire", "codecs", "all"] = "all"
     """Steps on links, losses after 100 steps, bytes on the wire, codecs on one core."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "1gbit:4", "100mbit")
-    """Links, and after a colon the number of ranks where it is not 2."""
+    """Links as `benchmarks/README.md` tells, and after a colon what they join where it is not 2 ranks: 4, or 2x4."""
     methods: tuple[str, ...] = ()
     """Only these methods; their names are told in benchmarks/sync/methods.py."""
     codecs: tuple[str, ...] = CODECS
@@ -101,17 +102,21 @@ def methods_at(options: Options, link: str, ranks: int) -> list[str]:
     return [*BASELINES, *FIELD, *ours] if ranks == 2 else [*BASELINES, *ours]
 
 
-def place_of(text: str) -> tuple[str, int]:
-    """`1gbit:4` is a link of 1 Gbit/s for each of 4 ranks; without a number there are 2.
+def place_of(text: str) -> tuple[str, int, int]:
+    """A link, its number of ranks, and how many of them share a node.
+
+    `1gbit:4` is a link of 1 Gbit/s for each of 4 ranks, and `1gbit:2x4` for each of 2 nodes of 4 ranks; without a
+    number there are 2 ranks.
 
     Raises:
-        UsageError: It is no rate, or no number of ranks.
+        UsageError: It is no link, or no number of ranks.
     """
-    rate, colon, ranks = text.partition(":")
-    bits_per_second(rate)
-    if colon and not (ranks.isdigit() and 2 <= int(ranks) <= 8):
-        raise UsageError(f"{ranks!r} ranks in {text!r}", "There are 2 to 8.", f"Try {rate}:4.")
-    return rate, int(ranks) if colon else 2
+    rate, colon, layout = text.partition(":")
+    parse_link(rate)
+    match = re.fullmatch(r"([2-8])(?:x([1-4]))?", layout if colon else "2")
+    if match is None or (ranks := int(match[1]) * int(match[2] or 1)) > 8:
+        raise UsageError(f"{layout!r} ranks in {text!r}", "There are 2 to 8.", f"Try {rate}:4 or {rate}:2x2.")
+    return rate, ranks, int(match[2] or 1)
 
 
 def _check(options: Options) -> None:
@@ -130,20 +135,20 @@ def _links(options: Options) -> None:
     from benchmarks.sync.peers import checkouts
 
     commits = checkouts(options.peers)
-    for rate, ranks in map(place_of, options.links):
+    for rate, ranks, per_node in map(place_of, options.links):
         if rate != LOOPBACK and (lack := missing()):
             print(f"{rate}, {ranks} ranks: skipped, {lack}")
             continue
         told = {
             "methods": _measurable(options, methods_at(options, rate, ranks), ranks, f"{rate}, {ranks} ranks"),
-            "rounds": options.rounds or (20 if options.quick else ROUNDS.get(rate, 30)),
+            "rounds": options.rounds or (20 if options.quick else ROUNDS.get(bits_per_second(rate), 30)),
             "keep_busy": options.keep_busy or options.quick,
             "output": None if options.quick else str(options.output.resolve()),
             "peers": str(options.peers.resolve()) if options.peers else None,
             "commits": commits,
             "losses": str(options.output.resolve() / "loss.csv"),
         }
-        with Network(ranks, rate) as network:
+        with Network(ranks, rate, per_node) as network:
             _start("links", network, options, told)
 
 

@@ -118,8 +118,9 @@ def test_names_of_methods() -> None:
 
 
 def test_places() -> None:
-    assert (place_of("1gbit"), place_of("1gbit:4")) == (("1gbit", 2), ("1gbit", 4))
-    for wrong in ("1gbit:1", "1gbit:x", "fast"):
+    assert (place_of("1gbit"), place_of("1gbit+1ms:4")) == (("1gbit", 2, 1), ("1gbit+1ms", 4, 1))
+    assert place_of("1gbit+1ms:2x4") == ("1gbit+1ms", 8, 4)
+    for wrong in ("1gbit:1", "1gbit:x", "1gbit:", "1gbit:1x4", "1gbit:4x4", "1gbit:2x", "fast"):
         with pytest.raises(UsageError):
             place_of(wrong)
     with pytest.raises(UsageError, match="unknown codec 'onbit'"):
