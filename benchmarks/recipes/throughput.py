@@ -79,7 +79,10 @@ def timms(root: Path, workers: int, checkout: Path, classes: int) -> float:
     if workers > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     with tempfile.TemporaryDirectory() as place:
-        command = [*start, str(checkout / "train.py"), "--data-dir", str(root), *words, "--output", place]
+        script = Path(place) / "train.py"
+        # On two CPUs DistributedDataParallel refuses the devices that the script gives it.
+        script.write_text((checkout / "train.py").read_text().replace("device_ids=[device]", "device_ids=None"))
+        command = [*start, str(script), "--data-dir", str(root), *words, "--output", place]
         environment = {**os.environ, **worker_environment(workers, available_cores(), {})}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout)}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
@@ -98,7 +101,6 @@ def main(options: Options) -> int:
         root = Path(place)
         write_images(root, 480, SIDE)
         classes = len(list((root / "train").iterdir()))
-        rows = []
         for workers in options.workers:
             rates: dict[str, list[float]] = {"hybridpar": [], "timm": []}
             for number in range(options.rounds):
@@ -107,27 +109,29 @@ def main(options: Options) -> int:
                     rates[name].append(run(root, workers))
                 print(workers, {name: round(one[-1], 1) for name, one in rates.items()}, flush=True)
             ratio = bootstrap_ratio(rates["hybridpar"], rates["timm"])
-            rows.append(
-                {
-                    "commit": commit(),
-                    "device": device(),
-                    "workers": workers,
-                    "rounds": options.rounds,
-                    "images_per_second": round(statistics.median(rates["hybridpar"]), 1),
-                    "timm": round(statistics.median(rates["timm"]), 1),
-                    "ratio": round(ratio.median, 3),
-                    "ratio_low": round(ratio.low, 3),
-                    "ratio_high": round(ratio.high, 3),
-                }
-            )
-            print(rows[-1])
-    new = not options.output.exists()
-    with options.output.open("a", newline="") as table:
-        writer = csv.DictWriter(table, list(rows[0]))
+            row = {
+                "commit": commit(),
+                "device": device(),
+                "workers": workers,
+                "rounds": options.rounds,
+                "images_per_second": round(statistics.median(rates["hybridpar"]), 1),
+                "timm": round(statistics.median(rates["timm"]), 1),
+                "ratio": round(ratio.median, 3),
+                "ratio_low": round(ratio.low, 3),
+                "ratio_high": round(ratio.high, 3),
+            }
+            print(row)
+            _append(options.output, row)
+    return 0
+
+
+def _append(path: Path, row: dict[str, object]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as table:
+        writer = csv.DictWriter(table, list(row))
         if new:
             writer.writeheader()
-        writer.writerows(rows)
-    return 0
+        writer.writerow(row)
 
 
 if __name__ == "__main__":
