@@ -9,6 +9,7 @@ samples is shuffled anyhow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,6 +128,37 @@ def mix(
         images = images.clone()
         images[:, :, box.top : box.bottom, box.left : box.right] = partners
     return images, soft * own + _partners(soft) * (1.0 - own)
+
+
+def mix_step(
+    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    config: AugmentConfig,
+    seed: int,
+    step: int,
+    epoch: float,
+    *,
+    classes: int,
+    smoothing: float,
+) -> list[tuple[Tensor, Tensor]]:
+    """Mix this worker's share of a global batch, by one draw for the step.
+
+    Args:
+        micro_batches: Images and targets, cut at even positions of the global batch.
+        config: Options of mixing; after `mix_off_epoch` nothing is mixed.
+        seed: Seed of the run.
+        step: Number of the step, from 0.
+        epoch: Epochs done before it.
+        classes: Number of classes.
+        smoothing: Label smoothing of the targets.
+
+    Returns:
+        Mixed images, and targets of shape (n, classes), float32.
+    """
+    draw = MixDraw()
+    if not config.mix_off_epoch or epoch < config.mix_off_epoch:
+        height, width = micro_batches[0][0].shape[-2:]
+        draw = draw_mix(config, seed, step, (height, width))
+    return [mix(images, targets, draw, classes=classes, smoothing=smoothing) for images, targets in micro_batches]
 
 
 def _partners(values: Tensor) -> Tensor:

@@ -14,12 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.data.image_facts import ImageFacts
+from hybridpar.data.mix import mix_step
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import autocast, learning_rate_scales, parameter_count
@@ -159,7 +161,7 @@ class ServedRun(RunLoop):
         self.test = test_batches(data, config, plan, self.device, place.workers, *share)
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
-        self.sample_shape = data.sample_shape
+        self.sample_shape, self.classes = data.sample_shape, data.classes
         self._images = ImageFacts.of(data).plain()
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
@@ -179,7 +181,7 @@ class ServedRun(RunLoop):
         self.stripes = cut_model(described, place.hosts * self.parts, scales)
         if self.is_main:
             tell_parts(place, self.parts)
-        self.loss = OutputLoss(make_loss(config))
+        self.loss = OutputLoss(make_loss(config, mixed=config.mixes))
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
         self.timings = Timings()
@@ -286,7 +288,7 @@ class ServedRun(RunLoop):
         self._seen = self.at.step
         for batch, data_ms in self._endless():
             result = self.learner.step(
-                batch.micro_batches,
+                self._mixed(batch.micro_batches),
                 batch.samples,
                 batch.global_samples,
                 rate=rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config),
@@ -324,6 +326,14 @@ class ServedRun(RunLoop):
                 "After so many training stops.",
                 "Lower --lr, or lengthen --warmup-epochs; the last checkpoint is from before.",
             )
+
+    def _mixed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """Mixup and cutmix, where they are asked for; without a barrier by this worker's own number of steps."""
+        config, done = self.config, self.at.own_steps
+        if not config.mixes:
+            return micro_batches
+        place = config.seed, done, done / self.per_epoch
+        return mix_step(micro_batches, config, *place, classes=self.classes, smoothing=config.label_smoothing)
 
     def _endless(self) -> Iterator[tuple[Batch, float]]:
         """This worker's share of all epochs to come, with the time that each batch was waited for."""

@@ -312,17 +312,13 @@ class Trainer:
 
     def _mixed(self, placed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Mixup and cutmix, by one draw for the global batch of the step."""
-        from hybridpar.data.mix import MixDraw, draw_mix, mix
+        from hybridpar.data.mix import mix_step
 
         config, done = self.config, self.steps_done
         epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
-        draw = MixDraw()
-        if not config.mix_off_epoch or epoch < config.mix_off_epoch:
-            height, width = placed[0][0].shape[-2:]
-            draw = draw_mix(config, config.seed, done, (height, width))
         assert self._classes is not None
-        classes, smoothing = self._classes, config.label_smoothing
-        return [mix(inputs, targets, draw, classes=classes, smoothing=smoothing) for inputs, targets in placed]
+        place = config.seed, done, epoch
+        return mix_step(placed, config, *place, classes=self._classes, smoothing=config.label_smoothing)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self._channels_last and tensor.ndim == 4:

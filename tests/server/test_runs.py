@@ -38,9 +38,10 @@ def average(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     options = {"model_ema": True, "model_ema_decay": 0.9, "model_ema_warmup": True}
+    options |= {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
-    run(tmp_path / "masters", 2, sync="ps", servers=0)
+    run(tmp_path / "masters", 2, sync="ps", servers=0, **options)
     for name, own in average(tmp_path / "plain").items():
         torch.testing.assert_close(average(tmp_path / "served")[name], own, rtol=1e-5, atol=1e-6)
         assert not torch.equal(own, saved_state(tmp_path / "plain")[name]) or "num_batches" in name
