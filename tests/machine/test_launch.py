@@ -200,7 +200,7 @@ def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
     )
     code, _, error = job.finish()
     assert code == 1
-    assert "error: worker 1 was killed by signal 9, and 0 restarts are used up" in error
+    assert "error: worker 1 was killed by signal 9\n" in error
     assert load_checkpoint(tmp_path / "job").step == 2
     assert not job.members()
 
