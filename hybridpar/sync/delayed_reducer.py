@@ -93,7 +93,7 @@ class DelayedReducer(GradientReducer):
         flight = self._flight
         assert flight is not None
         for bucket in self.buckets:
-            self._refuse_sparse(bucket)
+            self._refuse_sparse(bucket.slots)
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         gradients = {slot.name: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}
         self._fresh = gradients, [slot.seen == flight.number for slot in slots]

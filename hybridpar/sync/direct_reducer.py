@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
-from hybridpar.errors import SyncError
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
 from hybridpar.sync.kernels import step_sgd
 from hybridpar.sync.pieces import PIECE, Sgd
@@ -63,23 +62,6 @@ class DirectReducer(GradientReducer):
     def _collect(self, bucket: Bucket, flight: Flight) -> None:
         """Gradients were taken one by one."""
 
-    def gradient_ready(self, name: str) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated: take it, and drop it."""
-        flight = self._flight
-        if flight is None or name not in self._places:
-            return
-        bucket, slot = self._places[name]
-        slot.seen = flight.number
-        if not flight.releasing:
-            return
-        self._note_ready(slot, flight)
-        if self._observed is not None:
-            self._observed.append(name)
-        self._take_and_drop(bucket, slot)
-        bucket.pending -= 1
-        if bucket.pending == 0:
-            self._launch_full_buckets(flight)
-
     def flush(self) -> list[bool]:
         """After the last backward pass: take and send what is left, zeros for parameters that were not used here."""
         flight = self._flight
@@ -87,29 +69,23 @@ class DirectReducer(GradientReducer):
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.ready != flight.number:
-                    self._take_and_drop(bucket, slot)
+                    self._arrived(bucket, slot)
         return super().flush()
 
-    def _take_and_drop(self, bucket: Bucket, slot: Slot) -> None:
+    def _arrived(self, bucket: Bucket, slot: Slot) -> None:
+        """A gradient is complete: take it, and drop it."""
+        self._refuse_sparse((slot,))
         parameter = slot.parameter
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and gradient.is_sparse:
-            raise SyncError(
-                f"the gradient of {slot.name!r} is sparse",
-                "Gradients are sent as dense tensors.",
-                "Build the layer with sparse=False.",
-            )
         if gradient is not None and gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
         self._take(bucket, slot, None if gradient is None else flat_view(gradient))
 
     def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
         """Leave out parameters used on no worker; return their names."""
-        if all(used):
-            return []
-        names = [slot.name for bucket in self.buckets for slot in bucket.slots]
-        self._unused = frozenset(name for name, count in zip(names, users.tolist(), strict=True) if count == 0)
-        return sorted(self._unused)
+        unused = super().keep_used(users, used)
+        self._unused = frozenset(unused)
+        return unused
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a factor, 0-d, when they are read."""

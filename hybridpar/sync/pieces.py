@@ -183,6 +183,13 @@ def _go_through(
         step(part, gradient, *(one[place] for one in kept))
 
 
+def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tensor:
+    """A tensor of an optimizer's state, 1-D in the memory order of its parameter, which a loaded one may not have."""
+    if state[name].stride() != parameter.stride():
+        state[name] = torch.empty_like(parameter).copy_(state[name])
+    return flat_view(state[name])
+
+
 def _fits(parameter: nn.Parameter) -> bool:
     return parameter.device.type == "cpu" and parameter.is_floating_point() and is_dense(parameter)
 
@@ -196,7 +203,7 @@ def _sgd(
         state = optimizer.state[parameter]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = flat_view(state["momentum_buffer"])
+        momentum = _as_laid(state, "momentum_buffer", parameter)
     if not pieces.sgd(parameter, momentum, options, squares):
         step = partial(options.step, buffer=None) if momentum is None else options.step
         _go_through(parameter, pieces, squares, step, *([] if momentum is None else [momentum]))
@@ -219,7 +226,7 @@ def _adam(
         kept = [[one] for one in averages] + [[]] * (3 - len(averages))
         call([part], [gradient], *kept, [state["step"]], beta1=beta1, beta2=beta2, **fixed)
 
-    _go_through(parameter, pieces, squares, step, *(flat_view(state[name]) for name in names))
+    _go_through(parameter, pieces, squares, step, *(_as_laid(state, name, parameter) for name in names))
 
 
 def _adagrad(
@@ -232,7 +239,7 @@ def _adagrad(
     def step(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
         torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
 
-    _go_through(parameter, pieces, squares, step, flat_view(state["sum"]))
+    _go_through(parameter, pieces, squares, step, _as_laid(state, "sum", parameter))
 
 
 _KINDS: dict[type[torch.optim.Optimizer], Callable[..., None]] = {

@@ -354,9 +354,13 @@ class GradientReducer(LocalGradients):
         self._note_ready(slot, flight)
         if self._observed is not None:
             self._observed.append(name)
+        self._arrived(bucket, slot)
         bucket.pending -= 1
         if bucket.pending == 0:
             self._launch_full_buckets(flight)
+
+    def _arrived(self, bucket: Bucket, slot: Slot) -> None:
+        """A gradient is complete. It stays in `.grad` until its bucket is full."""
 
     def _note_ready(self, slot: Slot, flight: Flight) -> None:
         """A gradient is complete, and must be so only once."""
@@ -388,13 +392,14 @@ class GradientReducer(LocalGradients):
 
     def _collect(self, bucket: Bucket, flight: Flight) -> None:
         """Bring the gradients of a full bucket together."""
-        self._refuse_sparse(bucket)
+        self._refuse_sparse(bucket.slots)
         flight.flats.append(bucket.collect())
 
-    def _refuse_sparse(self, bucket: Bucket) -> None:
-        if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):
+    def _refuse_sparse(self, slots: Sequence[Slot]) -> None:
+        sparse = [one.name for one in slots if one.parameter.grad is not None and one.parameter.grad.is_sparse]
+        if sparse:
             raise SyncError(
-                f"a gradient among {[slot.name for slot in bucket.slots]} is sparse",
+                f"the gradient of {sparse[0]!r} is sparse",
                 "Gradients are sent as dense tensors.",
                 "Build the layer with sparse=False.",
             )

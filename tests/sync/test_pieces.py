@@ -118,6 +118,20 @@ def test_pieces_equal_whole_gradients(name: str, workers: int, compiled: bool, m
             assert torch.equal(mine.state[one][key], value), key
 
 
+@pytest.mark.parametrize("name", ["sgd momentum", "adamw", "adagrad"])
+def test_state_that_was_loaded_in_another_memory_format_keeps_its_elements(name: str) -> None:
+    kind, options = OPTIMIZERS[name]
+    ours, theirs = make_parameters(), make_parameters()
+    for parameters, contiguous in ((ours, True), (theirs, False)):
+        optimizer = kind(parameters, **options, fused=True)
+        step_optimizer(optimizer, Slots(parameters, 2, 1))
+        if contiguous:
+            for state in optimizer.state.values():
+                state.update({key: one.contiguous() for key, one in state.items()})
+        step_optimizer(optimizer, Slots(parameters, 2, 2))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
 def test_what_cannot_be_stepped_in_pieces_gets_whole_gradients() -> None:
     ours, theirs = make_parameters(), make_parameters()
     seen = []
