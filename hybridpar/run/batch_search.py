@@ -25,9 +25,9 @@ from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.optim.pace import Leg, Pace
 from hybridpar.pipeline.step import StepInput
+from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import random_state, restore_random_state
 from hybridpar.train.engine import Engine
-from hybridpar.train.periodic import copy_of
 from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.

@@ -219,16 +219,17 @@ class Trainer:
         with_what = make, self._loss, options, self.world, self.lanes
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
-            if options.local_steps is not None:
-                from hybridpar.train.local_sgd import LocalSgdEngine
+            if options.outer_steps is not None:
+                from hybridpar.train.outer import OuterEngine
 
-                return LocalSgdEngine(self.model, plan, *with_what)
+                warmup = 0 if self.total_steps is None else warmup_length(self.total_steps, self.steps_per_epoch, asked)
+                return OuterEngine(self.model, plan, *with_what, total_steps=self.total_steps, warmup_steps=warmup)
             if options.double_buffer in LATE:
                 from hybridpar.train.delayed import DoubleBufferEngine
 
                 return DoubleBufferEngine(self.model, plan, *with_what, timed)
             return Engine(self.model, plan, None, *with_what, timed)
-        if asked.double_buffer in LATE or asked.local_steps is not None:
+        if asked.double_buffer in LATE or asked.outer_steps is not None:
             raise UsageError(
                 "a pipeline whose gradients are late, or whose workers train on their own",
                 "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
@@ -441,6 +442,8 @@ class Trainer:
             training["plateau"] = self._plateau.state_dict()
         if (scale := self.engine.loss_scale_state()) is not None:
             training["loss_scale"] = scale
+        if (common := self.engine.common_state()) is not None:
+            training["outer"] = common
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
@@ -476,6 +479,7 @@ class Trainer:
             if "loss_scale" in data.training:
                 self.engine.load_loss_scale_state(data.training["loss_scale"])
             self.engine.go_on_from(data.step)
+            self.engine.load_common_state(data.training.get("outer", {}))
             self.steps_done = data.step
             self._bad_steps.forget()
             if data.local is not None and data.workers == self.world.size:
