@@ -95,8 +95,8 @@ class ServerConfig:
         if not softsync and self.outer_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
             raise UsageError(
                 f"--sync is {self.sync!r}",
-                f"It must be {ALL_REDUCE}, {OUTER}:H, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N; H and "
-                "N are whole numbers.",
+                f"It must be {ALL_REDUCE}, {OUTER}:H, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N; "
+                "H and N are whole numbers.",
             )
         for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
             if value is not None and self.waits_for_all:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hybridpar.sync.rounds import Round, Timetable, Transfer
@@ -47,7 +49,7 @@ def test_each_fragment_has_a_slot_of_its_own(fragments, length):
     assert [one.fragment for one in found] == list(range(fragments))
     assert found[-1].arrives == 20 + length
     assert all(one.sent == one.arrives - delay > 20 - (delay == 0) for one in found)
-    assert all(one.arrives < other.sent for one, other in zip(found, found[1:], strict=False))
+    assert all(one.arrives < other.sent for one, other in itertools.pairwise(found))
 
 
 def test_the_last_round_ends_with_all_fragments():

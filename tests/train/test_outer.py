@@ -1,4 +1,4 @@
-"""Local SGD against torch's post-local SGD, and against gradients exchanged in every step."""
+"""The outer loop in a trainer: against torch's post-local SGD, gradients exchanged in every step, and itself."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ from tests.train.training import batch, close, config, make_net, same, share, tr
 
 def _train(world, options, steps, more):
     return train_rank(world, options, steps, **more)
+
+
+STREAMED = {
+    "sync": "outer:4",
+    "outer_optimizer": "nesterov",
+    "outer_momentum": 0.5,
+    "outer_fragments": 2,
+    "outer_delay": 1,
+    "compress": "onebit",
+}
 
 
 def run(options, steps=7, size=2, shared_memory=True, **more):
@@ -69,23 +79,127 @@ def test_nothing_travels_between_two_averages():
     assert sent[6] == sent[3]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_worker_trains_as_without_a_loop_bit_by_bit(optimizer, every):
+    options = {"optimizer": optimizer, "lr": 0.01}
+    plain = run(options, size=1, norm=True)[0]
+    looped = run({**options, "sync": f"outer:{every}"}, size=1, norm=True)[0]
+    assert same(looped["weights"], plain["weights"])
+    assert same(looped["buffers"], plain["buffers"])
+    assert looped["losses"] == plain["losses"]
+
+
+def test_local_is_the_plainest_outer_loop():
+    local = run({"sync": "local:3", "warm_start_steps": 1}, norm=True)
+    outer = run({"sync": "outer:3", "warm_start_steps": 1, "outer_lr": 1.0}, norm=True)
+    slow = run(
+        {"sync": "outer:3", "warm_start_steps": 1, "outer_optimizer": "slowmo", "outer_momentum": 0.0}, norm=True
+    )
+    for one, other, third in zip(local, outer, slow, strict=True):
+        assert same(one["weights"], other["weights"])
+        assert same(one["weights"], third["weights"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": "outer:4"},
+        {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit"},
+        {"sync": "outer:4", "outer_optimizer": "slowmo", "compress": "topk:rate=0.1", "warm_start_steps": 3},
+        {"sync": "outer:2", "compress": "qsgd_mn:bits=4", "outer_qsr": 1.0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_workers_are_equal_bit_by_bit_after_every_exchange(options):
+    ranks = run_ranks(_compare, 3, options, shared_memory=False)
+    met = [step for step, (sent, _) in enumerate(ranks[0], 1) if sent]
+    assert met[-1] == len(ranks[0]), "the run ends with an exchange"
+    assert len(met) >= 2
+    for step in range(len(ranks[0])):
+        states = [rank[step][1] for rank in ranks]
+        equal = all(same(states[0], other) for other in states[1:])
+        assert equal == (step + 1 in met)
+
+
+def _compare(world, options):
+    with Trainer(make_net(True), config=config(**options), world=world, total_steps=10) as trainer:
+        found = []
+        for step in range(10):
+            result = trainer.step(share(world, step))
+            state = [one.clone() for one in trainer.model.state_dict().values()]
+            found.append((result.outcome.bytes_sent, state))
+        return found
+
+
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
-    options = {"sync": "local:3", "warm_start_steps": 2}
-    through = run(options, norm=True, save=(str(tmp_path), at))
-    assert same(through[0]["weights"], run(options, norm=True)[0]["weights"]), "saving changed the training"
-    resumed = run(options, norm=True, load=str(tmp_path / f"step-{at}"))
-    for mine, theirs in zip(through, resumed, strict=True):
-        assert same(mine["weights"], theirs["weights"])
-        assert same(mine["buffers"], theirs["buffers"])
+    _resume({"sync": "local:3", "warm_start_steps": 2}, at, tmp_path)
     model = torch.load(tmp_path / f"step-{at}" / "model.pt", weights_only=True)
     if at == 4:  # on their own, so the file has the mean of both
-        ranks = run(options, 4, norm=True)
+        ranks = run({"sync": "local:3", "warm_start_steps": 2}, 4, norm=True)
         means = [(a + b) / 2 for a, b in zip(ranks[0]["weights"], ranks[1]["weights"], strict=True)]
         names = [name for name, _ in make_net(True).named_parameters()]
         close([model[name] for name in names], means)
-    another = run(options, norm=True, size=1, load=str(tmp_path / f"step-{at}"))
-    assert all(one.isfinite().all() for one in another[0]["weights"])
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
+    _resume(STREAMED, at, tmp_path)
+
+
+def test_slowmo_and_growing_rounds_go_on_bit_for_bit(tmp_path):
+    options = {"sync": "outer:2", "outer_optimizer": "slowmo", "outer_momentum": 0.5, "outer_qsr": 2.0}
+    _resume({**options, "model_ema": True, "model_ema_decay": 0.5}, 5, tmp_path, steps=9)
+
+
+def _resume(options, at, tmp_path, steps=7):
+    more = {"norm": True, "shared_memory": "compress" not in options}
+    through = run(options, steps, save=(str(tmp_path), at), **more)
+    assert same(through[0]["weights"], run(options, steps, **more)[0]["weights"]), "saving changed the training"
+    resumed = run(options, steps, load=str(tmp_path / f"step-{at}"), **more)
+    for mine, theirs in zip(through, resumed, strict=True):
+        assert same(mine["weights"], theirs["weights"])
+        assert same(mine["buffers"], theirs["buffers"])
+    for size in (1, 3):
+        another = run(options, steps, size=size, load=str(tmp_path / f"step-{at}"), **more)
+        assert all(one.isfinite().all() for one in another[0]["weights"])
+
+
+def test_on_another_number_of_workers_momentum_stays_and_the_mean_is_where_they_begin(tmp_path):
+    options = {"sync": "outer:3", "outer_optimizer": "nesterov", "outer_momentum": 0.5}
+    run(options, 4, save=(str(tmp_path), 4))
+    saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
+    model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
+    assert saved["round"] == [3, 6, False]
+    for anchors, momentum in run_ranks(_loaded, 3, options, tmp_path):
+        assert all(torch.equal(momentum[name], value) for name, value in saved["momentum"].items())
+        assert all(torch.equal(anchors[name], model[name]) for name in anchors)
+
+
+def _loaded(world, options, folder):
+    with Trainer(make_net(), config=config(**options), world=world) as trainer:
+        trainer.load(folder)
+        state = trainer.engine.common_state()
+        return state["anchors"], state["momentum"]
+
+
+def _back(world, folder):
+    options = {"sync": "outer:3", "warm_start_steps": 3}
+    with Trainer(make_net(), config=config(**options), world=world) as trainer:
+        for step in range(5):
+            if step == 1:
+                trainer.save(folder)
+            trainer.step(share(world, step))
+        trainer.load(folder)
+        return [trainer.step(share(world, step)).outcome.bytes_sent for step in range(1, 6)], weights(trainer.model)
+
+
+def test_a_step_before_the_end_of_the_warm_start_is_exchanged_again_after_it_was_loaded(tmp_path):
+    """A trainer that had parted once exchanged nothing in such steps."""
+    (sent, one), (_, other) = run_ranks(_back, 2, tmp_path)
+    assert [bool(count) for count in sent] == [True, True, False, False, True]
+    assert same(one, other)
 
 
 def _evaluate(world):
@@ -116,3 +230,58 @@ def _flags(world):
 def test_wishes_are_met_at_the_next_average_on_all_workers():
     expected = [(False, False)] * 2 + [(True, False)] + [(False, False)] * 2 + [(False, True)]
     assert run_ranks(_flags, 2) == [expected, expected]
+
+
+def _spoil(world, options):
+    """The steps of a worker of three whose inputs are not finite in the steps 2 to 7."""
+    with Trainer(make_net(True), config=config(**options), world=world) as trainer:
+        found = []
+        for step in range(9):
+            x, y = share(world, step)
+            if world.rank == 1 and 1 <= step < 7:
+                x = x * torch.nan
+            outcome = trainer.step((x, y)).outcome
+            found.append((outcome.committed, outcome.loss))
+        return found, [one.clone() for one in trainer.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_worker_that_is_not_finite_does_not_poison_the_others(guard):
+    ranks = run_ranks(_spoil, 3, {"sync": "outer:3", "guard": guard, "momentum": 0.0})
+    for found, state in ranks:
+        assert all(one.isfinite().all() for one in state)
+        assert same(state, ranks[0][1])
+        assert all(committed and loss == loss for committed, loss in found[2::3])
+    if guard:
+        assert [committed for committed, _ in ranks[1][0]] == [True, False, True, False, False, True, False, True, True]
+
+
+def _features(world, options):
+    with Trainer(make_net(True), config=config(**options), world=world, total_steps=8) as trainer:
+        for step in range(8):
+            x, y = share(world, step, None if "micro_batches" in options else (7, 3, 2))
+            trainer.step((x, y), stop=step == 1 and world.rank == 2)
+        state = trainer.engine.average_state()
+        return weights(trainer.model), None if state is None else list(state.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.5, "micro_batches": 2, "model_ema": True, "model_ema_decay": 0.5, "warm_start_steps": 2},
+        {"amp": "fp16", "batch_norm": "frozen", "outer_optimizer": "slowmo"},
+        {"batch_norm": "local", "outer_fragments": 3, "outer_delay": 0, "optimizer": "adamw", "lr": 0.01},
+    ],
+    ids=["clipping, accumulation and EMA", "fp16, frozen BatchNorm", "AdamW in fragments"],
+)
+def test_other_options_work_with_it_and_samples_may_be_uneven(options):
+    ranks = run_ranks(_features, 3, {"sync": "outer:3", **options})
+    assert all(one.isfinite().all() for one in ranks[0][0])
+    for found, average in ranks[1:]:
+        assert same(found, ranks[0][0])
+        assert average is None or same(average, ranks[0][1])
+
+
+def test_one_worker_is_told_that_it_changes_nothing(caplog):
+    Trainer(make_net(), config=config(sync="outer:8")).close()
+    assert "--sync outer:8 changes nothing: there is one worker" in caplog.text
