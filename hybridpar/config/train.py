@@ -440,7 +440,6 @@ def _check_outer(config: TrainConfig, outer: str) -> None:
             "Parameters are averaged in full precision; outer:H sends them by a codec.",
         ),
         ("--compress auto", config.chooses, "It measures the exchange of gradients in every step."),
-        (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an exchange, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
     ):

@@ -249,6 +249,11 @@ class StepOutcome(ABC):
     bytes_sent: int
 
     @property
+    def spans(self) -> StepSpans:
+        """When everything on this worker really ran; empty where nobody noted it."""
+        return StepSpans(0.0, ())
+
+    @property
     @abstractmethod
     def sync(self) -> SyncFigures:
         """What the sync of gradients took on this worker."""

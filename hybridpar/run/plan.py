@@ -139,7 +139,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         forward_ms=forward,
         backward_ms=backward,
         steps=steps,
-        replicas=pipeline.replicas,
+        replicas=engine.plan.placement.replicas,
         sync_lanes=engine.plan.sync.lanes,
         commit=config.guard or config.clip_norm is not None,
         cores=cores if profile is not None else None,

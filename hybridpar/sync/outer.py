@@ -247,7 +247,7 @@ class OuterLoop:
     ) -> None:
         self._team = team
         self._lanes = lanes
-        self._outer = outer
+        self.step = outer
         self._lane: Lane | None = lanes.open("outer", priority=-1) if team.size > 1 else None
         policy = read_policy(policy) if isinstance(policy, str) else policy
         self._compresses = not policy.changes_nothing and team.size > 1
@@ -278,6 +278,11 @@ class OuterLoop:
         return hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]
 
     @property
+    def bytes(self) -> int:
+        """Of the parameters that are exchanged."""
+        return sum(bucket.bytes for fragment in self._fragments for bucket in fragment.buckets)
+
+    @property
     def compressions(self) -> list[Compression]:
         """What compresses outer gradients, by fragment; empty where nothing does."""
         return [one.compression for one in self._fragments if one.compression is not None]
@@ -294,7 +299,7 @@ class OuterLoop:
         for fragment in self._fragments if self._anchored else ():
             fragment.rate = 0.0
             fragment.anchors = [self._gather(fragment, index) for index in range(len(fragment.buckets))]
-            if self._outer.momentum:
+            if self.step.momentum:
                 fragment.moments = [torch.zeros_like(one) for one in fragment.anchors]
 
     # ------------------------------------------------------------- an exchange
@@ -393,7 +398,7 @@ class OuterLoop:
         assert flight is not None
         good, sound, fragment = bool(flight.good), bool(flight.sound), self._fragments[flight.fragment]
         if good:
-            self._step(fragment, flight, sound)
+            self._take_step(fragment, flight, sound)
         elif self._anchored:  # the interval is lost: back to where all workers were
             for number, anchor in enumerate(fragment.anchors):
                 self._scatter(fragment, number, anchor, 0.0)
@@ -413,8 +418,8 @@ class OuterLoop:
         if compression is not None:
             compression.commit_or_rollback(bool(flight.good), costs=flight.costs)
 
-    def _step(self, fragment: _Fragment, flight: Flight, sound: bool) -> None:
-        outer = OuterStep() if flight.plain else self._outer
+    def _take_step(self, fragment: _Fragment, flight: Flight, sound: bool) -> None:
+        outer = OuterStep() if flight.plain else self.step
         shrink = 1.0
         if flight.rate > 0:  # at a rate of 0 nothing moves
             shrink = flight.rate / fragment.rate if fragment.rate else 1.0

@@ -31,6 +31,7 @@ from hybridpar.optim.losses import make_loss
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
 from hybridpar.optim.schedule import Plateau, rate_factor, warmup_length
+from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
@@ -220,20 +221,17 @@ class Trainer:
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
             if options.outer_steps is not None:
-                from hybridpar.train.outer import OuterEngine
-
-                warmup = 0 if self.total_steps is None else warmup_length(self.total_steps, self.steps_per_epoch, asked)
-                return OuterEngine(self.model, plan, *with_what, total_steps=self.total_steps, warmup_steps=warmup)
+                return self._open_outer_engine(plan, None, with_what)
             if options.double_buffer in LATE:
                 from hybridpar.train.delayed import DoubleBufferEngine
 
                 return DoubleBufferEngine(self.model, plan, *with_what, timed)
             return Engine(self.model, plan, None, *with_what, timed)
-        if asked.double_buffer in LATE or asked.outer_steps is not None:
+        if asked.double_buffer in LATE:
             raise UsageError(
-                "a pipeline whose gradients are late, or whose workers train on their own",
-                "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
-                "Leave out double_buffer and sync, or the plan.",
+                "a pipeline whose gradients are late",
+                "Stages hide gradients behind each other's passes.",
+                "Leave out double_buffer, or the plan.",
             )
         if example is None:
             raise UsageError(
@@ -244,7 +242,19 @@ class Trainer:
         placed = self._place(example)
         with autocast(asked.amp, device):
             plan, stages = cut_model(self.model, placed, plan, asked, self.world)
+        if options.outer_steps is not None:
+            return self._open_outer_engine(plan, stages, with_what, placed)
         return Engine(self.model, plan, stages, *with_what, placed)
+
+    def _open_outer_engine(
+        self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
+    ) -> Engine:
+        from hybridpar.train.outer import OuterEngine
+
+        total = self.total_steps
+        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
+        more: dict[str, Any] = {"example": example, "total_steps": total, "warmup_steps": warmup}
+        return OuterEngine(self.model, plan, stages, *with_what, **more)
 
     @property
     def plan(self) -> ResolvedPlan:

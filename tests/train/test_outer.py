@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from hybridpar.optim.build import build_optimizer
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.train.test_engine import make_trainer
 from tests.train.training import batch, close, config, make_net, same, share, train_rank, weights
 
 
@@ -285,3 +288,75 @@ def test_other_options_work_with_it_and_samples_may_be_uneven(options):
 def test_one_worker_is_told_that_it_changes_nothing(caplog):
     Trainer(make_net(), config=config(sync="outer:8")).close()
     assert "--sync outer:8 changes nothing: there is one worker" in caplog.text
+
+
+def _pipelines(world, options, folder):
+    with make_trainer(micro_batches=2, stages=2, replicas=2, world=world, **options) as trainer:
+        sent = []
+        for step in range(6):
+            if step == 4:
+                trainer.save(folder)
+            sent.append(trainer.step(samples(step, world.rank % 2), stop=step == 2 and world.rank == 3).outcome)
+        flags, own = [outcome.stop for outcome in sent], whole(trainer)
+        loss = trainer.evaluate([samples(9, 0)]).loss
+        trainer.load(folder)
+        for step in range(4, 6):
+            trainer.step(samples(step, world.rank % 2))
+        return flags, own, same(whole(trainer), own), loss
+
+
+def samples(step, replica):
+    draw = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, 3, 8, 8, generator=draw), torch.randint(0, 5, (4,), generator=draw)
+
+
+def whole(trainer):
+    trainer.engine.wait()
+    trainer.engine.pipeline.collect()
+    return [one.clone() for one in trainer.model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": "outer:3"},
+        {"sync": "outer:3", "outer_optimizer": "nesterov", "compress": "onebit", "warm_start_steps": 1},
+        {"sync": "outer:3", "outer_fragments": 2, "model_ema": True, "model_ema_decay": 0.5},
+    ],
+    ids=["mean", "warm start, Nesterov, 1 bit", "fragments, EMA"],
+)
+def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
+    ranks = run_ranks(_pipelines, 4, options, tmp_path, shared_memory="compress" not in options)
+    flags, weights_, resumed, loss = ranks[0]
+    for other in ranks:
+        assert other[0] == flags
+        assert other[2], "a resumed run goes on bit for bit"
+        assert other[3] == loss
+    assert resumed
+    met = "warm_start_steps" not in options and "outer_fragments" not in options
+    assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
+    assert same(weights_, ranks[2][1])  # two stages of one replica
+    assert any(flags)
+
+
+NODES = ["a", "a", "b"]
+
+
+def _on_nodes(world, options):
+    with (
+        mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=NODES[world.rank]),
+        Trainer(make_net(True), config=config(**options), world=world) as trainer,
+    ):
+        found = []
+        for step in range(6):
+            trainer.step(share(world, step, (3, 4, 5)))
+            found.append([one.clone() for one in trainer.model.state_dict().values()])
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"outer_optimizer": "slowmo", "warm_start_steps": 3}])
+def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
+    first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
+    for step in range(6):
+        assert same(first[step], second[step])
+        assert same(first[step], third[step]) == (step in (2, 5) or step < options.get("warm_start_steps", 0)), step
