@@ -84,7 +84,7 @@ class StepClock:
         return StepTimes(busy - exposed, exposed, 1e3 * data), spans
 
 
-#: Figures that are told as medians over the steps.
+#: Figures that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
 MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
 
 #: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
@@ -161,7 +161,9 @@ class Timings:
             warmup: Number of first steps.
         """
         medians = {
-            key: statistics.median(values[warmup:] or values) for key in MEDIANS if (values := getattr(self, key))
+            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(values[warmup:] or values)
+            for key in MEDIANS
+            if (values := getattr(self, key))
         }
         times = self.times[warmup:] or self.times
         sync = self.sync_ms[warmup:] or self.sync_ms

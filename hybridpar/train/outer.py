@@ -24,6 +24,7 @@ from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.partition.stage import Stage
@@ -158,7 +159,8 @@ class OuterEngine(Engine):
         outer: Exchanges parameters.
 
     Raises:
-        UsageError: A codec has no meaning for outer gradients, or there are fewer parameters than fragments.
+        UsageError: A codec has no meaning for outer gradients, there are fewer parameters than fragments, or the run
+            ends before an exchange.
     """
 
     def __init__(
@@ -186,6 +188,7 @@ class OuterEngine(Engine):
         self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
         self._made: dict[tuple[str, int], Any] = {}
+        _check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, config.outer_qsr, warmup_steps)
         self._round: Round | None = None
         self._worlds: list[World | NodeWorlds] = []
@@ -515,3 +518,16 @@ class OuterEngine(Engine):
         if key not in self._made:
             self._made[key] = make(module)
         return self._made[key]
+
+
+def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
+    """Refuse a loop that a run would never come to the end of."""
+    together = config.warm_start_steps or 0
+    if total is None or together + every <= total:
+        return
+    given = f"--sync {config.sync}" + (f" after --warm-start-steps {together}" if together else "")
+    raise UsageError(
+        f"{given} in a run of {total} step{'' if total == 1 else 's'}",
+        "The run would end before the first exchange is due.",
+        f"Use --sync {config.sync.partition(':')[0]}:{max(1, (total - together) // 4)}, or a longer run.",
+    )

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -360,3 +362,34 @@ def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(o
     for step in range(6):
         assert same(first[step], second[step])
         assert same(first[step], third[step]) == (step in (2, 5) or step < options.get("warm_start_steps", 0)), step
+
+
+def _checked(world):
+    checker = Checker(world.rank, max_delay=0.001)
+    # Fragments are on their way while steps go on; every access to their memory must be ordered.
+    with checker, Lanes("cpu", check=checker) as lanes:
+        options = {**STREAMED, "outer_mix": 0.25}
+        with Trainer(make_net(True), config=config(**options), world=world, lanes=lanes, total_steps=9) as trainer:
+            for step in range(9):
+                trainer.step(share(world, step))
+            return weights(trainer.model)
+
+
+def test_streams_are_ordered_by_waits():
+    one, other = run_ranks(_checked, 2, shared_memory=False)
+    assert same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
+        ({"sync": "local:4", "warm_start_steps": 5}, "--sync local:4 after --warm-start-steps 5 in a run of 8 steps"),
+        ({"sync": "outer:8", "outer_fragments": 8}, "--outer-fragments 8 of 4 parameters"),
+        ({"sync": "outer:8", "compress": "dgc", "momentum": 0.0}, "--compress dgc with --sync outer:H"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, said):
+    with pytest.raises(UsageError) as caught:
+        Trainer(make_net(), config=config(**options), total_steps=8)
+    assert said in caught.value.what
