@@ -86,7 +86,7 @@ class Statistics:
         if self._counters:
             largest = total[sum(sizes) :].view(self._workers, -1).amax(0)
             for counter, value in zip(self._counters, largest, strict=True):
-                counter.fill_(round(float(value)))
+                counter.copy_(value)
 
 
 @torch.no_grad()
