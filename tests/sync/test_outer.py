@@ -296,7 +296,7 @@ def test_what_arrived_and_what_is_kept_is_all_that_was_learned(policy):
     torch.testing.assert_close(-weights + left, learned, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["onebit_sgd", "dgc", "onebit_adam"])
+@pytest.mark.parametrize("policy", ["onebit_sgd", "dgc", "demo", "onebit_adam"])
 def test_codecs_that_keep_momentum_are_refused(policy):
     with Lanes("cpu") as lanes, pytest.raises(UsageError, match=f"--compress {policy} with --sync outer:H"):
         OuterLoop(parameters([1.0]), {}, ALONE, lanes, NESTEROV, policy=read_policy(policy))
