@@ -61,9 +61,9 @@ def worker(rank: int, size: int) -> Iterator[Calls]:
         calls.groups.append(tuple(ranks))
         return group
 
-    def all_reduce(tensor: Tensor, group: Any = None) -> None:
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         calls.of[numbers[group]].append(("sum", tuple(tensor.shape), tensor.dtype))
-        real_sum(tensor, group=group)
+        real_sum(tensor, op, group=group)
         tensor.mul_(dist.get_world_size(group))  # as if all had the same
 
     def batch(transfers: list[Any]) -> Any:
