@@ -14,6 +14,7 @@ from hybridpar.optim.ema import ModelAverage
 from hybridpar.run import served_state
 from hybridpar.run.position import Standing
 from hybridpar.run.served_state import ServedState
+from hybridpar.server.clipping import Clipping
 from hybridpar.train.checkpoint import CheckpointData, random_state
 
 
@@ -24,7 +25,7 @@ def state(request, monkeypatch) -> ServedState:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     place = SimpleNamespace(rank=0, workers=2)
-    made = ServedState(TrainConfig(amp="fp16"), "linear", model, [], place, None, request.param, Standing())
+    made = ServedState(TrainConfig(amp="fp16"), "linear", model, [], place, None, request.param, Clipping(), Standing())
     made.average = ModelAverage(model, 0.5)
     made.follow(1)
     torch.nn.init.ones_(model.weight)
