@@ -369,7 +369,8 @@ class ServedRun(RunLoop):
             # Without a barrier an answer may come some steps after the end of the epoch that it tells of.
             epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
             tested, averaged = self._evaluate(f"test-{step}"), self._evaluate_average(f"test-average-{step}")
-            self.state.note_metric(tested.accuracy, self.total, self.per_epoch)
+            if ended:  # --steps may end within an epoch
+                self.state.note_metric(tested.accuracy, self.total, self.per_epoch)
             wanted = self._note_epoch(epoch, step, tested, averaged, last=result.done)
             if barrier and not result.done and wanted:
                 self._save(f"epoch-{step}")
