@@ -156,6 +156,10 @@ class ServedState:
             self._load_own(checkpoint)
         if self._config.model_ema and (main or self._barrier):
             self._begin_average(checkpoint)
+        if self._plateau is not None and checkpoint is not None:
+            with usable(checkpoint):
+                if (saved := load_checkpoint(checkpoint).training.get("plateau")) is not None:
+                    self._plateau.load_state_dict(saved)
 
     def take_weights(self) -> None:
         """Put into the model what the shards sent last."""
@@ -217,9 +221,6 @@ class ServedState:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
         own, scale = data.local, data.training.get("loss_scale")
-        if self._plateau is not None and "plateau" in data.training:
-            with usable(path):
-                self._plateau.load_state_dict(data.training["plateau"])
         if not self._barrier and own is not None and data.workers == self._place.workers:
             scale = own.get("server", {}).get("loss_scale", scale)
         if self.loss_scale is not None and scale is not None:
