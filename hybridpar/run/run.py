@@ -420,6 +420,8 @@ class Run(RunLoop):
         summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:
+            summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
         if self.selector is not None:  # steps of an epoch were not always the same number
             summary["epochs"] = self.at.epoch
         plan = self.watch.plan

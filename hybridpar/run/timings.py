@@ -153,6 +153,16 @@ class Timings:
             self.sync_ms.append(spans.sync_ms)
             self.computed.append(spans.computed)
 
+    def steps_per_second(self, warmup: int = 3) -> float | None:
+        """Steps over the time that they took; of steps that are not alike, as a median would not tell it.
+
+        Args:
+            warmup: Number of first steps that are left out, where there are others.
+        """
+        times = self.times[warmup:] or self.times
+        total = sum(one.step_ms for one in times)
+        return 1e3 * len(times) / total if total > 0 else None
+
     def share(self, ahead: float = 0.0, warmup: int = 3) -> Share:
         """What this worker tells the others; without the first steps where there are others.
 

@@ -204,3 +204,12 @@ def test_the_first_steps_count_only_where_there_are_no_others():
     few = Timings()
     few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
     assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)
+
+
+def test_a_step_that_takes_long_counts_in_the_rate_and_in_what_was_sent():
+    timings = Timings()
+    assert timings.steps_per_second() is None
+    for number in range(11):
+        timings.add(StepTimes(10.0, 200.0 if number == 10 else 0.0, 0.0), 800 if number == 10 else 0)
+    assert timings.steps_per_second() == pytest.approx(8 / 0.28)
+    assert timings.share().medians["bytes_sent"] == 100
