@@ -14,6 +14,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
+from hybridpar.sync.statistics import copy_of
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.test_engine import make_trainer
@@ -266,6 +267,13 @@ def _features(world, options):
         for step in range(8):
             x, y = share(world, step, None if "micro_batches" in options else (7, 3, 2))
             trainer.step((x, y), stop=step == 1 and world.rank == 2)
+            if step == 4 and "model_ema" in options:  # in mid-interval
+                own = [copy_of(one.state_dict()) for one in trainer.engine.averages]
+                with trainer.averaged():
+                    losses = world.gather(trainer.evaluate([batch(9)]).loss)
+                assert len(set(losses)) == 1
+                kept = [one.state_dict() for one in trainer.engine.averages]
+                assert all(same(list(a.values()), list(b.values())) for a, b in zip(own, kept, strict=True))
         state = trainer.engine.average_state()
         return weights(trainer.model), None if state is None else list(state.values())
 
