@@ -368,7 +368,7 @@ class Run(RunLoop):
         spans, exposed = _spans(result), result.outcome.exposed_sync_ms
         sync = result.outcome.sync
         if spans.spans:
-            times, spans = self.clock.divide(spans, data_ms)
+            times, spans = self.clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
         else:
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
         self.timings.add(times, result.outcome.bytes_sent, spans, sync)

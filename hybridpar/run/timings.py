@@ -60,12 +60,13 @@ class StepClock:
         finally:
             self._away.append((start, self._clock()))
 
-    def divide(self, spans: StepSpans, host_data_ms: float) -> tuple[StepTimes, StepSpans]:
+    def divide(self, spans: StepSpans, host_data_ms: float, exchange_ms: float = 0.0) -> tuple[StepTimes, StepSpans]:
         """The times of the next step.
 
         Args:
             spans: What this worker did in it.
             host_data_ms: For the first step, which no other precedes: how long the host waited for its data.
+            exchange_ms: For how long the host waited for an exchange after what ran in it.
 
         Returns:
             The times, and the step without what its receives waited while the step before still ran.
@@ -81,7 +82,8 @@ class StepClock:
         self._away = [(left, back) for left, back in self._away if back > self._end]
         busy = 1e3 * (self._end - begun)
         exposed = min(spans.exposed_sync_ms, busy)
-        return StepTimes(busy - exposed, exposed, 1e3 * data), spans
+        self._end += exchange_ms / 1e3
+        return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
 #: Figures that are told as medians over the steps, but bytes that were sent: most steps may send nothing.

@@ -36,6 +36,14 @@ def test_the_gap_between_steps_is_waiting_for_data():
     assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
 
 
+def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
+    clock = StepClock()
+    first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
+    assert (first.compute_ms, first.exposed_sync_ms, first.step_ms) == pytest.approx((500.0, 100.0, 600.0))
+    second, _ = clock.divide(busy(1.7, 2.0), 0.0)
+    assert (second.data_ms, second.step_ms) == pytest.approx((100.0, 400.0))
+
+
 def test_what_sums_outlast_is_exposed_and_no_computation():
     clock = StepClock()
     spans = step(0.0, ("compute", "0B0", 0, 100), ("sync", "0SYNC0", 60, 130), ("compute", "0STEP", 130, 140))

@@ -202,7 +202,7 @@ def _back(world, folder):
 
 
 def test_a_step_before_the_end_of_the_warm_start_is_exchanged_again_after_it_was_loaded(tmp_path):
-    """A trainer that had parted once exchanged nothing in such steps."""
+    """Also by a trainer whose workers had parted before, which would go on alone, silently."""
     (sent, one), (_, other) = run_ranks(_back, 2, tmp_path)
     assert [bool(count) for count in sent] == [True, True, False, False, True]
     assert same(one, other)
