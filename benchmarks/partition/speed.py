@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.partition.common import setting
 from benchmarks.partition.models import sweep_model
-from hybridpar.partition.analytic import device_roofline, estimate_units
+from hybridpar.partition.profile import device_roofline, estimate_units
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import Unit, UnitGraph, Value
