@@ -28,9 +28,9 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
 from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of
 from hybridpar.tvm_kernels.record import Record

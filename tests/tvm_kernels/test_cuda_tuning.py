@@ -23,12 +23,11 @@ from hybridpar.tvm_kernels.choice import Choices, kernel_for
 from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts, estimate, resident_blocks, wavefronts
-from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint, gpu_at, is_gpu
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
