@@ -533,7 +533,7 @@ class WarmUpCoder(Coder):
 class Codec(ABC):
     """How gradients are compressed: a configuration, a frozen dataclass of plain values.
 
-    As text it is `name:option=value,...`; see `hybridpar.compress.text`.
+    As text it is `name:option=value,...`; see `hybridpar.compress.policy`.
     """
 
     #: What users type.
