@@ -29,7 +29,7 @@ from hybridpar.optim.build import expand, make_optimizer, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
-from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
