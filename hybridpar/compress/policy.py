@@ -16,7 +16,7 @@ In a file a rule is a table, and the order of the tables counts:
     pattern = "layer4.*"
     codec = "powersgd:rank=2"
 
-Codecs as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
+Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
 
     name                    onebit
     name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off

@@ -9,7 +9,7 @@ Formats:
 
 The first three take batches of any size.
 
-Folds BatchNorm layers into the convolutions and linear layers in front of them, for a model that is only used.
+Also folds BatchNorm layers into the convolutions and linear layers in front of them, for a model that is only used.
 
 In evaluation mode a BatchNorm is y = g (x - m) / sqrt(v + eps) + b with constants g, m, v and b per channel. Behind
 x = W u + a it is a layer of weights W g / sqrt(v + eps) and bias (a - m) g / sqrt(v + eps) + b (Jacob et al. 2018,

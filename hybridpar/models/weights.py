@@ -1,6 +1,6 @@
 """Starts a model from weights that exist: published ones, a file, or a checkpoint.
 
-Learning rates that differ from layer to layer: lower near the inputs, and another one for the head.
+Also learning rates that differ from layer to layer: lower near the inputs, and another one for the head.
 
 Layer-wise decay is that of BEiT (Bao et al. 2022) as timm has it: with n layers a parameter of layer i, counted from 0
 at the inputs, gets decay^(n - 1 - i) of the learning rate. The head is the last layer.

@@ -2,7 +2,7 @@
 
 Optimizer state is saved by parameter name and not by position, so it survives another grouping or another order.
 
-Expands a recipe, such as `onebit-sgd`, into ordinary options and an optimizer.
+Also expands a recipe, such as `onebit-sgd`, into ordinary options and an optimizer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The rate is computed from the step number alone and never stored, so a resumed run cannot drift from it. The one
 exception is `Plateau`, which follows a test metric and has a state.
 
-Adapts the learning rate where the batch size changes during a run.
+Also adapts the learning rate where the batch size changes during a run.
 
 A run is made of legs, each of which has one batch size from a step on. What a step means is counted in steps of the
 first batch size: the schedule is the same function of the samples whatever the sizes, and the rate of a step is

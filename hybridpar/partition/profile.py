@@ -5,13 +5,13 @@ The minimum over passes is the time of a unit; a machine that others use only ev
 the passes disagree is the profile's noise, and no partition is called better by less than that. One factor, the median
 plain step over the sum of the units, calibrates the level: a training takes steps as they come, not the best of them.
 
-Measures how much lanes slow each other down on one device.
+Also measures how much lanes slow each other down on one device.
 
 A device that one lane fills makes two lanes twice as slow; one that it leaves half idle makes them no slower. The
 number decides whether lanes on one device are worth anything, so it is taken from whole training steps that run beside
 each other, not assumed.
 
-Estimates the times of units from a device's speed, without running the model.
+Also estimates the times of units from a device's speed, without running the model.
 
 The roofline model (Williams, Waterman and Patterson, 2009): a unit takes as long as its arithmetic at the device's
 peak or its memory traffic at the device's bandwidth, whichever is longer, and never less than what it costs to start

@@ -3,7 +3,7 @@
 `run_stages` is the unsplit forward pass. `StageRunner` does what a pipeline's worker does: it detaches what enters
 a stage, runs forward, and later runs backward from the gradients of what left it.
 
-Measures whole stages as their workers will run them.
+Also measures whole stages as their workers will run them.
 
 A stage is run as in a pipeline: received tensors are leaves, gradients exist and are accumulated into, the backward
 pass comes after the forward passes of all stages. The result is what a schedule's simulator should be fed with, and

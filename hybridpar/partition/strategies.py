@@ -2,7 +2,7 @@
 
 Each strategy cuts the model's own order. All of them can be asked for by name; only `balanced` looks at everything.
 
-The best cut of a fixed order with one stage per lane, by dynamic programming.
+`least_maximum` and `least_sum` find the best cut of a fixed order with one stage per lane.
 
 Dynamic programming over (stages used, units used): the best way to end stage k at j is the best way to end stage
 k - 1 at some i, followed by the interval [i, j). All i and j at once are one matrix operation per stage.

@@ -3,8 +3,6 @@
 Nodes that are pinned together are merged, and so is what lies on a path that leaves them and comes back; what is left
 is an acyclic graph of units. Attributes of the model are placed with their users.
 
-Rules of what must stay together in one stage.
-
 Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of one
 trained parameter, calls of one module that has state, values that alias each other while one of them is changed in
 place, containers and the nodes that unpack them, and an assertion with a user of what it looks at.

@@ -11,7 +11,7 @@ and is joined to it again before the end; the host reads nothing; memory comes f
 Gradients are made anew in every step, so those of a captured step lie in that pool. The default generator of a GPU is
 registered with every graph, so that random operations draw new numbers in each replay.
 
-Checks, before training, that a step can be captured as a CUDA graph; each error says what to change.
+Also checks, before training, that a step can be captured as a CUDA graph; each error says what to change.
 """
 
 from __future__ import annotations

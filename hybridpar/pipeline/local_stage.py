@@ -3,12 +3,10 @@
 The executor calls a `LocalStage` in two places: on the host, where the sums of gradients are issued, and on the stage's
 lane, where everything else happens. For a model that is not cut, that lane is the host thread itself.
 
-How workers agree on a step: what was lost and used where, and whether the step counts.
-
-All messages of a worker are summed on one lane, so they have one order everywhere. What concerns one stage is summed
-over its replicas: the loss and BatchNorm sums after its last forward pass, the squared norm of its gradients and who
-used which parameter after its last bucket. Where a model is cut over several workers, five numbers of these are then
-added up over the stages.
+Then all workers agree on a step: what was lost and used where, and whether the step counts. All messages of a worker
+are summed on one lane, so they have one order everywhere. What concerns one stage is summed over its replicas: the loss
+and BatchNorm sums after its last forward pass, the squared norm of its gradients and who used which parameter after its
+last bucket. Where a model is cut over several workers, five numbers of these are then added up over the stages.
 
 The sum of squares is finite exactly where all gradients are, so one number serves the guard and clipping; all workers
 read the same sum, so all decide alike.

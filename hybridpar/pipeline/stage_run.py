@@ -4,7 +4,7 @@ A `StageRun` cuts the autograd graph at the borders of its stage: what enters be
 detached, and the backward pass starts from the gradients that came back. Tensors change hands through a `Mailbox`, in
 which every user of a tensor has an entry of its own, so that the last user frees it.
 
-Random operations of stages, such as dropout, that do not depend on the order in which lanes run.
+Random operations of stages, such as dropout, do not depend on the order in which lanes run.
 
 All threads of a process draw from torch's one generator, so masks would depend on the interleaving of stages, and a
 forward pass that is run again for its activations would draw others. Here every random operation of a stage is keyed

@@ -4,7 +4,7 @@ its outcome.
 When an action starts and ends costs two readings of a clock on a CPU. On a GPU it costs two events, so there it is
 recorded only on request.
 
-How a model is trained as a pipeline: options that must be the same on all workers.
+Also the options of a pipeline, which must be the same on all workers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The equation is that of 1-bit SGD (Seide et al., Interspeech 2014, equation 4): data parallelism stops paying where
 computing, which K workers divide, takes as long as exchanging gradients, which they do not.
 
-Draws the step time over the number of workers.
+Also draws the step time over the number of workers.
 """
 
 from __future__ import annotations

@@ -4,13 +4,11 @@ Candidates are simulated in the order of their lower bounds. As soon as the boun
 could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the
 profile are equal, whatever the digits say; of all that are equal to the fastest the simplest is chosen.
 
-A lower bound of the step time of a candidate plan, by which a search leaves out candidates without simulating them.
+Candidates are left out by a lower bound of their step time, without simulating them: `lower_bound_ms` never exceeds
+what the simulator says of any schedule of a candidate (it is admissible), so a candidate whose bound is above what is
+already reached may be left out, and the search still answers what exhaustive enumeration answers. Tests compare both.
 
-`lower_bound_ms` never exceeds what the simulator says of any schedule of a candidate (it is admissible), so a candidate
-whose bound is above what is already reached may be left out, and the search still answers what exhaustive enumeration
-answers. Tests compare both.
-
-Chooses among the best plans by the times that they took when they were run.
+Also chooses among the best plans by the times that they took when they were run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ in which everything comes after what it needs. So a worker that issues its list 
 that it has not issued, sends and receives of a pair of workers come in the same order at both ends, and with blocking
 transfers there is no deadlock: the action that comes first in the total order among all that wait can always go on.
 
-Finds out whether queues of actions deadlock.
+Also finds out whether queues of actions deadlock.
 
 Queues run in order, and an action waits for what it needs and, if it stands in several queues, until it is the next in
 all of them. Nothing that one action does can stop another that could go on. So every run gets equally far, and one run

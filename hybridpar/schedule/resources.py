@@ -3,7 +3,7 @@
 Every worker has cores, a way out to the network and a way in. What can never be short is left out, so that a
 simulation without contention costs nothing extra.
 
-How concurrent work on shared cores or a shared link slows down, for the simulator.
+Also how concurrent work on shared cores or a shared link slows down, for the simulator.
 
 An event loop over jobs whose speed changes while they run. A job is a row of phases; a phase says how long it takes
 when nothing disturbs it, and which part of which resources it uses meanwhile. Where more is used than there is,

@@ -8,7 +8,7 @@ of both. Nothing in a record is executed: parameters are numbers, which are chec
 The `op` of a line says which operation it is of. Lines of an operation that is not known here are passed over, so that
 an older reader can use what it knows.
 
-Picks the records that come with the package: the best of each convolution, those that save most first.
+Also picks the records that come with the package: the best of each convolution, those that save most first.
 
 `python scripts/package_kernels.py FILE...` writes them.
 """

@@ -1,6 +1,6 @@
 """What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies.
 
-What GPUs have, from which follows which tiles are good on them.
+Also what GPUs have, from which follows which tiles are good on them.
 
 Where there is a GPU its own figures are read; those of H100, H200 and A100 are built in, from NVIDIA's data sheets, so
 that candidates can be compiled and ranked on a machine without one.

@@ -9,7 +9,7 @@ too.
 
 Operations with one kernel, or few, are measured rather than searched: each key takes a second or so.
 
-Compiles the model's best candidates for a GPU that is not at hand, as records without a time.
+Also compiles the model's best candidates for a GPU that is not at hand, as records without a time.
 """
 
 from __future__ import annotations

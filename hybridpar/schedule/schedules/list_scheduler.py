@@ -3,7 +3,7 @@
 List scheduling (Graham 1969): whenever a lane is idle it takes, of all actions that could start, the one that a
 rule puts first. Which rule is best depends on the case, so there are several, and `greedy` tries them all.
 
-Counts the activations that a lane may hold without a deadlock.
+Also counts the activations that a lane may hold without a deadlock.
 
 A forward pass starts only where every micro-batch under way can still be carried to its end, the oldest first:
 the safe states of Dijkstra's banker's algorithm (EWD-108), with micro-batches as customers.
