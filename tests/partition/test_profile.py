@@ -97,8 +97,8 @@ def test_the_median_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -
 
 def test_lanes_slow_each_other_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = iter([1.0, 1.0, 3.0, 2.0])  # two warm up, then one of each pass
-    monkeypatch.setattr("hybridpar.partition.co_run.whole_step_ms", lambda *_: next(alone))
-    monkeypatch.setattr("hybridpar.partition.co_run._threads", lambda twins, *_: 1.5 * len(twins))
+    monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(alone))
+    monkeypatch.setattr("hybridpar.partition.profile._threads", lambda twins, *_: 1.5 * len(twins))
     assert measure_co_run(Residual(), [torch.randn(*IMAGES)], 2, passes=2) == 1.5
 
 
