@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridpar.config.rule import Rule
+from hybridpar.config.data import Rule
 from hybridpar.config.server import LOCAL, OUTER, ServerConfig
 from hybridpar.errors import UsageError
 
