@@ -31,7 +31,7 @@ SHOWN = (
     *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoint_every", "overwrite"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
     *("seed", "deterministic"),
 )
 
@@ -136,6 +136,10 @@ def check_names(command: Train) -> None:
             check_published_weights(command.model, command.weights, arguments, wanted=not command.resume)
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
+    if command.log:
+        from hybridpar.observe.logger import logger_names
+
+        logger_names(command.log)
     codec = command.compress.strip()
     name, options, _ = codec.partition(":")
     if codec.endswith(".toml") or "->" in codec:

@@ -165,6 +165,9 @@ class RunConfig:
     """Checkpoints to keep besides the best one."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
+    log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`. Default:
+    tensorboard, where it is installed."""
     timeline: Path | None = None
     """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
 

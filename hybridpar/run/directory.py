@@ -9,6 +9,7 @@
       metrics.jsonl  a line per step
       summary.json   the result
       loss.png       the loss as a picture
+      tensorboard/   events; of other loggers the id that they gave the run, and their own files
       staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
 
@@ -41,9 +42,9 @@ RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 _OWN_FILES = (
     *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
-    "staleness.png",
+    *("staleness.png", "wandb.id", "mlflow.id"),
 )
-_OWN_FOLDERS = ("checkpoints", "tensorboard")
+_OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."
@@ -256,7 +257,7 @@ def claim_place(
     facts: dict[str, Any] = {
         "model": model,
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "options": {key: _plain(value) for key, value in dataclasses.asdict(config).items()},
+        "options": plain_options(config),
         "versions": dict(versions),
         "images": None if images is None else dict(images),
     }
@@ -272,6 +273,15 @@ def claim_place(
     text = config_text(config, model, named, "plan.json" if follows_plan else None)
     replace_file(place.directory / CONFIG_FILE, [text.encode()])
     return place
+
+
+def plain_options(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run by name, as JSON has them.
+
+    Args:
+        config: Options of the run.
+    """
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
 
 
 def _base(config: TrainConfig, model: str) -> Path:

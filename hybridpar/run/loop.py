@@ -20,13 +20,15 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches
-from hybridpar.machine.launch import StopRequest, note_orderly_end
+from hybridpar.machine.launch import StopRequest, end_at_once, note_orderly_end
 from hybridpar.machine.process import TUNED_VARIABLE
 from hybridpar.machine.process import describe as describe_process
+from hybridpar.observe.logger import Ending, LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.run.data import untested
+from hybridpar.run.directory import plain_options
 from hybridpar.run.figures import best_fields
 from hybridpar.run.position import Standing
 from hybridpar.run.save_rule import SaveRule
@@ -66,6 +68,8 @@ class RunLoop(ABC):
         self.at = Standing()
         self._changes = changes
         self._writer: MetricsWriter | None = None
+        self._loggers: Loggers | None = None
+        self._ending: Ending = "failed"
         self._sound = True
         self._last_save = time.monotonic()
         self._saved: object = None
@@ -91,8 +95,11 @@ class RunLoop(ABC):
         with contextlib.ExitStack() as stack:
             if self.is_main:
                 self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+                self._loggers = self._open_loggers()
+                stack.callback(self._close_loggers, self._loggers)
             self.progress.start(self.info, self.at.resumed_from or 0)
             stopped = self._steps(stop)
+            self._ending = "interrupted" if stopped else "finished"
         self.progress.close()
         self._finish(stopped)
         return stopped
@@ -111,6 +118,23 @@ class RunLoop(ABC):
 
     # ------------------------------------------------------------------- parts
 
+    def _open_loggers(self) -> Loggers:
+        facts = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")
+        options = {"model": self.model_name, **plain_options(self.config)}
+        options |= {name: getattr(self.info, name) for name in facts}
+        run = LoggedRun(self.at.directory, self.info, options, self.at.resumed_from)
+        return Loggers(logger_names(self.config.log), run)
+
+    def _close_loggers(self, loggers: Loggers) -> None:
+        loggers.close(self._ending)
+        self._tell(loggers.news())
+        if loggers.are_stuck:
+            end_at_once()
+
+    def _tell(self, news: Sequence[str]) -> None:
+        for text in news:
+            self.progress.message(text)
+
     def _opening_notes(self) -> list[str]:
         tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
         return [*tuned, *self._changes]
@@ -125,6 +149,9 @@ class RunLoop(ABC):
         self.progress.step(record)
         if self._writer is not None:
             self._writer.write_step(record)
+        if self._loggers is not None:
+            self._loggers.put(record)
+            self._tell(self._loggers.news())
         if record.skipped:
             self.progress.warn(f"step {record.step} {skipped}")
 
@@ -145,6 +172,8 @@ class RunLoop(ABC):
             self.progress.warn(news)
         if self._writer is not None:
             self._writer.write_epoch(end)
+        if self._loggers is not None:
+            self._loggers.put(end)
         return self.rule.epoch or (self.rule != SaveRule() and (last or improved))
 
     def _is_save_due(self) -> bool:

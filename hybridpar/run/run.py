@@ -6,6 +6,7 @@ Every worker runs the same program; rank 0 alone writes files (except for its pe
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -21,6 +22,7 @@ from hybridpar.data.image_facts import ImageFacts
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
+from hybridpar.observe.logger import logger_names
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
@@ -84,6 +86,8 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config.check()
     config, changes = recall_options(config, model_name, given)
     config.check()
+    if os.environ.get("RANK", "0") == "0":
+        logger_names(config.log)
     config = with_images_of_model(config, model_name)
     if config.uses_servers:
         from hybridpar.run.served_run import run_served
