@@ -162,7 +162,11 @@ class RunConfig:
     checkpoint_every: str = "epoch,60s"
     """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
     keep: int = 2
-    """Checkpoints to keep besides the best one."""
+    """Checkpoints to keep besides the best."""
+    keep_best: Annotated[str, tyro.conf.arg(metavar="[METRIC:]K")] = "1"
+    """Checkpoints of the K best epochs to keep, by `test_accuracy` or another figure, as in `test_loss:3`."""
+    stop_early: Annotated[str | None, tyro.conf.arg(metavar="[METRIC:]EPOCHS")] = None
+    """End the run after so many epochs without a better `test_accuracy`, or other figure, as in `test_loss:5`."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
     log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
@@ -331,6 +335,7 @@ class TrainConfig(
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--stop-early", self.stop_early is not None, "Only rank 0 tests, and no shard is told."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
         ]

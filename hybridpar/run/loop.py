@@ -27,6 +27,7 @@ from hybridpar.observe.logger import Ending, LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.run.best import keep_rule, stop_rule
 from hybridpar.run.data import untested
 from hybridpar.run.directory import plain_options
 from hybridpar.run.figures import best_fields
@@ -66,6 +67,7 @@ class RunLoop(ABC):
         self.config, self.model_name = config, model_name
         self.rule, self.progress, self.is_main = rule, progress, is_main
         self.at = Standing()
+        self.keep_rule, self.stop_rule = keep_rule(config), stop_rule(config)
         self._changes = changes
         self._writer: MetricsWriter | None = None
         self._loggers: Loggers | None = None
@@ -159,13 +161,11 @@ class RunLoop(ABC):
         self, epoch: int, step: int, evaluation: Evaluation, averaged: Evaluation | None = None, *, last: bool
     ) -> bool:
         """Show and write the end of an epoch; whether there is to be a checkpoint."""
-        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
-        if improved:
-            self.at.best = (evaluation.accuracy, step)
         seconds = time.monotonic() - self._epoch_began
         end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
         if averaged is not None:
             end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
+        self.at.tested.append(end)
         self._begin_epoch()
         self.progress.epoch(end)
         if (news := untested(evaluation.samples, self.test.total)) is not None:
@@ -174,7 +174,12 @@ class RunLoop(ABC):
             self._writer.write_epoch(end)
         if self._loggers is not None:
             self._loggers.put(end)
-        return self.rule.epoch or (self.rule != SaveRule() and (last or improved))
+        wanted = last or end in self.keep_rule.best(self.at.tested) or self._stops_early() is not None
+        return self.rule.epoch or (self.rule != SaveRule() and wanted)
+
+    def _stops_early(self) -> str | None:
+        """Why the run is to end before its time; None where it goes on."""
+        return None if self.stop_rule is None else self.stop_rule.over(self.at.tested)
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is so old that rank 0 asks for another one."""
@@ -193,7 +198,8 @@ class RunLoop(ABC):
     def _note_saved(self, step: int) -> None:
         self._saved = self._progress_made()
         if self.is_main:
-            prune_checkpoints(self.at.checkpoints, self.config.keep, self.at.best[1] if self.at.best else None)
+            best = [one.step for one in self.keep_rule.best(self.at.tested)]
+            prune_checkpoints(self.at.checkpoints, self.config.keep, best)
         self.progress.message(f"checkpoint saved at step {step}")
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
@@ -211,7 +217,7 @@ class RunLoop(ABC):
             resumed_from=self.at.resumed_from,
             versions=versions,
         )
-        return summary | best_fields(self.at.directory, self.at.best)
+        return summary | best_fields(self.at.directory, self.at.tested, self.keep_rule)
 
     def _report(
         self,
