@@ -57,9 +57,9 @@ _FIXED = {
     "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
-_NOT_RECALLED = _OF_THE_COMMAND | {"plan", "timeline"}
+_NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
 _AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
 
@@ -218,7 +218,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
                 _FIXED[name],
                 f"Leave {option} away, or start a new run.",
             )
-        elif name not in _OF_THE_COMMAND:
+        elif name not in OPTIONS_OF_THE_COMMAND:
             changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
