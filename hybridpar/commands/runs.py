@@ -16,14 +16,8 @@ from hybridpar.errors import UsageError
 if TYPE_CHECKING:
     from hybridpar.run.runs import PastRun
 
-_Folders = Annotated[
-    tuple[Path, ...],
-    tyro.conf.Positional,
-    tyro.conf.arg(metavar="[FOLDER ...]", help="Folders of runs, or run directories."),
-]
-_RunNames = Annotated[
-    tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help="Run directories.")
-]
+_Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER ...]")]
+_RunNames = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +25,7 @@ class ListRuns:
     """List runs: how far they are, their accuracy, their checkpoints."""
 
     folders: _Folders = (Path("runs"),)
+    """Folders of runs, or run directories."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -40,6 +35,7 @@ class CompareRuns:
     """Show the options in which runs differ, and their figures side by side."""
 
     runs: _RunNames
+    """Run directories."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -49,6 +45,7 @@ class PruneRuns:
     """Delete checkpoints, but for the last and the best of each run. Without --delete it only says which."""
 
     runs: _Folders = (Path("runs"),)
+    """Folders of runs, or run directories."""
     keep: int = 1
     """How many of the last checkpoints of a run to keep."""
     delete: bool = False

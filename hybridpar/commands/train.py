@@ -31,7 +31,7 @@ SHOWN = (
     *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoint_every", "stop_early", "overwrite", "log"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
     *("seed", "deterministic"),
 )
 

@@ -104,8 +104,8 @@ class KernelConfig:
     channels_last: bool = False
     """Former spelling of `--memory-format channels_last`."""
     kernels: str = "off"
-    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto` for those of this
-    machine and of the package, or a file of `hybridpar tune`."""
+    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, or a file of
+    `hybridpar tune`."""
     compile: bool = False
     """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False
