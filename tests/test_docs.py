@@ -198,8 +198,8 @@ def test_every_codec_and_schedule_is_described(folder: str, decorator: str, docu
 
 def test_every_command_is_described() -> None:
     text = " ".join(document.read_text() for document in DOCUMENTS)
-    lacking = {module.name for module in pkgutil.iter_modules(commands.__path__)} - set(
-        re.findall(r"hybridpar ([a-z_]+)", text)
+    lacking = {module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__)} - set(
+        re.findall(r"hybridpar ([a-z-]+)", text)
     )
     assert not lacking, f"no document says what `hybridpar {' or '.join(lacking)}` is for; docs/guide.md could"
 
