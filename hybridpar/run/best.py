@@ -90,9 +90,10 @@ class MetricRule:
         ranked = self.ranked(tested)
         if not ranked or len(tested) - 1 - tested.index(ranked[0]) < self.count:
             return None
-        epochs = f"{self.count:,} epoch{'' if self.count == 1 else 's'}"
-        best = f"{self.value(ranked[0]):.4f} after epoch {ranked[0].epoch + 1}"
-        return f"stopped early: no better {self.metric} than {best} in {epochs}"
+        since = len(tested) - 1 - tested.index(ranked[0])
+        epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
+        best = f"{self.value(ranked[0]):.4f} of epoch {ranked[0].epoch + 1}"
+        return f"stopped early: no better {self.metric} than {best} in {epochs} since"
 
     def value(self, record: EpochRecord) -> float | None:
         """The figure of an epoch.

@@ -113,7 +113,7 @@ def test_a_run_stops_early_also_after_it_was_resumed(accuracies, tmp_path, capsy
     assert "stopped early" not in capsys.readouterr().out
     assert train(tmp_path, epochs=8, stop_early="3", resume=True) == 0
     said = capsys.readouterr().out
-    assert "stopped early: no better test_accuracy than 0.9000 after epoch 2 in 3 epochs" in said
+    assert "stopped early: no better test_accuracy than 0.9000 of epoch 2 in the 3 epochs since" in said
     summary = check_run(tmp_path, steps=30)
     assert summary["best_test_accuracy"] == 0.9
     assert summary["epochs"] == 5
