@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.commands.train import SHOWN, check_names
@@ -36,6 +39,9 @@ class FindLr(TrainOptions, RangeOptions):
     It takes the options of `hybridpar train`: model, data, batch, optimizer, augmentation. For all of them:
     `hybridpar find-lr --help-all`.
     """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """The model, as `hybridpar train` takes it."""
 
 
 _OF_INTEREST = ("workers", "stages", "replicas", "micro_batches", "amp", "memory_format", "recipe", "seed")

@@ -14,7 +14,7 @@ from hybridpar.data import describe_data
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.data import batch_maker, check_batch, load_data, make_model, start_from_weights, with_images_of_model
 from hybridpar.run.worker import tune_worker
-from hybridpar.train.rate_test import RateTest, range_test
+from hybridpar.train.rate_test import RateTest, check_range, range_test
 from hybridpar.train.trainer import Trainer
 
 
@@ -51,6 +51,7 @@ def find_rate(
         UsageError: An option is wrong, or the model does not fit the data.
         DataError: The data are not there.
     """
+    check_range(lowest, highest, steps)
     config.check()
     config = with_images_of_model(_alone(config, workers), model_name)
     world = World(device=default_device())
@@ -66,7 +67,8 @@ def find_rate(
     tell(f"data     {describe_data(data)}")
     parts = config.parts_per_step(config.micro_batches)
     tell(f"batch    {config.batch_size:,} samples per step" + f", as {parts} micro-batches" * (parts > 1))
-    tell(f"rates    {lowest:g} to {highest:g} in {steps} steps of {config.optimizer}")
+    optimizer = config.optimizer if config.recipe == "none" else config.recipe
+    tell(f"rates    {lowest:g} to {highest:g} in {steps} steps of {optimizer}")
     trainer = Trainer(
         model,
         config=config,

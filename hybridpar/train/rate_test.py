@@ -101,6 +101,23 @@ class _Sweep(Pace):
         return step
 
 
+def check_range(lowest: float, highest: float, steps: int) -> None:
+    """Refuse what is no range of learning rates.
+
+    Args:
+        lowest: Learning rate of the first step.
+        highest: That of the last.
+        steps: Number of steps.
+
+    Raises:
+        UsageError: The rates do not grow, or there are too few steps.
+    """
+    if not 0 < lowest < highest < math.inf:
+        raise UsageError(f"learning rates from {lowest:g} to {highest:g}", "They must be above 0, and grow.")
+    if steps < FEWEST_STEPS:
+        raise UsageError(f"a range test of {steps} steps", f"It needs {FEWEST_STEPS} or more.")
+
+
 def range_test(
     trainer: Trainer,
     batches: Callable[[int], Iterable[tuple[Tensor, Tensor] | MicroBatches]],
@@ -127,10 +144,7 @@ def range_test(
     Raises:
         UsageError: The rates do not grow, there are too few steps, no batch, or stages.
     """
-    if not 0 < lowest < highest < math.inf:
-        raise UsageError(f"learning rates from {lowest:g} to {highest:g}", "They must be above 0, and grow.")
-    if steps < FEWEST_STEPS:
-        raise UsageError(f"a range test of {steps} steps", f"It needs {FEWEST_STEPS} or more.")
+    check_range(lowest, highest, steps)
     if trainer.plan.is_staged:
         raise UsageError(
             "a range test of a pipeline", "Its state cannot be put back.", "Test the model without stages."
