@@ -19,7 +19,7 @@ from typing import Any
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
-from hybridpar.optim.pace import Leg, Pace
+from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepInput
 from hybridpar.train.snapshot import Snapshot
 from hybridpar.train.trainer import Trainer

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import TrainingError, UsageError
-from hybridpar.optim.pace import Pace
+from hybridpar.optim.schedule import Pace
 from hybridpar.train.snapshot import Snapshot
 from hybridpar.train.trainer import MicroBatches, Trainer
 
