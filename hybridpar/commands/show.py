@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import PlanError, ScheduleError, UsageError
+from hybridpar.errors import PlanError, ScheduleError
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hybridpar.observe import Timeline
     from hybridpar.plan import Plan
     from hybridpar.schedule.actions import Layout, Schedule
-    from hybridpar.schedule.costs import Costs
 
 _WIDTH = 80
 _ANY_WIDTH = 10**9

@@ -15,8 +15,8 @@ from hybridpar.observe.plots import running_mean
 #: Points of a curve, at most.
 MOST_POINTS = 2000
 
-#: Curves of a page: key, title, unit, and columns with what a legend calls them. A noisy one has a running mean in front
-#: of its range; `epochs` are drawn at the ends of epochs.
+#: Curves of a page: key, title, unit, and columns with what a legend calls them. A noisy one has a running mean in
+#: front of its range; `epochs` are drawn at the ends of epochs.
 _CHARTS: tuple[dict[str, Any], ...] = (
     {"key": "loss", "title": "Loss", "noisy": "loss", "epochs": {"test_loss": "test", "ema_test_loss": "test, EMA"}},
     {
@@ -40,9 +40,8 @@ def charts_of(tables: Sequence[MetricsTable]) -> list[dict[str, Any]]:
         tables: The metrics of each run.
 
     Returns:
-        For each quantity that any run recorded `key`, `title`, `unit`, `lines` and `marks`, the steps that were skipped.
-        A line has the number of its `run`, a `name` in it, and points `x` (steps), `t` (seconds of training), `y`, with
-        the range `lo` to `hi` where a point stands for several steps, and `lo` alone where `y` is a mean over others.
+        For each quantity that any run recorded `key`, `title`, `unit`, `lines`, and for the loss `marks`, the steps
+        that were skipped. A line has the number of its `run`, a `name` in it, and what `bucketed` returns.
     """
     points = max(200, min(MOST_POINTS, 2 * MOST_POINTS // max(1, len(tables))))
     charts = []

@@ -97,7 +97,7 @@
       const text = rows.map(([age, share]) => `${age}: ${share} %`).join(", ");
       return make("figure", {}, make("figcaption", {}, name),
         make("div", { class: "bars", role: "img", "aria-label": `${name}: ${text}` }, ...rows.map(([age, share, count], at) =>
-          make("div", { title: `${age}: ${share} % (${count})` }, make("small", {}, share >= most / 20 && each === 1 ? `${share} %` : ""),
+          make("div", { title: `${age}: ${share} % (${count})` }, make("small", {}, share >= most / 20 && rows.length <= 12 ? `${Math.round(share)}%` : ""),
             styled(make("i", { class: "fill0" }), { height: `${(120 * share) / most}px` }), make("b", {}, at % each ? "" : age)))));
     },
     lanes,
@@ -108,7 +108,7 @@
     const readout = make("p", { class: "readout" }, "Point at a box to see what it is.");
     const picture = make("div", { class: "lanes" });
     const end = Math.max(...panels.map((panel) => panel.length)) || 1;
-    const UNIT = 24, LEFT = 86;
+    const UNIT = 30, LEFT = 86;
     function draw() {
       const width = Math.max(360, picture.clientWidth || 1000);
       const at = (ms) => LEFT + (ms / end) * (width - LEFT - 8);
@@ -271,7 +271,7 @@
       scale = { x, y };
       const clip = `clip-${key}`;
       const inside = svg("g", { "clip-path": `url(#${clip})` });
-      const grid = [svg("clipPath", { id: clip }, svg("rect", { x: place.left - 1, y: 0, width: place.right - place.left + 2, height: place.bottom + 1 }))];
+      const grid = [svg("clipPath", { id: clip }, svg("rect", { x: place.left - 5, y: 0, width: place.right - place.left + 10, height: place.bottom + 4 }))];
       for (const tick of log ? decades(low, high) : ticks(low, high, key === "loss" ? 6 : 4)) {
         grid.push(svg("line", { class: "grid", x1: place.left, x2: place.right, y1: y(tick), y2: y(tick) }),
           svg("text", { class: "tick", x: place.left - 6, y: y(tick) }, told(tick)));
@@ -279,7 +279,8 @@
       for (const tick of ticks(from, to, Math.max(2, Math.floor(width / 120)))) {
         if (axis === "x" && !Number.isInteger(tick)) continue;
         grid.push(svg("line", { class: "mark", x1: x(tick), x2: x(tick), y1: place.bottom, y2: place.bottom + 4 }),
-          svg("text", { class: "tick below", x: x(tick), y: place.bottom + 15 }, along(tick)));
+          svg("text", { class: x(tick) > width - 40 ? "tick" : "tick below", x: Math.min(x(tick), width - (x(tick) > width - 40 ? 2 : 0)),
+            y: place.bottom + 15 }, along(tick)));
       }
       for (const { line, xs, start, stop } of parts) { // all that is pale below all that is strong
         if (!line.lo) continue;
@@ -291,7 +292,7 @@
       for (const { line, xs, start, stop } of parts) {
         const kind = `line${colour(line)}`;
         inside.append(svg("path", { class: `mean ${kind}`, "stroke-dasharray": dash(line) || null, d: trace(xs, line.y, start, stop, x, y) }));
-        if (line.dots && stop - start <= 60)
+        if (stop - start === 1 || (line.dots && stop - start <= 60))
           for (let at = start; at < stop; at++) inside.append(svg("circle", { class: `dot ${kind}`, cx: x(xs[at]), cy: y(line.y[at]), r: 3.2 }));
       }
       if (axis === "x") (spec.marks ?? []).forEach((steps, run) => hiddenRuns.has(run) || steps.forEach((step) => {
@@ -307,9 +308,11 @@
     // The range of the values that are shown; single wild ones, as in warm-up, may lie outside.
     function bounds(parts, log) {
       let low = Infinity, high = -Infinity;
-      for (const { line, start, stop } of parts) {
+      const steady = parts.filter(({ line }) => !line.dots);
+      for (const { line, start, stop } of [...steady, ...parts.filter(({ line }) => line.dots)]) {
+        const few = line.dots && steady.length && high > 0 ? 2 * high : Infinity; // a first test must not flatten the rest
         const take = (values, part) => {
-          const known = values.slice(start, stop).filter((value) => value !== null && (!log || value > 0)).sort((a, b) => a - b);
+          const known = values.slice(start, stop).filter((value) => value !== null && (!log || value > 0) && value <= few).sort((a, b) => a - b);
           if (!known.length) return;
           const cut = known.length >= 100 ? Math.floor(part * known.length) : 0;
           low = Math.min(low, known[cut]);

@@ -1,7 +1,8 @@
 """The report page: one HTML file with data, script (`page.js`) and style (`page.css`) in it, which loads nothing else.
 
-What the page shows comes as plain data, made by `hybridpar.run.page_data`; the script turns it into a document. Its content
-security policy names the hashes of script and style, so nothing that stands in the data can run or reach a network.
+What the page shows comes as plain data, made by `hybridpar.run.page_data`; the script turns it into a document. Its
+content security policy names the hashes of script and style, so nothing that stands in the data can run or reach a
+network.
 """
 
 from __future__ import annotations

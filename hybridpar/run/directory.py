@@ -341,16 +341,12 @@ def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         began: All of them.
     """
-    usual = {
-        field.name: _plain(field.default)
-        for field in dataclasses.fields(TrainConfig)
-        if field.default is not dataclasses.MISSING
-    }
+    usual = {field.name: _plain(field.default) for field in dataclasses.fields(TrainConfig)}
     skipped = _OF_THE_COMMAND | {"model"}
     return {
         name: value
         for name, value in began.items()
-        if name not in skipped and (name not in usual or usual[name] != value)
+        if name not in skipped and (usual[name] != value if name in usual else value not in (None, [], False))
     }
 
 

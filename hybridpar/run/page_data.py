@@ -1,7 +1,7 @@
 """What the report page shows of runs, read from the files of their directories, as plain data for `observe/page.js`.
 
-Files of an older version, or damaged ones, leave out what they do not tell, with a line that says so. Where a run has no
-summary yet, its figures are those of the steps so far.
+Files of an older version, or damaged ones, leave out what they do not tell, with a line that says so. Where a run has
+no summary yet, its figures are those of the steps so far.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridpar.observe.records import RunInfo
 from hybridpar.observe.report import fact_rows, predictions, step_parts
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary, summarize, summary_schema
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
+from hybridpar.observe.timeline import Timeline
 from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
@@ -34,8 +35,8 @@ _FILES = (RUN_FILE, METRICS_FILE, SUMMARY_FILE, "plan.json", "compress.csv")
 #: A run without a summary whose last step is as old has ended, in seconds.
 _SILENT = 120.0
 
-#: Layers of the table of codecs, and the same in a timeline's boxes: what a page can show in good time.
-_MOST_LAYERS, _MOST_BOXES = 2_000, 4_000
+#: Layers in the table of codecs, boxes of a timeline, and ages of gradients that a page shows.
+_MOST_LAYERS, _MOST_BOXES, _MOST_AGES = 2_000, 4_000, 80
 
 _Block = dict[str, Any]
 
@@ -231,8 +232,8 @@ def _about(one: _Known) -> str:
 _FIGURES: tuple[tuple[str, str, Callable[[float], str], Callable[..., float] | None], ...] = (
     ("Test accuracy", "test_accuracy", format_accuracy, max),
     ("Best test accuracy", "best_test_accuracy", format_accuracy, max),
-    ("of the average", "ema_test_accuracy", format_accuracy, max),
-    ("Speed", "images_per_second", format_rate, max),
+    ("Accuracy of EMA", "ema_test_accuracy", format_accuracy, max),
+    ("Images per second", "images_per_second", lambda value: format_rate(value).removesuffix(" images/s"), max),
     ("Step, median", "step_ms_median", lambda value: f"{value:.1f} ms", min),
     ("Sent per step", "bytes_sent_per_step", format_bytes, min),
     ("Compression", "compression_ratio", lambda value: f"{value:.1f}x", None),
@@ -367,31 +368,38 @@ def _plan_blocks(one: _Known) -> Iterator[_Block]:
             )
         head = ["stage", "units", "where", "forward", "backward", "parameters", "kept for backward", "sent on"]
         yield _table(head, table, name="Stages, per micro-batch", numbers=range(3, 8))
+
+
+def _timeline_blocks(one: _Known) -> Iterator[_Block]:
+    """What `--timeline` recorded, else what the plan has."""
+    if told := one.options.get("timeline"):
+        path = Path(str(told))
+        path = path if path.exists() else one.run.directory / path.name
         try:
-            yield lanes_block(timeline_of_plan(plan)) | {"name": "The step that the plan predicts"}
+            timeline = read_timeline(path)
+        except HybridparError as error:
+            yield _note(f"There is no timeline to show: {error.what}.")
+        else:
+            yield from _lanes(timeline, "The step of median length of those that --timeline recorded", str(path))
+            facts = [[name, str(timeline.facts[name])] for name in ("prediction", "clocks") if name in timeline.facts]
+            if facts:
+                yield {"type": "facts", "rows": facts}
+            return
+    if one.plan is not None and len(one.plan.partition.stages) > 1:
+        try:
+            name = "Passes and transfers as the plan has them; --timeline FILE records what really runs"
+            yield from _lanes(timeline_of_plan(one.plan), name, "plan.json")
         except HybridparError as error:
             yield _note(f"The step of the plan is not drawn: {error.what}.")
 
 
-def _timeline_blocks(one: _Known) -> Iterator[_Block]:
-    if not (told := one.options.get("timeline")):
-        return
-    path = Path(str(told))
-    path = path if path.exists() else one.run.directory / path.name
-    try:
-        timeline = read_timeline(path)
-        block = lanes_block(timeline)
-    except HybridparError as error:
-        yield _note(f"There is no timeline to show: {error.what}.")
-        return
+def _lanes(timeline: Timeline, name: str, source: str) -> Iterator[_Block]:
+    block = lanes_block(timeline)
     boxes = sum(len(row["boxes"]) for panel in block["panels"] for row in panel["rows"])
     if boxes > _MOST_BOXES:
-        yield _note(f"The timeline has {boxes:,} actions, too many for this page: open {path} in ui.perfetto.dev.")
-        return
-    yield block | {"name": "The step of median length of those that --timeline recorded"}
-    facts = [[name, str(timeline.facts[name])] for name in ("prediction", "clocks") if name in timeline.facts]
-    if facts:
-        yield {"type": "facts", "rows": facts}
+        yield _note(f"A step has {boxes:,} actions, too many for this page: `hybridpar show {source} --draw FILE.svg`.")
+    else:
+        yield block | {"name": name}
 
 
 def _gradient_blocks(one: _Known) -> Iterator[_Block]:
@@ -401,7 +409,7 @@ def _gradient_blocks(one: _Known) -> Iterator[_Block]:
     residual = one.table.steps["residual_norm"]
     residual = residual[residual == residual]  # without NaN
     if len(residual):
-        told = f"last {residual[-1]:.4g}, largest {residual.max():.4g}, first {residual[0]:.4g}; of {len(residual):,} steps"
+        told = f"last {residual[-1]:.4g}, largest {residual.max():.4g}, measured in {len(residual):,} of the steps"
         yield {"type": "facts", "rows": [["residual norm", told]]}
     try:
         lines = list(csv.DictReader(io.StringIO(read_text(path, "the table of codecs", RunDirectoryError))))
@@ -453,8 +461,9 @@ def _staleness_blocks(one: _Known) -> Iterator[_Block]:
         "type": "bars",
         "name": "Gradients by the updates between their weights and their arrival",
         "rows": [
-            [age, round(100 * count / total, 2), f"{count:,}"]
-            for age, count in sorted(ages["histogram"].items(), key=lambda item: int(item[0]))[:64]
+            [str(age), round(100 * count / total, 2), f"{count:,}"]
+            for age in range(min(int(ages["most"]), _MOST_AGES) + 1)
+            for count in [ages["histogram"].get(str(age), 0)]
         ],
     }
 
@@ -483,7 +492,7 @@ def _environment_blocks(one: _Known) -> Iterator[_Block]:
         rows.append(
             ["link", f"{format_bytes(measured.link_bytes_per_second)}/s, {measured.link_latency_ms or 0:.3f} ms"]
         )
-    rows += [[name, str(version)] for name, version in summary["versions"].items()]
+    rows.append(["versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items())])
     rows += [["seed", str(summary["seed"])], ["directory", str(one.run.directory)]]
     yield {"type": "facts", "rows": rows}
     if one.options:
@@ -522,10 +531,9 @@ def _flag(name: str) -> str:
 
 
 def _text(value: object) -> str:
+    """The value of an option."""
     if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return (
-        {None: "default", True: "yes", False: "no"}.get(value, str(value))
-        if not isinstance(value, float)
-        else f"{value:g}"
-    )
+        return " ".join(map(_text, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
