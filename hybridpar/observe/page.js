@@ -590,6 +590,9 @@
   const foot = make("footer");
   document.body.prepend(live, main, foot);
   render();
-  window.addEventListener("beforeprint", () => charts.forEach((chart) => chart.stale && chart.draw()));
+  window.addEventListener("beforeprint", () => { // what is out of sight, or in the panel of another run, is printed as well
+    charts.forEach((chart) => chart.stale && chart.draw());
+    sized.forEach((draw, picture) => picture.childElementCount || draw());
+  });
   if (page.live) setTimeout(poll, 1000);
 })();

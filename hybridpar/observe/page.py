@@ -18,7 +18,7 @@ from typing import Any
 from hybridpar.errors import UsageError
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.timeline import Timeline, describe_action, length_ms
-from hybridpar.observe.timeline_picture import KIND_NAMES, line_label, panel_title, picture_lines
+from hybridpar.observe.timeline_picture import KIND_NAMES, Box, line_label, panel_title, picture_lines
 from hybridpar.schedule.actions import COMPUTE
 
 _WRITER = "hybridpar report"
@@ -119,40 +119,37 @@ def lanes_block(timeline: Timeline) -> dict[str, Any]:
     Args:
         timeline: What ran, what was predicted, or both.
     """
-    step = timeline.typical_step()
-    panels = []
+    step, panels, used = timeline.typical_step(), [], set()
     for predicted in (True, False):
         if not (rows := timeline.at(step, predicted=predicted)):
             continue
         lines = list(picture_lines(rows, timeline.replicas))
-        name = "predicted" if predicted else f"measured, step {step}"
+        boxes = [box for line in lines for box in line.boxes]
+        used |= {box.action.kind for box in boxes}
         panels.append(
             {
-                "title": panel_title(timeline, rows, lines, name, "ms"),
-                "length": round(length_ms(rows), 4),
-                "computed": max(
-                    (box.end for line in lines for box in line.boxes if box.action.kind in COMPUTE), default=0.0
+                "title": panel_title(
+                    timeline, rows, lines, "predicted" if predicted else f"measured, step {step}", "ms"
                 ),
+                "length": round(length_ms(rows), 4),
+                "computed": max((box.end for box in boxes if box.action.kind in COMPUTE), default=0.0),
                 "rows": [
                     {
                         "name": line_label(lines, number),
                         "top": round(line.bottom, 3),
                         "height": line.height,
                         "compute": line.queue == "compute",
-                        "boxes": [
-                            [
-                                *(round(one, 4) for one in (box.start, box.joined, box.end)),
-                                str(box.action.kind.value),
-                                describe_action(box.action),
-                                box.action.index if box.action.kind in COMPUTE else None,
-                            ]
-                            for box in line.boxes
-                        ],
+                        "boxes": [_plain_box(box) for box in line.boxes],
                     }
                     for number, line in enumerate(lines)
                 ],
             }
         )
-    used = {box[3] for panel in panels for row in panel["rows"] for box in row["boxes"]}
-    kinds = [[str(kind.value), name] for kind, name in KIND_NAMES if str(kind.value) in used]
+    kinds = [[kind.value, name] for kind, name in KIND_NAMES if kind in used]
     return {"type": "lanes", "panels": panels, "kinds": kinds}
+
+
+def _plain_box(box: Box) -> list[Any]:
+    action, times = box.action, (box.start, box.joined, box.end)
+    index = action.index if action.kind in COMPUTE else None
+    return [*(round(time, 4) for time in times), action.kind.value, describe_action(action), index]

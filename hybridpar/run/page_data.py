@@ -59,7 +59,7 @@ class Run:
 
     def stamp(self) -> tuple[tuple[int, int] | None, ...]:
         """Changes with every change of the files."""
-        found = []
+        found: list[tuple[int, int] | None] = []
         for name in _FILES:
             try:
                 status = (self.directory / name).stat()
@@ -192,7 +192,7 @@ def _figures_so_far(
     info = RunInfo(
         model=facts["model"],
         data=str(options.get("data", "")),
-        workers=number("workers", 1) or 1,
+        workers=number("workers", placement.replicas * placement.workers if placement is not None else 1),
         device=plan.measured.device if plan is not None and plan.measured is not None else "",
         epochs=number("epochs", 0),
         steps_total=0,
