@@ -227,7 +227,7 @@ class MetricsReader:
             elif "event" not in row and row:
                 for name, append in columns:
                     value = row.get(name)
-                    append(value if type(value) is float else _number(value))
+                    append(math.nan if value is None else value if type(value) is float else _number(value))
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:

@@ -293,7 +293,11 @@
         const kind = `line${colour(line)}`;
         inside.append(svg("path", { class: `mean ${kind}`, "stroke-dasharray": dash(line) || null, d: trace(xs, line.y, start, stop, x, y) }));
         if (stop - start === 1 || (line.dots && stop - start <= 60))
-          for (let at = start; at < stop; at++) inside.append(svg("circle", { class: `dot ${kind}`, cx: x(xs[at]), cy: y(line.y[at]), r: 3.2 }));
+          for (let at = start; at < stop; at++) {
+            const [across, up] = [x(xs[at]), y(line.y[at])];
+            inside.append(up >= 0 ? svg("circle", { class: `dot ${kind}`, cx: across, cy: up, r: 3.2 })
+              : svg("path", { class: `dot ${kind}`, d: `M${across - 4} ${place.top + 2}h8l-4 -7z` }, svg("title", {}, `above: ${told(line.y[at])}`)));
+          }
       }
       if (axis === "x") (spec.marks ?? []).forEach((steps, run) => hiddenRuns.has(run) || steps.forEach((step) => {
         if (step >= from && step <= to) inside.append(svg("path", { class: "skipped", d: `M${x(step) - 4} ${place.bottom - 9}l8 8m0 -8l-8 8` },
@@ -312,7 +316,8 @@
       for (const { line, start, stop } of [...steady, ...parts.filter(({ line }) => line.dots)]) {
         const few = line.dots && steady.length && high > 0 ? 2 * high : Infinity; // a first test must not flatten the rest
         const take = (values, part) => {
-          const known = values.slice(start, stop).filter((value) => value !== null && (!log || value > 0) && value <= few).sort((a, b) => a - b);
+          const usable = values.slice(start, stop).filter((value) => value !== null && (!log || value > 0) && value <= few);
+          const known = Float64Array.from(usable).sort();
           if (!known.length) return;
           const cut = known.length >= 100 ? Math.floor(part * known.length) : 0;
           low = Math.min(low, known[cut]);
