@@ -230,7 +230,7 @@
     const tip = make("div", { class: "tip", hidden: true, "aria-live": "polite" });
     const title = make("h3"), legend = make("span", { class: "lines" });
     const node = make("div", { class: `chart ${key}` }, make("div", { class: "head" }, title, legend), plot, tip);
-    const still = svg("g"), cross = svg("line", { class: "cross" }), chosen = svg("rect", { class: "chosen" });
+    const still = svg("g"), cross = svg("line", { class: "cross", visibility: "hidden" }), chosen = svg("rect", { class: "chosen" });
     const spots = svg("g");
     plot.append(still, chosen, cross, spots);
     let spec, place, scale, drag = null;
@@ -291,7 +291,7 @@
       }
       for (const { line, xs, start, stop } of parts) {
         const kind = `line${colour(line)}`;
-        inside.append(svg("path", { class: `mean ${kind}`, "stroke-dasharray": dash(line) || null, d: trace(xs, line.y, start, stop, x, y) }));
+        inside.append(svg("path", { class: `mean ${line.dots ? "tests " : ""}${kind}`, "stroke-dasharray": dash(line) || null, d: trace(xs, line.y, start, stop, x, y) }));
         if (stop - start === 1 || (line.dots && stop - start <= 60))
           for (let at = start; at < stop; at++) {
             const [across, up] = [x(xs[at]), y(line.y[at])];
@@ -429,7 +429,6 @@
         soon(false);
       },
     }, []);
-    plot.addEventListener("wheel", () => {}, { passive: false });
     sized.set(plot, () => {
       if (Math.abs((place?.right ?? 0) + 12 - plot.clientWidth) > 1) {
         chart.stale = true;

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,18 @@ def page_json(data: Mapping[str, Any]) -> str:
     Args:
         data: What it shows.
     """
-    return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # sums of what stands in a damaged file
+        return json.dumps(_finite(data), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return 0.0 if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _hash(text: str) -> str:

@@ -209,7 +209,8 @@ def _figures_so_far(
         servers=number("servers", 0),
     )
     summary = summarize(info, table, seed=number("seed", 0), ended="interrupted")
-    summary |= {"epochs": len(table.epochs), "versions": facts.get("versions") or {}}
+    versions = facts.get("versions")
+    summary |= {"epochs": len(table.epochs), "versions": versions if isinstance(versions, dict) else {}}
     if plan is not None and plan.predicted is not None:
         told = {f"predicted_{key}": value for key, value in plan.predicted.model_dump().items()}
         summary |= {key: value for key, value in told.items() if key in summary_schema()["properties"]}
@@ -412,40 +413,19 @@ def _gradient_blocks(one: _Known) -> Iterator[_Block]:
         told = f"last {residual[-1]:.4g}, largest {residual.max():.4g}, measured in {len(residual):,} of the steps"
         yield {"type": "facts", "rows": [["residual norm", told]]}
     try:
-        lines = list(csv.DictReader(io.StringIO(read_text(path, "the table of codecs", RunDirectoryError))))
-        rows = [
-            (
-                line["layer"],
-                line["kind"],
-                int(line["size"]),
-                line["codec"],
-                int(line["bytes_before"]),
-                int(line["bytes_after"]),
-            )
-            for line in lines[:_MOST_LAYERS]
+        lines = list(csv.DictReader(io.StringIO(read_text(path, "the table of codecs", RunDirectoryError))))[
+            :_MOST_LAYERS
         ]
+        rows = []
+        for line in sorted(lines, key=lambda line: -float(line["bytes_before"])):
+            before, after = float(line["bytes_before"]), float(line["bytes_after"])
+            sizes = [format_bytes(before), format_bytes(after), f"{before / max(1.0, after):.1f}x"]
+            rows.append([line["layer"], line["kind"], f"{int(line['size']):,}", line["codec"], *sizes])
     except (HybridparError, csv.Error, KeyError, TypeError, ValueError) as error:
         yield _note(f"{path.name} cannot be read: {getattr(error, 'what', error)}")
         return
-    rows.sort(key=lambda row: -row[4])
-    yield _table(
-        ["layer", "kind", "size", "codec", "before", "after", "less"],
-        [
-            [
-                layer,
-                kind,
-                f"{size:,}",
-                codec,
-                format_bytes(before),
-                format_bytes(after),
-                f"{before / max(1, after):.1f}x",
-            ]
-            for layer, kind, size, codec, before, after in rows
-        ],
-        name="What a worker sends of each layer in a step",
-        numbers=(2, 4, 5, 6),
-        first=10,
-    )
+    head = ["layer", "kind", "size", "codec", "before", "after", "less"]
+    yield _table(head, rows, name="What a worker sends of each layer in a step", numbers=(2, 4, 5, 6), first=10)
 
 
 def _staleness_blocks(one: _Known) -> Iterator[_Block]:

@@ -151,7 +151,7 @@ def test_pointing_tells_the_values_of_a_step(opened, page):
     window.wait_for_selector(".chart.loss .tip:not([hidden])")
     assert "step 2" in window.inner_text(".chart.loss .tip")
     assert "train" in window.inner_text(".chart.loss .tip")
-    assert window.locator(".cross[visibility=visible]").count() > 1  # in the other charts as well
+    assert window.locator(".cross:visible").count() > 1  # in the other charts as well
     window.mouse.move(5, 5)
     window.wait_for_selector(".chart.loss .tip", state="hidden")
 
