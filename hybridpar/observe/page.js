@@ -97,7 +97,7 @@
       const text = rows.map(([age, share]) => `${age}: ${share} %`).join(", ");
       return make("figure", {}, make("figcaption", {}, name),
         make("div", { class: "bars", role: "img", "aria-label": `${name}: ${text}` }, ...rows.map(([age, share, count], at) =>
-          make("div", { title: `${age}: ${share} % (${count})` }, make("small", {}, share >= most / 20 && rows.length <= 12 ? `${Math.round(share)}%` : ""),
+          make("div", { title: `${age}: ${share} % (${count})` }, make("small", {}, share >= most / 20 && rows.length <= 20 ? `${Math.round(share)}%` : ""),
             styled(make("i", { class: "fill0" }), { height: `${(120 * share) / most}px` }), make("b", {}, at % each ? "" : age)))));
     },
     lanes,
@@ -276,7 +276,7 @@
         grid.push(svg("line", { class: "grid", x1: place.left, x2: place.right, y1: y(tick), y2: y(tick) }),
           svg("text", { class: "tick", x: place.left - 6, y: y(tick) }, told(tick)));
       }
-      for (const tick of ticks(from, to, Math.max(2, Math.floor(width / 120)))) {
+      for (const tick of ticks(from, to, Math.max(3, Math.floor(width / 110)))) {
         if (axis === "x" && !Number.isInteger(tick)) continue;
         grid.push(svg("line", { class: "mark", x1: x(tick), x2: x(tick), y1: place.bottom, y2: place.bottom + 4 }),
           svg("text", { class: x(tick) > width - 40 ? "tick" : "tick below", x: Math.min(x(tick), width - (x(tick) > width - 40 ? 2 : 0)),

@@ -464,7 +464,7 @@ def _environment_blocks(one: _Known) -> Iterator[_Block]:
     summary, measured = one.summary, one.plan.measured if one.plan is not None else None
     rows = [["device", str(summary["device"])]] if summary["device"] else []
     rows.append(
-        ["workers", f"{summary['workers']}" + (f" and {summary['servers']} servers" if summary["servers"] else "")]
+        ["workers", f"{summary['workers']}" + (f", servers {summary['servers']}" if summary["servers"] else "")]
     )
     if measured is not None and measured.threads is not None:
         rows.append(["threads", f"{measured.threads} per worker, {measured.dtype}, {measured.memory_format}"])

@@ -151,7 +151,8 @@ def test_pointing_tells_the_values_of_a_step(opened, page):
     window.wait_for_selector(".chart.loss .tip:not([hidden])")
     assert "step 2" in window.inner_text(".chart.loss .tip")
     assert "train" in window.inner_text(".chart.loss .tip")
-    assert window.locator(".cross:visible").count() > 1  # in the other charts as well
+    count = "all => all.filter(one => getComputedStyle(one).visibility === 'visible').length"
+    assert window.eval_on_selector_all(".cross", count) > 1  # in the other charts as well
     window.mouse.move(5, 5)
     window.wait_for_selector(".chart.loss .tip", state="hidden")
 
