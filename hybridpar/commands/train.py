@@ -117,8 +117,7 @@ def check_names(command: Train) -> None:
     Raises:
         UsageError: A name is unknown, a file is missing, or another option cannot be read.
     """
-    from hybridpar.config.data import data_set_kind
-    from hybridpar.config.torchvision_sets import TORCHVISION_SETS
+    from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
     from hybridpar.models import check_model_name, parse_arguments
     from hybridpar.run.save_rule import SaveRule
 

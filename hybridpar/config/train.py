@@ -12,12 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.augment import AugmentConfig, augment_rules
-from hybridpar.config.data import DataConfig, data_rules
-from hybridpar.config.model import ModelConfig, model_rules
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Rule, augment_rules, data_rules, model_rules
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
-from hybridpar.config.rule import Rule
 from hybridpar.config.server import ServerConfig
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
-from hybridpar.optim.pace import Leg, Pace
+from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepInput
 from hybridpar.train.checkpoint import random_state, restore_random_state
 from hybridpar.train.engine import Engine

@@ -31,10 +31,9 @@ from hybridpar.observe.live import open_progress
 from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
-from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.build import build_optimizer, expand
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
-from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.planner.resolve import resolve

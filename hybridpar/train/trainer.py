@@ -25,13 +25,11 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.optim.build import undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
-from hybridpar.optim.pace import Pace
-from hybridpar.optim.recipe import expand, make_optimizer
-from hybridpar.optim.schedule import Plateau, rate_factor, warmup_length
-from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
+from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
