@@ -326,6 +326,40 @@ def read_facts(directory: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
+def run_facts(directory: Path) -> dict[str, Any]:
+    """What the `run.json` of a run says; it names a model at least.
+
+    Args:
+        directory: Of the run.
+
+    Raises:
+        UsageError: It is no run directory.
+    """
+    facts = read_facts(directory)
+    if not isinstance(facts.get("model"), str):
+        raise UsageError(
+            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
+            "`hybridpar train` leaves that file in every run directory.",
+            "Name such a directory.",
+        )
+    return facts
+
+
+def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of a `run.json` that are not as they are by default.
+
+    Args:
+        began: All of them.
+    """
+    usual = {field.name: _plain(field.default) for field in dataclasses.fields(TrainConfig)}
+    skipped = OPTIONS_OF_THE_COMMAND | {"model"}
+    return {
+        name: value
+        for name, value in began.items()
+        if name not in skipped and (usual[name] != value if name in usual else value not in (None, [], False))
+    }
+
+
 def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
     """The options that a run began with.
 
