@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
 from hybridpar.compress.exchange import open_group
@@ -121,6 +122,7 @@ class World:
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
+        self._channel = FLIGHT.channel(self.members)
 
     @classmethod
     def join(
@@ -351,13 +353,18 @@ class World:
             answers[self.rank] = mine
         return answers
 
-    def named_errors(self, doing: str) -> _NamedErrors:
+    def named_errors(self, doing: str, *, transfer: tuple[int, int] | None = None) -> _NamedErrors:
         """Context that turns a backend's error into a `SyncError` that says who waited for what.
+
+        It is also noted in the flight record (`hybridpar.comm.flight`), so all workers of this world enter it in the
+        same order.
 
         Args:
             doing: What this worker does, as errors tell it.
+            transfer: Sender and receiver as ranks in the job, where not all workers of this world take part.
         """
-        return _NamedErrors(self, doing)
+        channel = self._channel if transfer is None else FLIGHT.channel(transfer, is_transfer=True)
+        return _NamedErrors(self, doing, channel)
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
         """The backend's error as one that says which worker is at fault, and which one waited for what.
@@ -417,16 +424,18 @@ class World:
 
 
 class _NamedErrors:
-    def __init__(self, world: World, doing: str) -> None:
+    def __init__(self, world: World, doing: str, channel: int) -> None:
         self._world = world
         self._doing = doing
+        self._noted = noted(doing, channel)
 
     def __enter__(self) -> None:
-        return None
+        self._noted.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._noted.__exit__()
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             raise self._world.peer_error(self._doing, error) from error
 

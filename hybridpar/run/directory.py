@@ -11,6 +11,7 @@
       loss.png       the loss as a picture
       staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
+      flight/        what each worker does, while the run goes on (hybridpar.comm.flight)
 
 A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
 both of which the user must ask for. Only files that a run writes are ever deleted.
@@ -43,7 +44,7 @@ _OWN_FILES = (
     *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
     "staleness.png",
 )
-_OWN_FOLDERS = ("checkpoints", "tensorboard")
+_OWN_FOLDERS = ("checkpoints", "tensorboard", "flight", "profile")
 
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
@@ -100,7 +102,9 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
                 data = load_data(config, world)
                 run = Run(config, model_name, world, data, rule, progress, given, changes)
             with run.trainer:
-                return run.say_finished() if run.is_over else run.execute()
+                code = run.say_finished() if run.is_over else run.execute()
+        FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
+        return code
     except BaseException as error:
         record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
         raise
@@ -205,6 +209,7 @@ class Run(RunLoop):
         recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
         self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, versions, given, **recorded))
         self.at.directory = self.place.directory
+        FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
         self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
@@ -319,7 +324,7 @@ class Run(RunLoop):
             if self._stopping:
                 self._save()
                 break
-            with self.clock.away():
+            with self.clock.away(), noted("testing"):
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
             self.trainer.note_metric(evaluation.accuracy)
@@ -351,11 +356,13 @@ class Run(RunLoop):
         batches = iter(self.batches.epoch(epoch, first))
         while self.trainer.steps_done < self.total and not self._stopping:
             asked = time.perf_counter()
-            batch: Batch | None = next(batches, None)
+            with noted("waiting for the next batch"):
+                batch: Batch | None = next(batches, None)
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
-            current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
+            with noted(f"step {self.trainer.steps_done + 1}"):
+                current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
             self.at.epoch, self.at.epoch_step = epoch, done
             ready, held = (held, current) if behind else (current, None)
@@ -398,7 +405,7 @@ class Run(RunLoop):
         extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
-        with self.clock.away():
+        with self.clock.away(), noted("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
 
