@@ -164,6 +164,8 @@ class World:
         try:
             world._roll_call = open_roll_call()
             world._open_control([world.members])
+            # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
+            lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
             world._open_sums(world, [world.members], lanes)
         except BaseException as error:
             world.close()

@@ -120,7 +120,7 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
     if config.resume_from is not None:
         read_manifest(resolve_checkpoint(config.resume_from))
     if config.resume:
-        directory = _resumed(config, model)
+        directory = resumed_directory(config, model)
         if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
             raise CheckpointError(
                 f"there is nothing to resume in {directory}",
@@ -187,7 +187,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
     """
     if not config.resume:
         return config, ()
-    directory = _resumed(config, model)
+    directory = resumed_directory(config, model)
     checkpoint = latest_checkpoint(directory / "checkpoints")
     facts = read_facts(directory)
     began = facts.get("options")
@@ -279,8 +279,13 @@ def _base(config: TrainConfig, model: str) -> Path:
     return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data)}"
 
 
-def _resumed(config: TrainConfig, model: str) -> Path:
-    """The directory of the run that `--resume` goes on with."""
+def resumed_directory(config: TrainConfig, model: str) -> Path:
+    """The directory of the run that `--resume` goes on with.
+
+    Args:
+        config: Options of the run.
+        model: What the command line calls the model.
+    """
     return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
 
 

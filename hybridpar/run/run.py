@@ -20,7 +20,8 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.machine.launch import StopRequest, record_failure
+from hybridpar.errors import HybridparError
+from hybridpar.machine.launch import StopRequest, in_job, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.progress import Progress
@@ -41,7 +42,8 @@ from hybridpar.run.data import (
     test_batches,
     with_images_of_model,
 )
-from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
+from hybridpar.run.directory import before_the_start, claim_place, recall_options
+from hybridpar.run.fetch import place_of_all
 from hybridpar.run.figures import (
     WorkerFigures,
     buffering_news,
@@ -84,17 +86,30 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         HybridparError: Whatever ends the run before its time.
     """
     config.check()
-    config, changes = recall_options(config, model_name, given)
-    config.check()
-    config = with_images_of_model(config, model_name)
-    if config.uses_servers:
+    asked, problem = config, None
+    try:
+        config, changes = recall_options(asked, model_name, given)
+        config.check()
+    except HybridparError as error:
+        if not in_job():
+            raise
+        problem, changes = error, ()  # told once the workers have joined: another host may have no such run
+    if problem is None and config.uses_servers:
         from hybridpar.run.served_run import run_served
 
-        return run_served(config, model_name, changes)
+        return run_served(with_images_of_model(config, model_name), model_name, changes)
     rule = SaveRule.parse(config.checkpoint_every)
     given = given or ()
     world = join_workers(config, given)
     try:
+
+        def decided() -> tuple[TrainConfig, tuple[str, ...]]:
+            if problem is not None:
+                raise problem
+            return config, tuple(changes)
+
+        config, changes = world.from_main(decided)
+        config = with_images_of_model(config, model_name)
         tune_worker(config, world)
         with open_progress() if world.is_main else Progress() as progress:
             with before_the_start():
@@ -145,11 +160,11 @@ class Run(RunLoop):
         torch.manual_seed(config.seed)
         model = world.on_all(lambda: make_model(config, model_name, data, world.device))
         self.data_line = world.from_main(lambda: describe_data(data))
-        self.place = world.from_main(lambda: find_place(config, model_name))
+        self.place, fetched = place_of_all(config, model_name, world)
         check_batch(config, len(data.train), world.size)
-        self.weights_lines: list[str] = []
+        self.weights_lines: list[str] = [] if fetched is None else [fetched]
         if self.place.checkpoint is None and config.weights is not None:
-            self.weights_lines = world.from_main(lambda: start_from_weights(config, model_name, model))
+            self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
             if world.size > 1:
                 broadcast_state(model, 0, world)
         self.planned = plan_run(
