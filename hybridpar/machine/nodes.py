@@ -209,6 +209,8 @@ class _Remote:
         self.host = host
         #: What a worker there has said about an error that would only come again.
         self.verdict = ""
+        #: Whether what it says is of no interest: it is stopped because another host has failed.
+        self.is_quiet = False
         self._alone = alone
         try:
             self.process = subprocess.Popen(
@@ -258,7 +260,7 @@ class _Remote:
         for line in source:
             if line.startswith(VERDICT_MARK):
                 self.verdict = json.loads(line.removeprefix(VERDICT_MARK))
-            else:
+            elif not self.is_quiet:
                 print(f"{mark}{line}", end="", file=sink, flush=True)
 
 
@@ -296,6 +298,7 @@ def launch_by_ssh(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -
         failed = _follow(remotes, stops)
     finally:
         for remote in remotes:
+            remote.is_quiet = True
             remote.say("TERM")
         for remote in remotes:
             remote.end(LEAVE_SECONDS)

@@ -94,7 +94,7 @@ class RunPlace:
         return self.directory / "checkpoints"
 
 
-def find_place(config: TrainConfig, model: str) -> RunPlace:
+def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunPlace:
     """Decide on the run directory; called by one worker, the others are told.
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
@@ -102,6 +102,7 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
     Args:
         config: Options of the run.
         model: What the command line calls the model.
+        restarted: Whether the launcher of any worker has started the job again; default: that of this process.
 
     Returns:
         The directory, and what of it is continued or replaced.
@@ -113,7 +114,8 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
     """
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
-    if job is not None and _restarted() and (mine := _place_of_job(base, job)) is not None:
+    again = was_restarted() if restarted is None else restarted
+    if job is not None and again and (mine := _place_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
         return RunPlace(mine, checkpoint, restarted=True)
     _check_writable(base)
@@ -156,7 +158,7 @@ def before_the_start() -> Iterator[None]:
     try:
         yield
     except (DataError, CheckpointError, RunDirectoryError) as error:
-        if not _restarted():
+        if not was_restarted():
             error.exit_code = UsageError.exit_code
         raise
 
@@ -289,7 +291,8 @@ def resumed_directory(config: TrainConfig, model: str) -> Path:
     return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
 
 
-def _restarted() -> bool:
+def was_restarted() -> bool:
+    """Whether the launcher of this process has started the workers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

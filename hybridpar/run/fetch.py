@@ -19,7 +19,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.machine.process import host_identity
 from hybridpar.observe.files import run_directory_error
-from hybridpar.run.directory import RunPlace, find_place, resumed_directory
+from hybridpar.run.directory import RunPlace, find_place, resumed_directory, was_restarted
 from hybridpar.train.checkpoint_files import latest_checkpoint, resolve_checkpoint
 
 #: Bytes that are sent at a time.
@@ -42,8 +42,10 @@ def place_of_all(config: TrainConfig, model: str, world: World) -> tuple[RunPlac
         CheckpointError: As `find_place`; where another host has the checkpoint, it says so.
         RunDirectoryError: A host cannot write what it is to fetch.
     """
+    # With a launcher on each host, only that of the worker that died counts the restart.
+    restarted = any(world.gather(was_restarted()))
     try:
-        place = world.from_main(lambda: find_place(config, model))
+        place = world.from_main(lambda: find_place(config, model, restarted=restarted))
     except CheckpointError as error:
         if not config.resume:
             raise
