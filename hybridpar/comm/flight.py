@@ -126,7 +126,8 @@ class FlightRecorder:
                 memory = mmap.mmap(file.fileno(), _BYTES)
             aside.replace(path)
         except (AttributeError, OSError):  # AttributeError: not on macOS
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink()
             return
         with self._lock:
             self._facts = {

@@ -166,7 +166,9 @@ class RunConfig:
     overwrite: bool = False
     """Replace a finished run in the run directory."""
     timeline: Path | None = None
-    """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
+    """Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto."""
+    profile: bool = False
+    """Write a trace of torch.profiler of some steps of every worker, for Perfetto, to profile/ in the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +326,7 @@ class TrainConfig(
             ("--replicas", self.replicas is not None, whole),
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--profile", self.profile, "It is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),

@@ -11,6 +11,7 @@
       loss.png       the loss as a picture
       staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
+      profile/       traces of torch's profiler (`--profile`)
       flight/        what each worker does, while the run goes on (hybridpar.comm.flight)
 
 A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
@@ -59,7 +60,7 @@ _FIXED = {
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 _OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
-_NOT_RECALLED = _OF_THE_COMMAND | {"plan", "timeline"}
+_NOT_RECALLED = _OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
 _AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
 

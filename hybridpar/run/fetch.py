@@ -72,10 +72,11 @@ def _fetch(place: RunPlace, world: World) -> str | None:
     path = world.from_main(lambda: resolve_checkpoint(place.checkpoint or Path()))
     mine = (host_identity(), _digest(path))
     answers: list[tuple[str, str]] = world.gather(mine)  # type: ignore[assignment]
-    lacking = [host for host, digest in answers if digest != answers[0][1]]
+    lacking = {rank: host for rank, (host, digest) in enumerate(answers) if digest != answers[0][1]}
     if not lacking:
         return None
-    writes = mine[1] != answers[0][1] and [host for host, _ in answers].index(mine[0]) == world.rank
+    # One worker of each host does it.
+    writes = world.rank == next((rank for rank, host in lacking.items() if host == mine[0]), None)
     files = sorted(one.name for one in path.iterdir() if one.is_file()) if world.is_main else []
     sizes = world.from_main(lambda: {name: (path / name).stat().st_size for name in files})
     aside = path.with_name(f"{path.name}.partial")
@@ -101,7 +102,7 @@ def _fetch(place: RunPlace, world: World) -> str | None:
             raise run_directory_error(path, problem)
 
     world.on_all(fail)
-    hosts = len(set(lacking))
+    hosts = len(set(lacking.values()))
     return f"{path.name} was fetched from the host of worker 0 by {hosts} other{'' if hosts == 1 else 's'}"
 
 

@@ -55,6 +55,7 @@ from hybridpar.run.figures import (
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
+from hybridpar.run.profile import StepProfile
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
@@ -182,7 +183,7 @@ class Run(RunLoop):
         # What planning left behind is not for training; the model is, and is there already.
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
-        world.from_main(lambda: check_timeline(config, plan, torch.cuda.device_count() if alone_on_gpus else 1))
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
         batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas)
@@ -228,6 +229,11 @@ class Run(RunLoop):
         self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
+        self.profile: StepProfile | None = None
+        if config.profile:
+            trace = self.place.directory / "profile" / f"rank-{world.rank}.json.gz"
+            settle = self.trainer.engine.wait
+            self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
         self._stopping = False
@@ -350,7 +356,13 @@ class Run(RunLoop):
                 self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
+            if self.profile is not None:
+                self._say(self.profile.finish())
         return self._stopping
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.progress.message(line)
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""
@@ -376,6 +388,9 @@ class Run(RunLoop):
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
+            if self.profile is not None:
+                with self.clock.away():
+                    self._say(self.profile.take(self.trainer.steps_done))
             with noted(f"step {self.trainer.steps_done + 1}"):
                 current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
@@ -389,10 +404,13 @@ class Run(RunLoop):
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
         spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        recorded = spans
         sync = result.outcome.sync
-        if spans.spans:
-            times, spans = self.clock.divide(spans, data_ms)
+        if result.staged and spans.spans:
+            times, recorded = self.clock.divide(spans, data_ms)
+            spans = recorded
         else:
+            spans = StepSpans(0.0, ())
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
         self.timings.add(times, result.outcome.bytes_sent, spans, sync)
         record = StepRecord(
@@ -411,7 +429,7 @@ class Run(RunLoop):
             staleness=result.staleness,
             **sync_fields(sync, exposed),
         )
-        return record, spans
+        return record, recorded
 
     def _save(self) -> None:
         step = self.trainer.steps_done
@@ -451,15 +469,16 @@ class Run(RunLoop):
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         timeline = self.config.timeline
+        problems = [self.watch.problem, None if self.profile is None else self.profile.problem]
         shown = timeline is not None and self.watch.problem is None and timeline.exists()
         self._report(
             summary,
             self.trainer.steps_done if stopped else None,
             files=[timeline] if timeline is not None and shown else [],
-            warnings=[*warnings, *([self.watch.problem] if self.watch.problem is not None else [])],
+            warnings=[*warnings, *(one for one in problems if one is not None)],
         )
 
 
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
-    return result.outcome.spans if result.staged and isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+    return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
