@@ -128,6 +128,9 @@ def examine(flights: Sequence[Flight], now: float) -> Standstill:
     Args:
         flights: Records of the workers of a run, by rank.
         now: Seconds since the epoch.
+
+    Returns:
+        What was found, with a conclusion.
     """
     by_rank = {flight.rank: flight for flight in flights}
     states = {flight.rank: _state(flight) for flight in flights}
