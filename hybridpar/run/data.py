@@ -108,7 +108,7 @@ def batch_maker(
 
 
 def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
-    """What each replica gets of a batch at first, as options or the plan say; None for equal parts.
+    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts.
 
     Args:
         config: Options.
@@ -118,6 +118,8 @@ def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | No
         UsageError: There are more or fewer shares than replicas.
     """
     shares, replicas = config.share_list, plan.placement.replicas
+    if shares is None and config.shares.strip() == "equal":
+        return plan.placement.shares
     if shares is not None and len(shares) != replicas:
         raise UsageError(
             f"--shares {config.shares} has {len(shares)} numbers, for {replicas} replica(s)",

@@ -138,7 +138,9 @@ def assert_close(directory, expected):
 
 
 # In the last batch the first worker gets no sample.
-@pytest.mark.parametrize("options", [{"shares": "1,6"}, {"shares": "0,1"}])
+@pytest.mark.parametrize(
+    "options", [{"shares": "1,6"}, {"shares": "0,1"}, {"shares": "1,6", "stages": 2, "replicas": 2}]
+)
 def test_a_run_with_shares_is_that_of_one_worker(alone, tmp_path, options):
     run_ranks(train_rank, 2, tmp_path, "plain", None, {**UNEVEN, **options})
     assert check_run(tmp_path)["shares"] == options["shares"]
