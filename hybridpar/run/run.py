@@ -461,8 +461,9 @@ class Run(RunLoop):
         summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
-        tuned = "" if self.shares is None else ":" + ",".join(map(str, self.shares.counts))
-        summary["shares"] = self.config.shares.strip() + tuned
+        shares = self.batches.shares if self.shares is None else self.shares.counts
+        if shares is not None:
+            summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)
         if self.selector is not None:  # steps of an epoch were not always the same number
             summary["epochs"] = self.at.epoch
         plan = self.watch.plan

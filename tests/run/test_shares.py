@@ -9,6 +9,7 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
+from hybridpar.plan import read_plan
 from hybridpar.run import shares as tuning
 from hybridpar.run.shares import ShareTuner
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
@@ -176,6 +177,18 @@ def test_another_number_of_workers_goes_on(alone, tmp_path):
     run_ranks(slow_rank, 2, tmp_path, "plain", "TERM@0:5", options)
     train(tmp_path, resume=True, **options)
     assert_close(tmp_path, alone)
+
+
+def test_the_shares_of_a_plan_are_followed(alone, tmp_path):
+    run_ranks(train_rank, 2, tmp_path / "equal", "plain", None, UNEVEN)
+    plan = read_plan(tmp_path / "equal" / "plan.json")
+    placed = plan.placement.model_copy(update={"shares": (0, 1)})
+    plan.model_copy(update={"placement": placed}).save(tmp_path / "plan.json")
+    options = {**UNEVEN, "plan": tmp_path / "plan.json"}
+    run_ranks(train_rank, 2, tmp_path / "followed", "plain", None, options)
+    assert check_run(tmp_path / "followed")["shares"] == "0,1"
+    assert read_plan(tmp_path / "followed" / "plan.json").placement.shares == (0, 1)
+    assert_close(tmp_path / "followed", alone)
 
 
 def refused(world, directory):
