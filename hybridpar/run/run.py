@@ -241,7 +241,7 @@ class Run(RunLoop):
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
             if self.shares is not None:
                 self.shares.restore(extra.get("shares"))
-                self._divide_by(self.shares.counts)
+                self._divide_by(self.shares.shares)
             # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
             self.at.epoch_step = min(self.at.epoch_step, self.batches.steps_per_epoch)
         return self.trainer.steps_done
@@ -359,14 +359,13 @@ class Run(RunLoop):
             busy_ms = result.outcome.spans.step_ms - result.outcome.spans.exposed_sync_ms
         with self.clock.away():
             if (news := self.shares.note(busy_ms, record.samples)) is not None:
-                self._divide_by(self.shares.counts)
+                self._divide_by(self.shares.shares)
                 self.progress.message(news)
 
-    def _divide_by(self, counts: Sequence[int]) -> None:
+    def _divide_by(self, shares: Sequence[int] | None) -> None:
         """Divide the steps to come, and the test set, by other shares."""
-        equal = len(set(counts)) == 1
-        self.batches.shares = None if equal else tuple(counts)
-        self.test = self._make_test(self.batches.shares)
+        self.batches.shares = shares
+        self.test = self._make_test(shares)
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""

@@ -56,12 +56,17 @@ class ShareTuner:
     ) -> None:
         self._world, self._batch_size, self._wait = world, batch_size, wait
         self._least, self._options = FEWEST_PER_PART * micro_batches, {"idle": idle, "in_pairs": in_pairs}
-        self.counts = self._rounded([1.0] * replicas)
+        self.counts = self._equal = self._rounded([1.0] * replicas)
         self._costs: list[WorkCost] = []
         self._drift = 0.0
         self._before: tuple[list[int], list[float]] | None = None
         self._times: list[float] = []
         self._left, self._watched = LEFT_OUT, WATCHED
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """`counts`, for loaders; None for equal parts."""
+        return None if self.counts == self._equal else tuple(self.counts)
 
     def note(self, busy_ms: float, samples: int) -> str | None:
         """Take a step into account, on all workers the same one; after some of them a collective.
