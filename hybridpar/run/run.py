@@ -275,6 +275,8 @@ class Run(RunLoop):
     def _describe(self) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [*self._opening_notes(), *self.weights_lines, *self.planned.lines]
+        if (shares := self.batches.shares) is not None:
+            notes.append(f"shares   {' : '.join(f'{share:g}' for share in shares)} of every batch")
         if self.place.restarted:
             since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
