@@ -434,3 +434,17 @@ def test_a_worker_without_samples_and(options):
     assert training.same(first[0], second[0])
     assert first[1] == second[1]
     assert all(samples == 12 for samples, _ in first[1])
+
+
+@pytest.mark.parametrize(("options", "shared_memory"), [({}, True), ({}, False), ({"compress": "onebit"}, False)])
+def test_a_bad_step_is_rolled_back_where_there_were_no_samples_too(options, shared_memory):
+    args = (options, 3)
+    kinds = {"cut": (12, 0), "spoil": 1}
+    first, second = run_ranks(spoiled, 2, *args, kinds, shared_memory=shared_memory)
+    assert first["skipped"] == second["skipped"] == [False, True, False]
+    assert training.same(first["weights"], second["weights"])
+    assert all(bool(weight.isfinite().all()) for weight in first["weights"])
+
+
+def spoiled(world, options, steps, kinds):
+    return training.train_rank(world, options, steps, **kinds)
