@@ -5,7 +5,7 @@ same two processes take, in interleaved rounds, steps with equal parts, with par
 checking, and steps of DistributedDataParallel, which has equal parts.
 
     python -m benchmarks.unequal.main                     # as root, for the quota
-    python -m benchmarks.unequal.main --emulated          # workers wait instead of computing
+    python -m benchmarks.unequal.main --emulated          # workers wait instead of computing; also shares of a plan
     python -m benchmarks.unequal.main --speeds 2 --quick  # small, and nothing is written: does it run?
 """
 
@@ -175,6 +175,11 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
         for _ in range(3 * LEFT_OUT + 7 * WATCHED):  # three decisions
             auto()
         methods: dict[str, Callable[[], object]] = {"equal": equal, "auto": auto, "ddp": ddp}
+        predicted: dict[str, float] = {}
+        if emulated:
+            parameters = sum(one.numel() for one in trainer.model.parameters())
+            counts, predicted["planned_ms"] = plan_for(speed, parameters, batch_size)
+            methods["planned"] = lambda: step(counts)
         result = paired(methods, rounds, foreign_load=FOREIGN_LOAD if output is not None else 99.0)
         trainer.close()
         rates = [1 / float(time) for time in world.gather(statistics.median(busy[3:]))]  # type: ignore[arg-type]
@@ -199,7 +204,7 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
                     link=LOOPBACK,
                     ranks=ranks,
                     target=most if name == "auto" else None,
-                    extra=facts | {"transport": world.transport},
+                    extra=facts | predicted | {"transport": world.transport},
                 )
                 for name in methods
             ]
@@ -208,6 +213,47 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
                 check_csv(Path(output))
             print_rows(rows)
             print(facts, flush=True)
+
+
+def plan_for(speed: int, parameters: int, batch_size: int) -> tuple[list[int], float]:
+    """The plan for a cluster of two devices of unequal speed that is described: samples of each worker, and its step.
+
+    Args:
+        speed: Of the faster one, over the slower one.
+        parameters: Elements of the model, which takes the slower device 2 ms times `speed` a sample.
+        batch_size: Samples of a step.
+
+    Returns:
+        Samples by rank, the slower device first, and predicted milliseconds.
+    """
+    from hybridpar.data.sampling import allot
+    from hybridpar.machine.cluster_file import parse_cluster
+    from hybridpar.partition.graph import Unit, UnitGraph, Value
+    from hybridpar.plan import ModelInfo
+    from hybridpar.planner.fixed import Fixed
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.search import find_plan
+
+    hosts = [{"throughput": one, "kind": "cuda"} for one in {1.0, float(speed)}] if speed > 1 else [{"count": 2}]
+    times = SizedTimes(1, (2.0 * speed,), (0.0,))  # on the slower device
+    profile = ModelProfile(
+        ModelInfo(name="waiting", fingerprint="0" * 16, parameters=parameters),
+        UnitGraph((Unit("linear", parameter_bytes=4 * parameters),), (Value("y", 0, (), 40, 40, True),), ()),
+        1,
+        (Parameter("linear.weight", (parameters,), 0),),
+        (Variant("contiguous", "stock", (times,), 0.0),),
+        False,
+    )
+    cluster = parse_cluster({"hosts": hosts, "between": {"bandwidth": 1e10, "latency_ms": 0.05}})
+    fixed = Fixed(workers=2, micro_batches=1)
+    plan = plan_of(find_plan(PlannerInputs(profile, cluster, batch_size, fixed=fixed)))
+    assert plan.placement is not None
+    assert plan.predicted is not None
+    assert plan.predicted.step_ms is not None
+    shares = plan.placement.shares or (1.0, 1.0)
+    return allot(batch_size, shares[::-1], 2), plan.predicted.step_ms
 
 
 if __name__ == "__main__":
