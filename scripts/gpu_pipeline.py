@@ -27,7 +27,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from hybridpar import TrainConfig, Trainer  # noqa: E402
-from hybridpar.comm.world import BackendSum, World  # noqa: E402
+from hybridpar.comm.world import World  # noqa: E402
+from hybridpar.compress import TorchGroup  # noqa: E402
 from hybridpar.errors import HybridparError  # noqa: E402
 
 #: More than the steps before a capture, so that some are replayed.
@@ -166,7 +167,7 @@ def sum_over_one(device: torch.device) -> Outcome:
     try:
         made = dist.new_group([0])
         assert isinstance(made, dist.ProcessGroup)
-        group, tensor, graph = BackendSum(made), torch.ones(1024, device=device), torch.cuda.CUDAGraph()
+        group, tensor, graph = TorchGroup(made), torch.ones(1024, device=device), torch.cuda.CUDAGraph()
         beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for _ in range(11):
             group.all_reduce(tensor)

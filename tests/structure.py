@@ -64,7 +64,7 @@ LAYERS: dict[str, set[str]] = {
         "sync",
         "tvm_kernels",
     },
-    "server": {"comm", "compress", "config", "errors", "formats", "machine", "optim", "registry"},
+    "server": {"comm", "compress", "config", "errors", "formats", "machine", "optim", "registry", "sync"},
     "observe": {"errors", "formats", "schedule"},
     "run": {
         "comm",

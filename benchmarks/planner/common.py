@@ -11,8 +11,9 @@ from torch import nn
 
 from benchmarks.rig import load
 from benchmarks.rig.paired import FOREIGN_LOAD
-from hybridpar.comm.world import BackendSum, World
+from hybridpar.comm.world import World
 from hybridpar.commands.plan.trials import Trial, random_batch
+from hybridpar.compress import Group
 from hybridpar.config import TrainConfig
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
@@ -130,7 +131,7 @@ def planner_inputs(
     rates = measure_rates(planned_codecs("lossy"), found.parameters, world.size, world.device, world=world)
     overhead = world.from_main(lambda: measure_hand_over(world.device))
     took = measure_rehearsal(model, images, world, cluster)
-    if not isinstance(world.lane_sums[0], BackendSum):
+    if not isinstance(world.lane_sums[0], Group):
         # Plans with a codec are measured over process groups, so they are rehearsed over some.
         groups = World.join(lanes=2, timeout=world.timeout, device=world.device, shared_memory=False)
         coded = measure_rehearsal(model, images, groups, cluster)

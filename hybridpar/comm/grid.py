@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridpar.comm.shared_channel import Offer, take_offer
 from hybridpar.comm.transport import BackendReceive, BackendSend, MessagePart, ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
-from hybridpar.compress.exchange import open_group
+from hybridpar.compress.group import open_group
 from hybridpar.errors import SyncError, UsageError
 
 if TYPE_CHECKING:

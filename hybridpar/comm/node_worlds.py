@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridpar.comm.world import BackendSum, SumGroup, World
-from hybridpar.compress.exchange import TorchGroup, Traffic
+from hybridpar.comm.world import SumGroup, World
+from hybridpar.compress.exchange import Traffic
+from hybridpar.compress.group import Group
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity
 
@@ -91,7 +92,7 @@ class NodeWorlds:
 
         # A worker that leads nothing has no group.
         group = self.across.lane_sums[lane] if self.across.size > 1 else None
-        return exchange.run(add, TorchGroup(group.group) if isinstance(group, BackendSum) else None, flat)
+        return exchange.run(add, group if isinstance(group, Group) else None, flat)
 
     def close(self) -> None:
         """Leave both worlds. Safe to call twice."""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import ipaddress
 import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -24,12 +22,8 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.errors import LaunchError
+from hybridpar.machine.addresses import address_towards, gloo_address, interface_of, is_loopback
 from hybridpar.machine.process import host_identity
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 #: Stores of this process by the address they were reached at. Each is kept to the end: on rank 0 it may be the server,
 #: which the peers may still need for a process group that this worker has left already.
@@ -192,7 +186,7 @@ class Place(NamedTuple):
 
 def _exchange_places(store: Any, rank: int, size: int) -> list[Place]:
     """Every worker's place, by rank. Waits for all workers, at most as long as the store's time-out."""
-    own = Place(host_identity(), _gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    own = Place(host_identity(), gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     store.set(f"place-{rank}", json.dumps(own))
     keys = [f"place-{one}" for one in range(size)]
     try:
@@ -221,10 +215,10 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
             "Set GLOO_SOCKET_IFNAME to its network interface (`ip address` lists them) on every host, or give "
             "torchrun --local-addr with the host's address on the network.",
         )
-    if not _is_loopback(places[rank].listens):
+    if not is_loopback(places[rank].listens):
         return
     address = reachable_address(places, rank)
-    if address is not None and _is_loopback(address):  # an address of another host; ours on the way to it counts
+    if address is not None and is_loopback(address):  # an address of another host; ours on the way to it counts
         address = None
     name = interface_of(address_towards(address)) if address is not None else None
     if name is not None:
@@ -241,55 +235,7 @@ def reachable_address(places: Sequence[Place], rank: int) -> str | None:
     own = places[rank]
     others = [place for place in places if place.host != own.host]
     known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
-    return next((address for address in known if not _is_loopback(address)), None)
-
-
-def _gloo_address() -> str:
-    """The address that gloo listens on by default: the first of the host's name that can be bound, else loopback."""
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            socket.gethostname(), None, type=socket.SOCK_STREAM
-        ):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return str(address[0])
-    return "127.0.0.1"
-
-
-def address_towards(other: str) -> str:
-    """The address of this host on the way to another one; that of the loopback where there is no way.
-
-    Args:
-        other: Address or name of the other host.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((other, 9))  # sends nothing; it only chooses the interface
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for.
-
-    Args:
-        address: Such as 192.168.1.2.
-    """
-    if fcntl is None:
-        return None
-    get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return next((address for address in known if not is_loopback(address)), None)
 
 
 def _name_hint() -> str:
@@ -300,7 +246,7 @@ def _name_hint() -> str:
         address = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
     except OSError:
         return "This host cannot resolve MASTER_ADDR: give torchrun --local-addr with an address on the first node."
-    if not _is_loopback(address):
+    if not is_loopback(address):
         return ""
     return (
         f"MASTER_ADDR stands for {address} here, the loopback: give torchrun --local-addr with the address of each "

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
-from hybridpar.compress.exchange import open_group
+from hybridpar.compress.group import TorchGroup, open_group
+from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
@@ -55,24 +56,6 @@ class SumGroup(Protocol):
         """Leave the group. Safe to call twice."""
 
 
-class BackendSum(SumGroup):
-    """All-reduce of a process group of torch.distributed, which stays its owner's to destroy.
-
-    Args:
-        group: A process group of torch.distributed.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        #: The process group.
-        self.group = group
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
-
-    def close(self) -> None:
-        """Do nothing: the group belongs to its maker."""
-
-
 def all_reduce_bytes(payload: int, workers: int) -> int:
     """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload.
 
@@ -97,7 +80,7 @@ class World:
         lane_sums: What adds gradients, one for each sync lane.
         control_sum: What adds control messages.
         control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
-        transport: What sends gradients: `gloo`, `nccl`, `shared memory`, or `none`.
+        transport: What sends gradients: `sockets`, `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
         members: The workers' ranks in the whole job, by rank here.
         job_size: Number of workers of the whole job.
@@ -230,20 +213,36 @@ class World:
                 self._groups.append(group)
 
     def _open_sums(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
-        """Give every party its sums, through shared memory or over groups that all workers of the job make."""
+        """Give every party its sums: through shared memory, over sockets, or over groups that all workers make."""
         hosts = job.gather(self.memory_host())
         ours = {hosts[rank] for rank in self.members}
         shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
-        answers = job.gather(shared)
-        for party in parties:
-            if len(party) == 1 or answers[party[0]]:
-                continue
+        answers: list[Any] = job.gather((shared, self.device.type == "cpu"))
+        apart = [party for party in parties if len(party) > 1 and not answers[party[0]][0]]
+        few = max(map(len, apart), default=0) <= MOST_WORKERS
+        if apart and few and all(on_cpu for _, on_cpu in answers) and self._connect(job, apart, lanes):
+            return
+        for party in apart:
             groups = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
             self._groups += groups
-            self.lane_sums += [BackendSum(group) for group in groups]
+            self.lane_sums += [TorchGroup(group) for group in groups]
         if self.control is not None and not shared:
-            self.control_sum = BackendSum(self.control)
+            self.control_sum = TorchGroup(self.control)
             self.transport = "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _connect(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> bool:
+        """Connect the CPU workers of each of these parties by sockets, for all lanes; in all parties or in none."""
+        mine = next((party for party in parties if job.rank in party), None)
+        try:
+            members = mine or (job.rank,)
+            groups = open_sockets(job.rank, members, job.gather, self.timeout, lanes + 1)
+        except OSError as error:
+            if job.rank == 0:
+                _log.warning("no sockets between workers (%s); gradients are sent over gloo", error)
+            return False
+        if mine is not None:
+            self.control_sum, self.lane_sums, self.transport = groups[0], [*groups[1:]], "sockets"
+        return True
 
     def _share_memory(self, lanes: int) -> bool:
         """Set up shared memory for all lanes, on all workers or on none."""

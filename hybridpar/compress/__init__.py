@@ -11,8 +11,9 @@ A step of it::
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
-from hybridpar.compress.exchange import Exchange, Group, Phase, PhaseTimer, PhaseTimes, TorchGroup, Traffic
+from hybridpar.compress.exchange import Exchange, Phase, PhaseTimer, PhaseTimes, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
+from hybridpar.compress.group import Group, TorchGroup
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together

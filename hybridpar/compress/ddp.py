@@ -13,6 +13,7 @@ every parameter's residual is put back, as a loss scaler skips the whole step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridpar.compress.codec import Codec, Collective
+from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders
-from hybridpar.compress.exchange import Exchange, Group, TorchGroup, Traffic, open_group
+from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.group import Group, TorchGroup, open_group
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.redivide import put_together
+from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
@@ -268,8 +271,8 @@ class CodecState(ParameterCoders):
             thread.shutdown(cancel_futures=True)
         paths, self._paths = self._paths, []
         if dist.is_initialized():
-            for group in [group for path in paths for group in path.groups]:
-                dist.destroy_process_group(group)
+            for path in paths:
+                path.close()
 
     def __enter__(self) -> CodecState:
         return self
@@ -361,12 +364,10 @@ class Paths:
     Attributes:
         codec: Those with whom this worker exchanges by the codec; None where it leads nothing in its node.
         inside: The node, where gradients are added there first and it has other workers.
-        groups: All process groups, to be destroyed.
     """
 
     codec: Group | None
     inside: Group | None
-    groups: tuple[Any, ...]
 
     def add(self, tensor: Tensor) -> None:
         """Add over the node.
@@ -375,11 +376,19 @@ class Paths:
             tensor: 1-D; replaced by its sum.
         """
         if self.inside is not None:
-            self.inside.all_reduce(tensor, Collective.SUM)
+            self.inside.all_reduce(tensor)
+
+    def close(self) -> None:
+        """Leave both groups."""
+        for one in (self.codec, self.inside):
+            if isinstance(one, TorchGroup):
+                dist.destroy_process_group(one.group)
+            elif one is not None:
+                one.close()
 
 
 def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
-    """Make the process groups of a lane; a collective.
+    """Make the groups of a lane; a collective.
 
     Args:
         nodes: Which workers are on which node; None where the codec is used between all.
@@ -387,27 +396,30 @@ def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: fl
         timeout: Seconds after which a silent worker is an error.
 
     Returns:
-        The process groups that messages of the lane take.
+        The groups over which the lane exchanges messages.
     """
     everybody = tuple(range(dist.get_world_size(group)))
     codec = _own_group([everybody] if nodes is None else nodes.columns[: nodes.leaders], group, timeout)
     inside = None if nodes is None else _own_group([node for node in nodes.members if len(node) > 1], group, timeout)
-    return Paths(
-        TorchGroup(codec) if codec is not None else None,
-        TorchGroup(inside) if inside is not None else None,
-        tuple(one for one in (codec, inside) if one is not None),
-    )
+    return Paths(codec, inside)
 
 
-def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout: float) -> Any:
-    """Make a process group of each party of the group's ranks, and return this worker's; None where it is in none."""
+def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout: float) -> Group | None:
+    """Make a group of each party of the group's ranks, and return this worker's; None where it is in none."""
+    if dist.get_backend(group) == "gloo" and not torch.cuda.is_available() and max(map(len, parties)) <= MOST_WORKERS:
+        own = dist.get_rank(group)
+        members = next((party for party in parties if own in party), ())
+        with contextlib.suppress(OSError):
+            groups = open_sockets(own, members or (own,), lambda item: gather_items(item, group), timeout, 1)
+            return groups[0] if members else None
     jobs = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    mine, own = None, dist.get_rank(group)
+    mine: Group | None = None
+    own = dist.get_rank(group)
     for party in parties:
         if group is None or own in party:
             # Inside of a part of the job only the members make a group: the other workers do not call this.
             made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
-            mine = made if own in party else mine
+            mine = TorchGroup(made) if own in party and made is not None else mine
     return mine
 
 

@@ -5,142 +5,26 @@ Round i of all coders becomes one collective per way of collective and type. Whe
 (Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
 
 An exchange is written as a sequence of requests, each of them one collective; who carries them out is another matter:
-a group of torch.distributed (`hybridpar.compress.exchange`), or one process that plays all workers
+a group of workers (`hybridpar.compress.group`), or one process that plays all workers
 (`hybridpar.compress.together`).
 """
 
 from __future__ import annotations
 
-import datetime
 import enum
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.compress.codec import Coder, Collective, Round, Scratch, TensorSpec
+from hybridpar.compress.group import Group
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import UsageError
-
-
-class Group(Protocol):
-    """Some workers that exchange tensors. Calls come in the same order on all of them.
-
-    On a CPU a call returns when the result is there, on a GPU when it is enqueued on the current stream. Tensors are
-    1-D and contiguous.
-    """
-
-    @property
-    def size(self) -> int:
-        """How many workers there are."""
-
-    @property
-    def rank(self) -> int:
-        """This worker."""
-
-    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
-        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them.
-
-        Args:
-            tensor: 1-D.
-            collective: SUM, MAX or AND.
-        """
-
-    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        """Send `in_sizes[k]` elements of `inp` to worker k, and receive `out_sizes[k]` from it into `out`.
-
-        Args:
-            out: Where what arrives goes, by rank of the sender.
-            inp: What is sent, by rank of the receiver.
-            out_sizes: Elements from each worker.
-            in_sizes: Elements for each worker.
-        """
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank.
-
-        Args:
-            out: As large as all workers' `inp` together.
-            inp: Of one size on all workers.
-        """
-
-
-# The newer name of torch 2.14, which warns of the older one.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-_OPERATIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.AND: dist.ReduceOp.BAND}
-
-
-class TorchGroup(Group):
-    """A process group of torch.distributed, which stays its owner's to destroy.
-
-    Args:
-        group: The group; None for the default one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        # NCCL has no bitwise operations.
-        self._bitwise = dist.get_backend(group) != "nccl"
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self._group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self._group)
-
-    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
-        if not tensor.numel():
-            return
-        if collective is Collective.AND and not self._bitwise:
-            self._and_by_gathering(tensor)
-            return
-        dist.all_reduce(tensor, _OPERATIONS[collective], group=self._group)
-
-    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        dist.all_to_all_single(out, inp, list(out_sizes), list(in_sizes), group=self._group)
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        _all_gather(out, inp, group=self._group)
-
-    def _and_by_gathering(self, tensor: Tensor) -> None:
-        words = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        self.all_gather(words, tensor)
-        for row in words.view(self.size, -1):
-            tensor.bitwise_and_(row)
-
-
-def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> dist.ProcessGroup | None:
-    """Make a process group with threads of its own, on which all members can be reached when this returns.
-
-    Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
-    own, closes them on workers that are still connecting, and these would report a network that does not work instead
-    of the reason. So members exchange a message once.
-
-    Args:
-        ranks: Its members' ranks in the job, the same on all of them.
-        timeout: Seconds after which a silent member is an error.
-        members_only: Whether only the members call this; else all workers of the job make the same groups in the same
-            order, theirs or not.
-
-    Returns:
-        The group; None for a worker that is no member.
-    """
-    group = dist.new_group(
-        list(ranks), timeout=datetime.timedelta(seconds=timeout), use_local_synchronization=members_only
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        return None
-    if "gloo" in dist.get_backend_config(group):  # NCCL connects on first use
-        dist.all_reduce(torch.zeros(1), group=group)
-    return group
 
 
 class Phase(enum.Enum):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
-from hybridpar.compress.exchange import Exchange, Group, split
+from hybridpar.compress.exchange import Exchange, split
+from hybridpar.compress.group import Group
 from hybridpar.compress.text import bind
 from hybridpar.machine.steady import halves_apart
 
@@ -133,15 +134,16 @@ def _median_ms(
     return statistics.median(times[1:])
 
 
-class _Alone:
+class _Alone(Group):
     """A group of which this worker is the first and the only one: whatever it sends comes back from all the others."""
 
     rank = 0
+    size = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
+    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
         """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
@@ -151,6 +153,9 @@ class _Alone:
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,14 +242,19 @@ def _timm_names(name: str) -> set[str]:
     found: set[str] = set()
     for folder in package.submodule_search_locations or ():
         if (file := Path(folder, "optim", "_optim_factory.py")).is_file():
-            found |= {
-                str(word.value.value)
-                for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "OptimInfo"
-                for word in call.keywords
-                if word.arg == "name" and isinstance(word.value, ast.Constant)
-            }
+            found |= _names_in(file)
     return found
+
+
+@functools.cache  # read once: shards make their optimizers on threads, where Python 3.11 cannot parse at the same time
+def _names_in(file: Path) -> set[str]:
+    return {
+        str(word.value.value)
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "OptimInfo"
+        for word in call.keywords
+        if word.arg == "name" and isinstance(word.value, ast.Constant)
+    }
 
 
 def state_copies(config: OptimizerConfig) -> int:

@@ -354,7 +354,6 @@ class TrainConfig(
             UsageError: Such an option is given.
         """
         whole = "With parameter servers every worker computes the whole model, at its own pace."
-        shards = "A shard sees its own stripe of the gradients only."
         refused: list[tuple[str, bool, str]] = [
             ("--stages or a plan", self.is_staged or self.plan_file is not None, whole),
             (
@@ -372,9 +371,16 @@ class TrainConfig(
             (f"--shares {self.shares}", self.shares.strip() != "equal", whole),
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
-            ("--clip-norm", self.clip_norm is not None, shards),
-            (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
-            ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
+            (
+                f"--optimizer {self.optimizer}",
+                self.optimizer.startswith("timm/kron"),
+                "It draws random numbers of its own, which a shard could neither save nor draw again.",
+            ),
+            (
+                f"--optimizer {self.optimizer} --memory-format channels_last",
+                "adafactor" in self.optimizer and self.uses_channels_last,
+                "It looks at the order of dimensions, and servers hold parameters as they lie in memory.",
+            ),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridpar.comm.world import BackendSum, World
-from hybridpar.compress import Policy, read_policy
+from hybridpar.comm.world import World
+from hybridpar.compress import Policy, TorchGroup, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.sync.choice import Part, choose_policy
@@ -123,7 +123,7 @@ class DataParallel(DistributedDataParallel):
             size,
             next(self.module.parameters()).device,
             _TIMEOUT,
-            lane_sums=[BackendSum(group)] if size > 1 else [],
+            lane_sums=[TorchGroup(group)] if size > 1 else [],
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )

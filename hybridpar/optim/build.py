@@ -278,7 +278,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         {
             "names": [names[id(parameter)] for parameter in group["params"]],
             **{key: value for key, value in group.items() if key != "params" and _plain(value)},
-            **{key: _copied(group[key]) for key in _COUNTERS & group.keys()},
+            **counters_of(group),
         }
         for group in optimizer.param_groups
     ]
@@ -327,17 +327,32 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sav
         }
 
 
+def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What optimizers such as LAMB count per group of parameters, copied.
+
+    Args:
+        group: A group of an optimizer, or one that `optimizer_state` returned.
+    """
+    return {key: _copied(group[key]) for key in _COUNTERS & group.keys()}
+
+
+def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
+    """Give a group of parameters the counters that `counters_of` returned, and no others.
+
+    Args:
+        group: A group of an optimizer.
+        counters: What it is to have counted.
+    """
+    for key in _COUNTERS & group.keys():
+        del group[key]
+    group.update(counters_of(counters))
+
+
 def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: dict[str, Any]) -> None:
     """Put back what optimizers such as LAMB count per group: options that no constructor has."""
     for group in optimizer.param_groups:
         own = {names.get(id(parameter)) for parameter in group["params"]}
-        for other in saved["groups"]:
-            if own.intersection(other["names"]):
-                group.update({key: _copied(other[key]) for key in other.keys() & _COUNTERS})
-                break
-        else:
-            for key in _COUNTERS & group.keys():
-                del group[key]
+        put_counters(group, next((other for other in saved["groups"] if own.intersection(other["names"])), {}))
 
 
 def _copied(value: Any) -> Any:

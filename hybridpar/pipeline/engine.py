@@ -506,10 +506,11 @@ class PipelineEngine:
         if self.is_whole:
             return torch.compile(module) if self.options.compile else module
         module.train()
-        if count := key_random_operations(module.graph, module):
+        compiled = self.options.compile and mine
+        if count := key_random_operations(module.graph, module, compiled=compiled):
             module.recompile()
             self.random_stages[stage.index] = count
-        return torch.compile(module) if self.options.compile and mine else module
+        return torch.compile(module) if compiled else module
 
     def _batches(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[MicroBatch]:
         return [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]

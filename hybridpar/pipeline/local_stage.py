@@ -7,7 +7,6 @@ lane, where everything else happens. For a model that is not cut, that lane is t
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,7 @@ from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
-from hybridpar.sync.clipping import clip_each
+from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
@@ -304,17 +303,3 @@ class LocalStage:
             yield
         for buffer, before in zip(buffers, saved, strict=True):
             buffer.copy_(before)
-
-
-def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
-    """The factor by which gradients are clipped to a norm; None where the host knows that it is 1.
-
-    Args:
-        squares: Squared norm of all gradients, 0-d float64. On a GPU it is not read.
-        limit: Largest norm.
-    """
-    # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
-    factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-    if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
-        return None
-    return factor

@@ -110,26 +110,30 @@ def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator
             yield
 
 
-def key_random_operations(graph: fx.Graph, modules: nn.Module) -> int:
+def key_random_operations(graph: fx.Graph, modules: nn.Module, *, compiled: bool = False) -> int:
     """Surround every random operation of a graph by calls that seed it by its name; the caller recompiles.
 
     Args:
         graph: Edited in place.
         modules: Where the graph's modules are.
+        compiled: Keep torch.compile out of the calls, which it would compile again for every micro-batch of every step.
 
     Returns:
         How many there are.
     """
+    enter, leave = (torch.compiler.disable(one) if compiled else one for one in (enter_random, leave_random))  # type: ignore[no-untyped-call]
     count = 0
     for node in list(graph.nodes):
         if not _is_random(node, modules):
             continue
         count += 1
-        if node.prev.target is not enter_random:  # else the stage has been in a pipeline before
+        if (before := node.prev).args == (node.name,):  # the stage has been in a pipeline before
+            before.target, node.next.target = enter, leave
+        else:
             with graph.inserting_before(node):
-                graph.call_function(enter_random, (node.name,))
+                graph.call_function(enter, (node.name,))
             with graph.inserting_after(node):
-                graph.call_function(leave_random)
+                graph.call_function(leave)
     return count
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
-from hybridpar.comm.world import BackendSum, World
-from hybridpar.compress import Collective, TorchGroup
+from hybridpar.comm.world import World
+from hybridpar.compress import Collective, Group, TorchGroup
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.network import log_rounds
@@ -107,7 +107,8 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
     with a token bucket fill the bucket again.
     """
     size, share, alone = party.size, (party.size - 1) / party.size, party.size == 1
-    adds, group = party.lane_sums[0], None if alone else TorchGroup(party.control)
+    adds = party.lane_sums[0]
+    group = None if alone else adds if isinstance(adds, Group) else TorchGroup(party.control)
 
     def all_to_all(message: Tensor) -> None:
         assert group is not None
@@ -138,7 +139,7 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         "half_sum": (partial(sum_as, torch.float16), 2 * share),
         "integer_sum": (partial(sum_as, torch.int32), 2 * share),
     }
-    if isinstance(adds, BackendSum):  # which is the sum that codecs use
+    if adds is group:  # which is the sum that codecs use
         del ways["codec_sum"]
     own = {name: (None if alone else work, factor) for name, (work, factor) in ways.items()}
     return {"send": (send if grid.world.rank in pair else None, 1.0), **own}

@@ -23,8 +23,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hybridpar.comm.world import BackendSum, World
-from hybridpar.compress import parse_codec
+from hybridpar.comm.world import World
+from hybridpar.compress import Group, parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
@@ -455,8 +455,8 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
 
 
 def _carries_codecs(world: World) -> bool:
-    """Whether gradients can be sent as a codec: process groups carry it, shared memory only adds."""
-    return world.size > 1 and isinstance(world.lane_sums[0], BackendSum)
+    """Whether gradients can be sent as a codec: groups carry it, shared memory only adds."""
+    return world.size > 1 and isinstance(world.lane_sums[0], Group)
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor, form: str, *, compiled: bool = False) -> float:

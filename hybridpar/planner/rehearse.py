@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.world import BackendSum, World
+from hybridpar.comm.world import World
+from hybridpar.compress import Group
 from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec
@@ -157,7 +158,7 @@ def _step_times(
             whole_step_ms(run, (example,), clock)
             told: list[float] = world.gather(whole_step_ms(run, (example,), clock))  # type: ignore[assignment]
             codecs = ["none"] if exchange <= max(told) else []
-            if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], BackendSum):
+            if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], Group):
                 codecs.append(CODEC)
             found, noises = {}, [0.0]
             for codec in codecs:

@@ -342,8 +342,8 @@ class Run(RunLoop):
             with self.clock.away():
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
-            self.trainer.note_metric(evaluation.accuracy)
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
+                self.trainer.note_metric(evaluation.accuracy)
                 at.epoch, at.epoch_step = epoch + 1, 0
             last = epoch == self.epochs - 1
             if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):

@@ -46,6 +46,7 @@ from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.served_state import ServedState
 from hybridpar.run.timings import StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.learner import Exchanged, Learner
 from hybridpar.server.place import Place, find_own_place
@@ -53,7 +54,7 @@ from hybridpar.server.present import exchange
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
 from hybridpar.server.rules import Rules
 from hybridpar.server.staleness import StalenessHistogram
-from hybridpar.server.stripe_optimizer import described_parameters
+from hybridpar.server.stripe_optimizer import described_parameters, needs_whole_parameters
 from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_parameters
 from hybridpar.train.checkpoint_files import step_of
 from hybridpar.train.evaluation import Evaluation, evaluate
@@ -118,7 +119,7 @@ def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoc
         data_ms=data_ms,
         bytes_sent=result.pushed,
         skipped=row["skipped"] > 0,
-        grad_norm=None,
+        grad_norm=result.norm,
         staleness=row["staleness"],
         most_stale=row["most_stale"],
         queued=row["queued"],
@@ -171,14 +172,16 @@ class ServedRun(RunLoop):
         self.policy = read_policy(config.compress)
         self.policy.check(list(trained_parameters(self.model)))
         check_for_servers(self.policy)
+        optimizer = build_optimizer(self.model, config)
         for entry in self.policy.rules:
-            check_optimizer(entry.codec, build_optimizer(self.model, config))
+            check_optimizer(entry.codec, optimizer)
+        self.clipping = Clipping.of(config, self.model, optimizer)
         described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
         scales = None
         if config.scales_rates:
             scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)
-        self.stripes = cut_model(described, place.hosts * self.parts, scales)
+        self.stripes = cut_model(described, place.hosts * self.parts, scales, whole=needs_whole_parameters(config))
         if self.is_main:
             tell_parts(place, self.parts)
         self.loss = OutputLoss(make_loss(config, mixed=config.mixes))
@@ -251,6 +254,7 @@ class ServedRun(RunLoop):
         self.state = ServedState(
             *(self.config, self.model_name, self.model, self.stripes, self.place, self.policy),
             self.rules.barrier,
+            self.clipping,
             self.at,
         )
         graceful = False
@@ -269,6 +273,7 @@ class ServedRun(RunLoop):
                 loss_scale=self.state.loss_scale,
                 guard=self.config.guard,
                 compiled=self.config.compile,
+                clipping=self.clipping,
                 took=self.state.take_weights,
             )
             with contextlib.closing(self.learner):
@@ -287,14 +292,17 @@ class ServedRun(RunLoop):
             return False
         self._seen = self.at.step
         for batch, data_ms in self._endless():
+            rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
             result = self.learner.step(
                 self._mixed(batch.micro_batches),
                 batch.samples,
                 batch.global_samples,
-                rate=rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config),
+                rate=rate * self.state.lowered,
                 stop=stop.wanted,
                 save=self._is_save_due() or self._save_asked,
+                lowered=self.state.tells,
             )
+            self.state.hear(result.lowered)
             self._save_asked = False
             self.at.own_steps += 1
             before, self._seen, self.at.step = self._seen, result.step, result.step
@@ -361,6 +369,8 @@ class ServedRun(RunLoop):
             # Without a barrier an answer may come some steps after the end of the epoch that it tells of.
             epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
             tested, averaged = self._evaluate(f"test-{step}"), self._evaluate_average(f"test-average-{step}")
+            if ended:  # --steps may end within an epoch
+                self.state.note_metric(tested.accuracy, self.total, self.per_epoch)
             wanted = self._note_epoch(epoch, step, tested, averaged, last=result.done)
             if barrier and not result.done and wanted:
                 self._save(f"epoch-{step}")

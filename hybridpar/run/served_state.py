@@ -22,10 +22,12 @@ from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.loss_scale import LossScale
+from hybridpar.optim.schedule import Plateau, warmup_length
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing
 from hybridpar.server.checkpoints import merged_states, shard_starts
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.link import Links
 from hybridpar.server.place import Place
@@ -55,6 +57,7 @@ class ServedState:
         place: What this process is.
         policy: Codecs of pushes.
         barrier: Whether an update waits for all workers.
+        clipping: How gradients are clipped.
         at: How far the run is; what is found at the start is put there.
     """
 
@@ -67,9 +70,10 @@ class ServedState:
         place: Place,
         policy: Policy,
         barrier: bool,
+        clipping: Clipping,
         at: Standing,
     ) -> None:
-        self._at = at
+        self._at, self._clipping = at, clipping
         self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
         self.model = model
@@ -86,6 +90,9 @@ class ServedState:
         self.links = self._open_links(policy)
         #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
         self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
+        # What workers in step decide alike of `--lr-schedule plateau`, else worker 0 for all.
+        self._plateau = Plateau(config) if config.lr_schedule == "plateau" else None
+        self._told: float | None = None
         #: The moving average (`--model-ema`), on all workers where they are in step, else on worker 0; from `begin` on.
         self.average: ModelAverage | None = None
         self._averaged = 0  # steps that it has followed
@@ -143,11 +150,16 @@ class ServedState:
         checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
             at.step = at.own_steps = int(welcome[0].get("step", at.step))
+            self.hear(welcome[0].get("lowered"))
             checkpoint = latest_checkpoint(at.checkpoints) or checkpoint
         elif checkpoint is not None:
             self._load_own(checkpoint)
         if self._config.model_ema and (main or self._barrier):
             self._begin_average(checkpoint)
+        if self._plateau is not None and checkpoint is not None:
+            with usable(checkpoint):
+                if (saved := load_checkpoint(checkpoint).training.get("plateau")) is not None:
+                    self._plateau.load_state_dict(saved)
 
     def take_weights(self) -> None:
         """Put into the model what the shards sent last."""
@@ -195,6 +207,7 @@ class ServedState:
                 progress=progress,
                 taken=step * workers,
                 clock=clock,
+                clipping=self._clipping,
                 facts={
                     "directory": str(place.directory),
                     "checkpoint": checkpoint,
@@ -221,6 +234,45 @@ class ServedState:
             if "server" in own:
                 self._at.own_steps = int(own["server"]["own_steps"])
                 self.links.load_coders(own["server"]["codecs"])
+
+    # ------------------------------------------------------------------- rates
+
+    @property
+    def lowered(self) -> float:
+        """What learning rates are multiplied with."""
+        if self._told is not None:
+            return self._told
+        return 1.0 if self._plateau is None else self._plateau.factor
+
+    def hear(self, lowered: float | None) -> None:
+        """Follow what worker 0 says of learning rates, unless this worker decides itself.
+
+        Args:
+            lowered: What they are multiplied with; None where nothing was said.
+        """
+        if not self._decides:
+            self._told = self._told if lowered is None else lowered
+
+    @property
+    def tells(self) -> float | None:
+        """What the other workers are to be told of learning rates; None for nothing."""
+        return self.lowered if self._plateau is not None and self._place.rank == 0 and not self._barrier else None
+
+    @property
+    def _decides(self) -> bool:
+        """Whether this worker follows the tests: all that are in step do, else worker 0."""
+        return self._barrier or self._place.rank == 0
+
+    def note_metric(self, metric: float, total: int, steps_per_epoch: int) -> None:
+        """Take the result of a test into account for `--lr-schedule plateau`.
+
+        Args:
+            metric: The larger, the better. During the warm-up it does not count.
+            total: Steps of the run.
+            steps_per_epoch: Of an epoch.
+        """
+        if self._plateau is not None and self._at.step > warmup_length(total, steps_per_epoch, self._config):
+            self._plateau.step(metric)
 
     # ----------------------------------------------------------------- average
 
@@ -299,16 +351,18 @@ class ServedState:
         """The model, and what else there is of it, as the shards have it."""
         model = copy.deepcopy(self.model).cpu()
         optimizer, progress = merged_states(model, self._stripes, states)
+        kind = type(build_optimizer(model, self._config)).__name__
         if states[0]["buffers"].numel():
             put_buffers(model, states[0]["buffers"])
-        kind = {"sgd": "SGD", "adamw": "AdamW"}[self._config.optimizer]
         training = {
-            "optimizer": {"kind": kind, "groups": [], "state": optimizer},
+            "optimizer": {"kind": kind, **optimizer},
             "extra": self._at.to_extra(self._config),
             "server": {"shards": progress},
         }
         if self.loss_scale is not None:
             training["loss_scale"] = self.loss_scale.state_dict()
+        if self._plateau is not None:
+            training["plateau"] = self._plateau.state_dict()
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view
+from hybridpar.optim.build import counters_of
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.running import flat_buffers, running_buffers
-from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
+from hybridpar.server.stripes import Piece, Stripe, piece_views, trained_parameters
 
 #: What is kept of a shard beside the parameters and the optimizer.
 _PROGRESS = ("clock", "taken", "histogram")
@@ -30,6 +32,7 @@ def shard_starts(
     progress: Sequence[Mapping[str, Any]] = (),
     taken: int = 0,
     clock: int = 0,
+    clipping: Clipping | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """What each shard is to begin with.
@@ -42,11 +45,12 @@ def shard_starts(
         progress: What `merged_states` returned of as many shards; else `taken` and `clock` count.
         taken: Pushes taken so far.
         clock: Updates so far.
+        clipping: How gradients are clipped.
         facts: What every worker is to be told.
     """
     parameters = {name: own.detach() for name, own in trained_parameters(model).items()}
     saved = (optimizer or {}).get("state", {})
-    flat_state = {name: _flat_state(values, parameters[name]) for name, values in saved.items() if name in parameters}
+    counters = {name: counters_of(group) for group in (optimizer or {}).get("groups", ()) for name in group["names"]}
     starts = []
     for number, stripe in enumerate(stripes):
         own = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
@@ -55,8 +59,10 @@ def shard_starts(
                 "pieces": [asdict(piece) for piece in stripe.pieces],
                 "values": torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
                 "optimizer": [
-                    _cut(flat_state.get(piece.name, {}), piece.start, piece.count) for piece in stripe.pieces
+                    _cut(saved.get(piece.name, {}), parameters[piece.name], piece) for piece in stripe.pieces
                 ],
+                "counters": [counters.get(piece.name, {}) for piece in stripe.pieces],
+                "clipping": asdict(clipping or Clipping()),
                 "state": own | {"taken": taken},
                 "limit": limit,
                 "buffers": flat_buffers(model).cpu() if number == 0 else torch.empty(0),
@@ -80,7 +86,7 @@ def untrained(model: nn.Module) -> dict[str, Tensor]:
 
 def merged_states(
     model: nn.Module, stripes: Sequence[Stripe], states: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Put the shards' states together.
 
     Args:
@@ -89,41 +95,35 @@ def merged_states(
         states: Their states.
 
     Returns:
-        The optimizer's state by parameter name, and what `shard_starts` wants as `progress`.
+        The optimizer's state as of `hybridpar.optim.build.optimizer_state`, but for its kind and options, and what
+        `shard_starts` wants as `progress`.
     """
     parameters = {name: own.data for name, own in trained_parameters(model).items()}
     optimizer: dict[str, dict[str, Any]] = {name: {} for name in parameters}
-    progress = []
+    groups, progress = [], []
     for stripe, state in zip(stripes, states, strict=True):
         values, ranges = state["values"], stripe.ranges
         views = piece_views(stripe, parameters)
         for piece, view, own, (first, last) in zip(stripe.pieces, views, state["optimizer"], ranges, strict=True):
             view.copy_(values[first:last])
             for key, value in own.items():
-                if isinstance(value, Tensor) and value.shape == (piece.count,):
-                    like = parameters[piece.name]
-                    whole = optimizer[piece.name].setdefault(key, torch.zeros_like(like, device="cpu"))
-                    flat_view(whole)[piece.start : piece.start + piece.count] = value
+                if isinstance(value, Tensor) and value.shape == piece.shape:
+                    like = torch.zeros_like(parameters[piece.name], device="cpu", dtype=value.dtype)
+                    whole = optimizer[piece.name].setdefault(key, like)
+                    flat_view(whole)[piece.start : piece.start + piece.count] = value.flatten()
                 else:
                     optimizer[piece.name][key] = value
+        named = zip(stripe.pieces, state["counters"], strict=True)
+        groups += [{"names": [piece.name], **counters} for piece, counters in named if counters]
         progress.append({key: state[key] for key in _PROGRESS})
-    return {name: own for name, own in optimizer.items() if own}, progress
+    return {"groups": groups, "state": {name: own for name, own in optimizer.items() if own}}, progress
 
 
-def _flat_state(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """A parameter's optimizer state with tensors in the parameter's memory order, 1-D."""
-    flat = {}
+def _cut(state: Mapping[str, Any], like: Tensor, piece: Piece) -> dict[str, Any]:
+    """A parameter's optimizer state, cut to a piece; what has another shape than the parameter stays whole."""
+    own = dict(state)
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == like.shape and (value.ndim or key != "step"):
-            flat[key] = flat_view(torch.empty_like(like, device="cpu").copy_(value))
-        else:
-            flat[key] = value
-    return flat
-
-
-def _cut(state: Mapping[str, Any], start: int, count: int) -> dict[str, Any]:
-    whole = {}
-    for key, value in state.items():
-        cut = isinstance(value, Tensor) and value.ndim == 1
-        whole[key] = value[start : start + count].clone() if cut else value
-    return whole
+        if isinstance(value, Tensor) and value.shape == like.shape:
+            flat = flat_view(torch.empty_like(like, device="cpu", dtype=value.dtype).copy_(value))
+            own[key] = flat[piece.start : piece.start + piece.count].clone().view(piece.shape)
+    return own

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.loss_scale import LossScale
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import trained_parameters
@@ -36,6 +37,8 @@ class Exchanged:
         done: Whether the servers have taken in all that was wanted.
         stop: Whether all workers are to stop.
         save: Number of a checkpoint that all are to write now; 0 for none.
+        lowered: What worker 0 last said that learning rates are multiplied with; None for nothing.
+        norm: Norm of the gradient of all workers before clipping; None where worker 0 did not add it up.
         rows: For worker 0: what the steps since the last answer did.
         news: For worker 0: what happened to other workers.
         compute_ms: Time of forward and backward passes.
@@ -55,6 +58,8 @@ class Exchanged:
     exposed_ms: float
     pushed: int
     pulled: int
+    lowered: float | None = None
+    norm: float | None = None
     rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
     news: Sequence[str] = field(default_factory=tuple)
 
@@ -72,6 +77,7 @@ class Learner:
             steps where all workers make them together, else this worker's own gradients.
         guard: Whether a gradient that is not finite does not count.
         compiled: Whether the model is run through torch.compile.
+        clipping: How gradients are clipped. Without a barrier servers are told what each is multiplied with.
         took: Called when weights have come, to put them where the model's parameters are.
     """
 
@@ -86,6 +92,7 @@ class Learner:
         loss_scale: LossScale | None = None,
         guard: bool = True,
         compiled: bool = False,
+        clipping: Clipping | None = None,
         took: Callable[[], object] = lambda: None,
     ) -> None:
         self.model = model
@@ -93,6 +100,7 @@ class Learner:
         self._took = took
         self._loss = loss
         self._barrier, self._guard = barrier, guard
+        self._clipping = None if barrier or clipping is None or not clipping.by_norm else clipping
         self.autocast, self._loss_scale = context, loss_scale
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
         self._parameters = trained_parameters(model)
@@ -130,6 +138,7 @@ class Learner:
         rate: float = 1.0,
         stop: bool = False,
         save: bool = False,
+        lowered: float | None = None,
     ) -> Exchanged:
         """Compute a gradient, push it, and take the weights that come for it.
 
@@ -140,6 +149,7 @@ class Learner:
             rate: Learning rate as a fraction of its peak.
             stop: Ask all workers to stop.
             save: Ask all workers for a checkpoint.
+            lowered: Tell the others, if not None, what their learning rates are multiplied with.
 
         Returns:
             What the servers answered, and what the exchange took.
@@ -170,16 +180,20 @@ class Learner:
         for name in self._parameters:
             if name not in self._handed:
                 self._hand_over(name)
-        sound = self._is_sound(missing) and math.isfinite(total)
+        squares = self._squares(missing)
+        sound = not self._guard or (math.isfinite(squares) and math.isfinite(total))
         computed = time.perf_counter()
-        end = {
+        end: dict[str, Any] = {
             "weight": 1.0 if self._barrier else None,
+            "factor": 1.0 if self._clipping is None else self._clipping.factor(squares),
             "samples": samples,
             "loss": total,
-            "sound": sound or not self._guard,
+            "sound": sound,
             "stop": stop,
             "save": save,
         }
+        if lowered is not None:
+            end["lowered"] = lowered
         unused = [
             [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
             for link in self.links.links
@@ -208,6 +222,8 @@ class Learner:
             exposed_ms=(time.perf_counter() - computed) * 1e3,
             pushed=pushed,
             pulled=pulled,
+            lowered=first["lowered"],
+            norm=None if self.links.squares is None else math.sqrt(self.links.squares),
             rows=first.get("rows", ()),
             news=first.get("news", ()),
         )
@@ -227,16 +243,16 @@ class Learner:
         for shard, number, where in self._places[name]:
             self.links.ready(shard, number, flat[where])
 
-    def _is_sound(self, missing: set[str]) -> bool:
+    def _squares(self, missing: set[str]) -> float:
+        """Squared norm of the gradient; 0 where nobody wants to know it."""
         gradients = [
             parameter.grad
             for name, parameter in self._parameters.items()
             if name not in missing and parameter.grad is not None
         ]
-        if not self._guard or not gradients:
-            return True
-        norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64))
-        return bool(torch.isfinite(norms).all())
+        if not gradients or (not self._guard and self._clipping is None):
+            return 0.0
+        return float(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
 
     def _traffic(self) -> tuple[int, int]:
         return sum(link.sent for link in self.links.links), sum(link.received for link in self.links.links)

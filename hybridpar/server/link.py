@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +32,12 @@ class Links:
         self._hosts = len(self.links) if hosts is None else hosts
         self._flights: list[PushFlight] = []
         self._futures: list[Future[dict[str, Any]]] = []
+        self._squares = [0.0] * len(self.links)
+        self._all_squares = Barrier(len(self.links))
+        for number, link in enumerate(self.links):
+            link.add_up = partial(self._add_up, number)
+        #: Squared norm of the last gradient of all workers, where the shards had it added up.
+        self.squares: float | None = None
 
     def hello(self, buffers: int, rows: int | None) -> list[dict[str, Any]]:
         """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards.
@@ -64,6 +72,7 @@ class Links:
         Args:
             rate: Learning rate as a fraction of its peak.
         """
+        self.squares = None
         for link in self.links:
             if link.encoder is not None:
                 link.encoder.rescale(rate)
@@ -77,7 +86,23 @@ class Links:
                 flight.turn = self._flights[follower].gone
             else:
                 flight.turn.set()
-        self._futures = [link.submit(link.push, flight) for link, flight in zip(self.links, self._flights, strict=True)]
+        self._futures = [
+            link.submit(self._push, link, flight) for link, flight in zip(self.links, self._flights, strict=True)
+        ]
+
+    def _push(self, link: ShardLink, flight: PushFlight) -> dict[str, Any]:
+        try:
+            return link.push(flight)
+        except BaseException:
+            self._all_squares.abort()  # others may wait there for this shard
+            raise
+
+    def _add_up(self, number: int, squares: float) -> float:
+        """On the thread of a shard: the squared norm of the whole gradient, once all shards have said theirs."""
+        self._squares[number] = squares
+        self._all_squares.wait()
+        self.squares = sum(self._squares)
+        return self.squares
 
     def ready(self, shard: int, piece: int, gradient: Tensor) -> None:
         """A piece of the gradient is there.
@@ -143,6 +168,7 @@ class Links:
         """
         for flight in self._flights:
             flight.finish()
+        self._all_squares.abort()
         for link in self.links:
             link.close(graceful=graceful)
 
@@ -160,5 +186,6 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
         except Exception as error:
             problems.append(error)
     if problems:
-        raise next((error for error in problems if isinstance(error, UsageError)), problems[0])
+        causes = [error for error in problems if not isinstance(error, BrokenBarrierError)] or problems
+        raise next((error for error in causes if isinstance(error, UsageError)), causes[0])
     return done

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridpar.comm.rendezvous import address_towards
 from hybridpar.config.server import ServerConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
+from hybridpar.machine.addresses import address_towards
 from hybridpar.machine.supervise import new_token
 from hybridpar.server.handshake import job_token
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.machine.process import usable_memory
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
@@ -70,6 +71,7 @@ class ShardServer(SocketLoop):
         self._news: list[str] = []
         self._waiting_since: float | None = None
         self._weights: tuple[int, Tensor] | None = None
+        self._lowered: float | None = None  # what worker 0 last said that learning rates are multiplied with
 
     # -------------------------------------------------------------------- loop
 
@@ -277,6 +279,9 @@ class ShardServer(SocketLoop):
             self._draft()
         elif kind == "end":
             self._end_push(worker, peer, frame)
+        elif kind == "norm" and worker == 0:
+            assert self.shard is not None
+            self._answer_all(self.shard.finish(float(frame.meta["squares"])))
         elif kind == "gather":
             tag = str(frame.meta["tag"])
             self._meet(self._meetings.deposit(tag, worker, frame.payload, set(self._peers)))
@@ -345,6 +350,7 @@ class ShardServer(SocketLoop):
             "initialised": True,
             "clock": shard.clock,
             "step": shard.step,
+            "lowered": self._lowered,
             "sequence": sequence,
             "buffers": self._buffers.size,
             "rest": len(self._rest),
@@ -358,8 +364,10 @@ class ShardServer(SocketLoop):
         start = frame.unpack()
         stripe = Stripe(tuple(Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in start["pieces"]))
         options = self._options
-        self.shard = Shard(stripe, start["values"], options.rules, options.optimizer, limit=start["limit"])
-        self.shard.load_values(start["values"], start["optimizer"])
+        clipping = Clipping(**start["clipping"])
+        kept: dict[str, Any] = {"limit": start["limit"], "clipping": clipping}
+        self.shard = Shard(stripe, start["values"], options.rules, options.optimizer, **kept)
+        self.shard.load_values(start["values"], start["optimizer"], start["counters"])
         if start["state"]:
             self.shard.load_progress(start["state"])
         self._buffers.values = start["buffers"]
@@ -390,17 +398,18 @@ class ShardServer(SocketLoop):
             loss=float(meta["loss"]),
             sound=bool(meta["sound"]),
             unused=frozenset(meta["unused"]),
+            factor=float(meta["factor"]),
         )
+        if "lowered" in meta:
+            self._lowered = float(meta["lowered"])
         gradient, peer.gradient = peer.gradient, None
         if shard.expects(worker, push.sequence) and push.sound:
             if gradient is None:
                 gradient = self._gradient(peer, arrived)
             self._buffers.take(worker, frame.payload)
-        answers = shard.push(push, torch.empty(0) if gradient is None else gradient)
-        if answers:
-            self._buffers.meet(all(answer.applied for answer in answers))
-        for answer in answers:
-            self._answer(answer)
+        self._answer_all(shard.push(push, torch.empty(0) if gradient is None else gradient))
+        if shard.squares is not None:  # worker 0 adds up those of all shards
+            self._send(self._peers[0], {"kind": "squares", "squares": shard.squares})
 
     def _gradient(self, peer: Peer, push: Frame) -> Tensor:
         """What a push stands for: 1-D float32 of the stripe's size."""
@@ -442,6 +451,13 @@ class ShardServer(SocketLoop):
         for peer in list(peers.values()):
             self._send(peer, {"kind": "draft"}, weights)
 
+    def _answer_all(self, answers: list[Answer]) -> None:
+        """Workers may go on, after an update or without one."""
+        if answers:
+            self._buffers.meet(all(answer.applied for answer in answers))
+        for answer in answers:
+            self._answer(answer)
+
     def _answer(self, answer: Answer) -> None:
         """A worker may go on."""
         peer, shard = self._peers.get(answer.learner), self.shard
@@ -464,6 +480,7 @@ class ShardServer(SocketLoop):
             "done": shard.done,
             "stop": self._stop,
             "save": self._save if self._save > peer.saved else 0,
+            "lowered": self._lowered,
         }
         if peer.rows is not None:
             rows = shard.ledger.rows_after(peer.rows)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.optim.build import fill_momentum
+from hybridpar.optim.build import counters_of, fill_momentum, put_counters
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.ledger import Ledger
 from hybridpar.server.rules import Rules
 from hybridpar.server.snapshot import Snapshot
@@ -44,6 +45,7 @@ class Push:
         sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
             update takes one of each learner, it does not happen.
         unused: Numbers of the stripe's pieces for which there was no gradient.
+        factor: What it is multiplied with to be clipped.
     """
 
     learner: int
@@ -55,6 +57,7 @@ class Push:
     loss: float = 0.0
     sound: bool = True
     unused: frozenset[int] = frozenset()
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Shard:
         rules: What to do with gradients.
         optimizer: Makes the optimizer; its learning rate is the peak rate.
         limit: Pushes that are taken in all; later ones change nothing. None for any number.
+        clipping: How gradients are clipped. Where updates with a barrier need a norm over all shards, `squares` says
+            what this one adds to it, and the update is made when `finish` is told the sum.
         ledger: Where steps are recorded; default: a new one.
     """
 
@@ -126,6 +131,7 @@ class Shard:
         optimizer: OptimizerOf,
         *,
         limit: int | None = None,
+        clipping: Clipping | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         if values.shape != (stripe.count,):
@@ -139,7 +145,7 @@ class Shard:
         self.histogram = StalenessHistogram()
         self.ledger = ledger or Ledger(rules.learners)
         self._total = torch.zeros_like(self.values)
-        self._pieces = [nn.Parameter(self.values[first:last]) for first, last in stripe.ranges]
+        self._pieces = [nn.Parameter(values) for values in self._in_pieces(self.values)]
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
         for own, piece in zip(self._pieces, stripe.pieces, strict=True):
             members.setdefault((piece.decays, piece.scale), []).append(own)
@@ -147,12 +153,17 @@ class Shard:
             [{"params": own, "decays": decays, "scale": scale} for (decays, scale), own in members.items()]
         )
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._clipping = clipping or Clipping()
+        if self._clipping.own is not None:
+            self.optimizer.defaults["max_grad_norm"] = None  # it would take the norm of this stripe for that of all
+        #: Squared norm of the sum of all learners' gradients, while the norm over all shards is not known.
+        self.squares: float | None = None
         self._learners: dict[int, _Learner] = {}
         self._departed: dict[int, _Learner] = {}
         self._collected = _Collection()
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
         #: Whether drafts are usually kept: pieces that once had no gradient will often have none.
-        self.drafts_pay = True
+        self.drafts_pay = not self._clipping.by_norm
         self._before: Snapshot | None = None
         self._drafted = False
 
@@ -313,7 +324,7 @@ class Shard:
 
     def _collect(self, push: Push, gradient: Tensor, scale: float) -> None:
         """Add a gradient to those of the next update."""
-        weight = scale * (1 / self.rules.collect if push.weight is None else push.weight)
+        weight = scale * push.factor * (1 / self.rules.collect if push.weight is None else push.weight)
         if self._collected.count == 0:
             torch.mul(gradient, weight, out=self._total) if weight != 1 else self._total.copy_(gradient)
         else:
@@ -327,7 +338,6 @@ class Shard:
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
-        self._arrived.clear()
         sound = all(push.sound for push, _ in arrived)
         unused = any(push.unused for push, _ in arrived)
         drafted = self._keep_draft(sound and not unused)
@@ -335,7 +345,40 @@ class Shard:
         if sound and not drafted:
             for push, gradient in arrived:
                 self._collect(push, gradient, 1.0)
+            if self._clipping.by_norm:
+                totals = self._in_pieces(self._total)
+                norms = [torch.linalg.vector_norm(totals[n], dtype=torch.float64) for n in self._collected.used]
+                self.squares = float(sum(norm.square() for norm in norms))
+                return []
             self._apply()
+        return self._end_meeting(sound, drafted=drafted)
+
+    @torch.no_grad()
+    def finish(self, squares: float) -> list[Answer]:
+        """Make the update for which the norm over all shards was wanted.
+
+        Args:
+            squares: The sum of `squares` of all shards.
+
+        Returns:
+            Who may go on.
+
+        Raises:
+            SyncError: No update waits for it.
+        """
+        if self.squares is None:
+            raise SyncError("the norm of a gradient came for which nothing waits")
+        self.squares = None
+        factor = self._clipping.factor(squares)
+        if factor != 1.0:
+            self._total.mul_(factor)
+        self._apply()
+        return self._end_meeting(True)
+
+    def _end_meeting(self, sound: bool, *, drafted: bool = False) -> list[Answer]:
+        """Answer all learners of an update, in their order."""
+        arrived = [self._arrived[number] for number in sorted(self._arrived)]
+        self._arrived.clear()
         self.clock += sound
         answers = []
         for push, _ in arrived:
@@ -380,6 +423,11 @@ class Shard:
             self._before.restore()
         return drafted and counts
 
+    def _in_pieces(self, values: Tensor) -> list[Tensor]:
+        """Views of the pieces in values of the stripe."""
+        ranges = zip(self.stripe.pieces, self.stripe.ranges, strict=True)
+        return [values[first:last].view(piece.shape) for piece, (first, last) in ranges]
+
     def _update(self) -> None:
         """One step of the optimizer along the collected gradients, which the clock counts."""
         self._apply()
@@ -390,8 +438,10 @@ class Shard:
         factor = self.rules.rate * collected.rate / collected.count
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        for number, (piece, (first, last)) in enumerate(zip(self._pieces, self.stripe.ranges, strict=True)):
-            piece.grad = self._total[first:last] if number in collected.used else None
+        for number, (piece, total) in enumerate(zip(self._pieces, self._in_pieces(self._total), strict=True)):
+            piece.grad = total if number in collected.used else None
+        names = [piece.name for piece in self.stripe.pieces]
+        self._clipping.clip_pieces(list(zip(names, self._pieces, strict=True)))
         fill_momentum(self.optimizer)  # for pieces that are used for the first time
         self.optimizer.step()
 
@@ -416,9 +466,11 @@ class Shard:
         Learners are not part of it, as they join again, nor are gradients that wait for the rest of an update.
         """
         state = self.optimizer.state
+        counters = {id(own): group for group in self.optimizer.param_groups for own in group["params"]}
         return {
             "values": self.values.clone(),
             "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
+            "counters": [counters_of(counters[id(piece)]) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
             "histogram": self.histogram.to_dict(),
@@ -435,18 +487,27 @@ class Shard:
         self.histogram = StalenessHistogram.of_dict(state["histogram"])
 
     @torch.no_grad()
-    def load_values(self, values: Tensor, optimizer: Sequence[Mapping[str, Any]] = ()) -> None:
+    def load_values(
+        self,
+        values: Tensor,
+        optimizer: Sequence[Mapping[str, Any]] = (),
+        counters: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         """Overwrite the parameters and the optimizer's state.
 
         Args:
             values: As for the constructor.
             optimizer: For each piece its state; empty for none.
+            counters: For each piece what its group of parameters has counted; empty for nothing.
         """
         self.values.copy_(values)
         self.optimizer.state.clear()
         for piece, own in zip(self._pieces, optimizer, strict=False):
             if own:
                 self.optimizer.state[piece] = _copied(own)
+        known = {id(piece): own for piece, own in zip(self._pieces, counters, strict=False) if own}
+        for group in self.optimizer.param_groups:
+            put_counters(group, next((known[id(own)] for own in group["params"] if id(own) in known), {}))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

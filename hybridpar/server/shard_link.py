@@ -17,7 +17,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +126,8 @@ class ShardLink:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{number}")
         self._bell = socket.socketpair()
         self._bell[1].setblocking(False)
+        #: Called with the squared norm of the shard's part of a gradient: that of the whole gradient.
+        self.add_up: Callable[[float], float] = lambda squares: squares
         #: Weights that are not, or not yet, those of this worker.
         self._room = torch.empty(0, dtype=torch.float16 if options.half else torch.float32)
         #: Whether the shard has said that it has weights; they are then those of this worker.
@@ -366,6 +368,9 @@ class ShardLink:
             meta, length = self._next()
             if meta["kind"] == "draft":
                 self._take_draft(length)
+                continue
+            if meta["kind"] == "squares":
+                self._send({"kind": "norm", "squares": self.add_up(float(meta["squares"]))})
                 continue
             if meta["kind"] != "weights":
                 raise Garbled(f"{meta['kind']} instead of weights")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.optim.build import counters_of, put_counters
+
 
 class Snapshot:
     """Values and an optimizer's state of a stripe as they were; the memory is used again by the next one.
@@ -22,11 +24,13 @@ class Snapshot:
         self._live, self._pieces, self._optimizer = values, pieces, optimizer
         self._values = torch.empty_like(values)
         self._states: list[dict[str, Any]] = [{} for _ in pieces]
+        self._counters: list[dict[str, Any]] = []
 
     @torch.no_grad()
     def take(self) -> None:
         """Keep what is there now."""
         self._values.copy_(self._live)
+        self._counters = [counters_of(group) for group in self._optimizer.param_groups]
         state = self._optimizer.state
         self._states = [
             _kept(state.get(piece, {}), before) for piece, before in zip(self._pieces, self._states, strict=True)
@@ -36,6 +40,8 @@ class Snapshot:
     def restore(self) -> None:
         """Bring back what was kept."""
         self._live.copy_(self._values)
+        for group, counters in zip(self._optimizer.param_groups, self._counters, strict=True):
+            put_counters(group, counters)
         for piece, kept in zip(self._pieces, self._states, strict=True):
             if kept:
                 self._optimizer.state[piece] = _kept(kept, self._optimizer.state.get(piece, {}))

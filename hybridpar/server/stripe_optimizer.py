@@ -1,4 +1,4 @@
-"""The optimizer of a stripe, equal element by element to the optimizer of a plain run."""
+"""The optimizer of a stripe, equal to the optimizer of a plain run on the parameters that the stripe holds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
+from hybridpar.config.optimizer import TIMM
 from hybridpar.optim.build import optimizer_by_name, parameter_groups, undecayed_names
 from hybridpar.server.shard import OptimizerOf
 from hybridpar.server.stripes import trained_parameters
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
-    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim.build` makes it of a model.
+    """What makes the optimizer of a stripe, as `hybridpar.optim.build` makes it of a model.
 
     Args:
         config: Options of the run.
@@ -33,6 +34,19 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
         return optimizer_by_name(ready, config)
 
     return make
+
+
+def needs_whole_parameters(config: OptimizerConfig) -> bool:
+    """Whether a part of a parameter cannot be updated without the rest of it.
+
+    Torch's optimizers are elementwise but for two. Many of timm's scale by norms of a parameter, as adaptive clipping
+    does, or take it as a matrix.
+
+    Args:
+        config: Options of the run.
+    """
+    adaptive = config.clip_norm is not None and config.clip_mode == "agc"
+    return adaptive or config.optimizer in ("adafactor", "muon") or config.optimizer.startswith(TIMM)
 
 
 def described_parameters(model: nn.Module, no_decay: Sequence[str] = ()) -> list[tuple[str, tuple[int, ...], bool]]:

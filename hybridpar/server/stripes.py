@@ -3,7 +3,8 @@
 The parameters lie one behind the other in the model's order, shard k of K has the k-th of K nearly equal ranges
 (CaffeOnSpark's rule: [k size / K, (k + 1) size / K)), and a border within a parameter is moved to the nearest border of
 two of its rows, what belongs to an index of its first dimension. So a large layer does not decide how even shards are,
-and a codec still sees whole filters and whole output units.
+and a codec still sees whole filters and whole output units. For optimizers that are not elementwise borders lie between
+parameters.
 """
 
 from __future__ import annotations
@@ -129,7 +130,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def cut_model(
-    parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: int, scales: Mapping[str, float] | None = None
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]],
+    shards: int,
+    scales: Mapping[str, float] | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Stripe]:
     """Cut parameters into stripes.
 
@@ -137,6 +142,7 @@ def cut_model(
         parameters: Name, shape, and whether weight decay applies, in the model's order.
         shards: Number of stripes.
         scales: What the learning rate of a parameter is multiplied with, by name; 1 for those that are not named.
+        whole: Cut between parameters only.
 
     Returns:
         The stripes, one for each shard.
@@ -170,7 +176,7 @@ def cut_model(
             if done < size or (number < shards - 1 and begin + done >= cuts[number]):
                 number += 1
         begin += size
-    if not all(stripes):
+    if whole or not all(stripes):  # the model is too small to be cut evenly
         stripes = _by_parameters(parameters, sizes, shards)
     factors = scales or {}
     return [
@@ -182,7 +188,7 @@ def cut_model(
 def _by_parameters(
     parameters: Sequence[tuple[str, tuple[int, ...], bool]], sizes: Sequence[int], shards: int
 ) -> list[list[Piece]]:
-    """Whole parameters only, at least one for each shard: for models that are too small to be cut evenly."""
+    """Whole parameters only, at least one for each shard."""
     stripes: list[list[Piece]] = [[] for _ in range(shards)]
     total, begin, number = sum(sizes), 0, 0
     for index, ((name, shape, decays), size) in enumerate(zip(parameters, sizes, strict=True)):

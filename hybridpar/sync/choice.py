@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from hybridpar.comm.world import BackendSum, World, all_reduce_bytes
-from hybridpar.compress import Policy, TorchGroup, format_codec, parse_codec
+from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.compress import Group, Policy, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, PROVEN, PROVEN_RATE, Layers, Prediction, candidates_of, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
 from hybridpar.sync.buckets import make_buckets
@@ -96,7 +96,7 @@ def choose_policy(
         return Choice(Policy.of(parse_codec("none")), lines)
     group = world.lane_sums[0]
     excuse = "" if codecs else f"fidelity {fidelity} allows nothing else"
-    if not all(job.gather(isinstance(group, BackendSum))) and codecs:
+    if not all(job.gather(isinstance(group, Group))) and codecs:
         codecs, excuse = {}, "workers that share memory only add"
     plain_layers = [part.layers(world.size, bucket_bytes, sync_lanes) for part in parts]
     kinds = kinds_of(codecs, plain_layers)
@@ -105,7 +105,7 @@ def choose_policy(
         group.all_reduce(message)
 
     with world.named_errors("measuring the link"):
-        meet = meet_over(TorchGroup(group.group)) if isinstance(group, BackendSum) else add
+        meet = meet_over(group) if isinstance(group, Group) else add
         mine = measure_link(kinds, meet, world.device)
     links = job.gather(mine)  # of all stages, where there are several
 

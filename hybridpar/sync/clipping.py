@@ -1,10 +1,12 @@
-"""Clipping that needs no norm over all parameters: by value, and adaptive gradient clipping.
+"""Clipping of gradients: by their global norm, by value, and adaptive gradient clipping.
 
-Both act on each parameter by itself, so a stage of a pipeline clips its own gradients, once they are summed.
+The last two act on each parameter by itself, so a stage of a pipeline, or a parameter server, clips its own gradients,
+once they are summed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,6 +14,20 @@ from torch import Tensor, nn
 
 #: Norm that a unit's weights are taken to have at least (Brock et al. 2021, equation 3).
 _LEAST_NORM = 1e-3
+
+
+def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
+    """The factor by which gradients are clipped to a norm; None where the host knows that it is 1.
+
+    Args:
+        squares: Squared norm of all gradients, 0-d float64. On a GPU it is not read.
+        limit: Largest norm.
+    """
+    # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
+    factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
+        return None
+    return factor
 
 
 @torch.no_grad()

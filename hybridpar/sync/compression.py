@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import BackendSum, SumGroup, World, all_reduce_bytes
+from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.compress import (
     Coder,
     Exchange,
+    Group,
     Phase,
     PhaseTimer,
     Policy,
-    TorchGroup,
     read_policy,
 )
 from hybridpar.compress.codecs.none import Full
@@ -90,7 +90,7 @@ class Compression(ParameterCoders):
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        if not all(isinstance(group, BackendSum) for group in groups):
+        if not all(isinstance(group, Group) for group in groups):
             raise SyncError(
                 f"codec {str(policy)!r} between workers that share memory",
                 "Shared memory only adds; a codec needs the collectives of a process group.",
@@ -168,8 +168,8 @@ class Compression(ParameterCoders):
         Raises:
             RuntimeError: A peer died or did not come in time.
         """
-        assert isinstance(group, BackendSum)
-        done = self._exchange(bucket).carry(TorchGroup(group.group))
+        assert isinstance(group, Group)
+        done = self._exchange(bucket).carry(group)
         if done.timer is not None:
             done.timer.add(Phase.ENCODE, encode_ms)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
@@ -239,10 +239,10 @@ class Compression(ParameterCoders):
             assert self._nodes is not None
             done = self._nodes.run(exchange, self._groups.index(group), flat)
             return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
-        assert isinstance(group, BackendSum)
+        assert isinstance(group, Group)
         sizes = [slot.parameter.numel() for slot in bucket.slots]
         parts: list[Tensor] = list(torch.split(flat, sizes))
-        done = exchange.run(TorchGroup(group.group), parts, parts)
+        done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 
     def commit_or_rollback(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:

@@ -99,7 +99,7 @@ def test_a_pipeline_without_replicas(size: int, shared_memory: bool) -> None:
 @BOTH_FORMS
 @pytest.mark.parametrize("size", [2, 3])
 def test_replicas_without_a_pipeline(size: int, shared_memory: bool) -> None:
-    transport = "shared memory" if shared_memory else "gloo"
+    transport = "shared memory" if shared_memory else "sockets"
     answers = run_ranks(one_line, size, 1, shared_memory=shared_memory)
     for rank, answer in enumerate(answers):
         assert answer["place"] == (0, rank, 1, size)

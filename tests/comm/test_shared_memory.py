@@ -161,7 +161,7 @@ def transport_of(world: World) -> str:
 
 def test_a_world_chooses_its_transport() -> None:
     assert run_ranks(transport_of, 2) == ["shared memory"] * 2
-    assert run_ranks(transport_of, 2, shared_memory=False) == ["gloo"] * 2
+    assert run_ranks(transport_of, 2, shared_memory=False) == ["sockets"] * 2
     assert run_ranks(transport_of, 1) == ["none"]
 
 

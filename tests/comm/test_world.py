@@ -53,7 +53,7 @@ def look_around(world, shared_memory):
         assert world.gather(world.rank) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "sockets")])
 def test_workers_see_the_same_world(shared_memory, transport):
     answers = run_ranks(look_around, 3, shared_memory)
     assert answers == [(rank, 3, rank == 0, 3, transport, [0, 1, 2]) for rank in range(3)]
@@ -170,7 +170,7 @@ def divide(world):
         assert world.gather(world.rank) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "sockets")])
 def test_a_world_divides_into_parties(shared_memory, transport):
     first, second, third = run_ranks(divide, 3, shared_memory=shared_memory)
     assert first["place"] == (0, 2, (0, 2), 0, 3, True)

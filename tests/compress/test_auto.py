@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, TorchGroup, bind, parse_codec
+from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, bind, parse_codec
 from hybridpar.compress.auto import (
     FIDELITIES,
     PLAIN,
@@ -183,7 +183,7 @@ def test_bytes_of_rounds_are_those_that_an_exchange_counts(name, workers):
 
 
 def measured(world: World) -> dict[Any, LinkCost]:
-    group = TorchGroup(world.lane_sums[0].group)  # type: ignore[attr-defined]
+    group = world.lane_sums[0]  # type: ignore[attr-defined]
     return measure_link([PLAIN, HALF, BYTES, ALL], meet_over(group), world.device)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, TorchGroup, bind, parse_codec
-from hybridpar.compress.exchange import open_group
+from hybridpar.compress.group import open_group
 from tests.compress.team import Team, same_bits
 from tests.ranks import run_ranks
 

@@ -83,8 +83,9 @@ def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: 
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_presets_are_valid(name: str) -> None:
-    parsed("--preset", name).check()
+def test_presets_are_valid_with_and_without_servers(name: str) -> None:
+    for sync in ("allreduce", "ps", "ps-async", "softsync:1"):
+        parsed("--preset", name, "--sync", sync).check()
     assert preset_names()[name].endswith((".", ")."))
 
 

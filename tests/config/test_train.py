@@ -66,8 +66,6 @@ def test_the_ends_of_a_range_belong_to_it(option, value):
         ({"optimizer": "adamv"}, "'adamv'", "adam"),
         ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "--milestones"),
         ({"clip_mode": "agc"}, "--clip-mode agc", "--clip-norm"),
-        ({"optimizer": "timm/lamb", "sync": "ps"}, "--optimizer timm/lamb", "--sync ps"),
-        ({"lr_schedule": "plateau", "sync": "ps"}, "--lr-schedule plateau", "--sync ps"),
     ],
 )
 def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, other):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm import world as world_module
 from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
@@ -61,9 +62,9 @@ def worker(rank: int, size: int) -> Iterator[Calls]:
         calls.groups.append(tuple(ranks))
         return group
 
-    def all_reduce(tensor: Tensor, group: Any = None) -> None:
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         calls.of[numbers[group]].append(("sum", tuple(tensor.shape), tensor.dtype))
-        real_sum(tensor, group=group)
+        real_sum(tensor, op, group=group)
         tensor.mul_(dist.get_world_size(group))  # as if all had the same
 
     def batch(transfers: list[Any]) -> Any:
@@ -74,8 +75,12 @@ def worker(rank: int, size: int) -> Iterator[Calls]:
                 one.tensor.zero_()
         return real_batch(transfers)
 
+    def no_sockets(*_: Any) -> Any:
+        raise OSError("there is one worker in truth")
+
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(world_module, "open_sockets", no_sockets)
         patched.setattr(dist, "new_group", new_group)
         patched.setattr(dist, "all_reduce", all_reduce)
         patched.setattr(dist, "batch_isend_irecv", batch)

@@ -215,6 +215,26 @@ def test_outside_of_a_pipeline_a_keyed_stage_draws_as_ever() -> None:
     assert torch.equal(graph(torch.ones(16)), expected)
 
 
+def test_a_compiled_stage_is_not_compiled_again_for_another_micro_batch() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    graph = torch.fx.symbolic_trace(model)
+    for compiled in (False, True):  # the stage may have been in a pipeline before
+        assert key_random_operations(graph.graph, graph, compiled=compiled) == 1
+    graph.recompile()
+    stage = torch.compile(graph, backend="eager")
+    keys = RandomKeys(0, torch.device("cpu"), compiled=True)
+
+    def output(micro_batch: int) -> Tensor:
+        with keys.of(1, micro_batch):
+            return stage(torch.ones(20, 3))
+
+    first = output(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(output(0), first)
+        assert not torch.equal(output(1), first)
+        output(2)
+
+
 class Fails(nn.Module):
     """A random operation that fails, which the tracer keeps whole."""
 

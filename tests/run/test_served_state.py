@@ -11,9 +11,11 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.optim.ema import ModelAverage
+from hybridpar.optim.schedule import Plateau
 from hybridpar.run import served_state
 from hybridpar.run.position import Standing
 from hybridpar.run.served_state import ServedState
+from hybridpar.server.clipping import Clipping
 from hybridpar.train.checkpoint import CheckpointData, random_state
 
 
@@ -24,7 +26,7 @@ def state(request, monkeypatch) -> ServedState:
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     place = SimpleNamespace(rank=0, workers=2)
-    made = ServedState(TrainConfig(amp="fp16"), "linear", model, [], place, None, request.param, Standing())
+    made = ServedState(TrainConfig(amp="fp16"), "linear", model, [], place, None, request.param, Clipping(), Standing())
     made.average = ModelAverage(model, 0.5)
     made.follow(1)
     torch.nn.init.ones_(model.weight)
@@ -49,6 +51,23 @@ def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(state)
     assert averaged(state) == (0.0 if state._barrier else 0.75)
     state.follow(4)
     assert averaged(state) == (0.5 if state._barrier else 0.875)
+
+
+def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(state):
+    state._plateau = Plateau(TrainConfig(lr_schedule="plateau", patience_epochs=0, warmup_epochs=0.0))
+    state._at.step = 3
+    assert state.tells == (None if state._barrier else 1.0)
+    for _ in range(2):
+        state.note_metric(0.5, 10, 1)
+    assert state.lowered == pytest.approx(0.1)
+    state.hear(0.01)
+    assert state.lowered == pytest.approx(0.1), "this worker decides itself"
+    state._place.rank = 1
+    state.hear(None)
+    assert state.lowered == pytest.approx(0.1)
+    state.hear(0.01)
+    assert state.lowered == (pytest.approx(0.1) if state._barrier else 0.01)
+    assert state.tells is None
 
 
 @pytest.mark.parametrize("workers", [2, 3])

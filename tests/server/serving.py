@@ -20,15 +20,18 @@ from hybridpar.compress import read_policy
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import HybridparError
 from hybridpar.models import autocast, model_fingerprint
+from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.learner import Learner
 from hybridpar.server.link import Links
 from hybridpar.server.peers import ServerOptions
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
+from hybridpar.server.stripe_optimizer import needs_whole_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
 
 TOKEN = "let me in, I work here"
@@ -142,10 +145,13 @@ class Worker:
         hosts: int | None = None,
         scales: dict[str, float] | None = None,
         loss_scale: LossScale | None = None,
+        optimizer: OptimizerConfig | None = None,
     ) -> None:
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
-        self.stripes = cut_model(described_parameters(model), shards, scales)
+        config = optimizer or OptimizerConfig()
+        self.clipping = Clipping.of(config, model, build_optimizer(model, config))
+        self.stripes = cut_model(described_parameters(model), shards, scales, whole=needs_whole_parameters(config))
         policy = read_policy(codec)
         tensors = {name: own.data for name, own in trained_parameters(model).items()}
         comes_again = not rules.barrier if returns is None else returns
@@ -173,7 +179,7 @@ class Worker:
         welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
         if self.number == 0 and not all(one["initialised"] for one in welcome):
             welcome = self.links.initialise(
-                shard_starts(self.model, self.stripes, limit=self._limit, facts=self._facts)
+                shard_starts(self.model, self.stripes, limit=self._limit, clipping=self.clipping, facts=self._facts)
             )
         statistics = self.links.links[0].statistics
         if statistics.numel():
@@ -190,6 +196,7 @@ class Worker:
             barrier=self.rules.barrier,
             context=partial(autocast, "none" if self.loss_scale is None else "fp16", torch.device("cpu")),
             loss_scale=self.loss_scale,
+            clipping=self.clipping,
             took=take,
         )
         return welcome

@@ -29,7 +29,11 @@ from tests.small_nets import plain
         ({"sync": "ps", "servers": -1}, "--servers is -1"),
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
         ({"sync": "ps", "stages": 2}, "--stages or a plan with --sync ps"),
-        ({"sync": "ps", "clip_norm": 1.0}, "--clip-norm with --sync ps"),
+        ({"sync": "ps", "optimizer": "timm/kron"}, "--optimizer timm/kron with --sync ps"),
+        (
+            {"sync": "ps", "optimizer": "adafactor", "memory_format": "channels_last"},
+            "--optimizer adafactor --memory-format channels_last with --sync ps",
+        ),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
         ({"sync": "ps", "kernels": "auto"}, "--kernels with --sync ps"),

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
@@ -43,10 +44,10 @@ def train(served, rules, workers, steps, **options):
     return team, results
 
 
-def oracle(workers, steps, scales=None):
-    """One process: micro-batches are the workers' shares, and each is normalised by itself."""
+def oracle(workers, steps, scales=None, config=OPTIMIZER):
+    """One process: micro-batches are the workers' shares, and each is normalised by itself; timm clips."""
     (model,) = copies(1)
-    optimizer = build_optimizer(model, OPTIMIZER, scales)
+    optimizer = build_optimizer(model, config, scales)
     for number in range(steps):
         statistics = []
         optimizer.zero_grad()
@@ -56,6 +57,10 @@ def oracle(workers, steps, scales=None):
             inputs, targets = images(10 * number + worker)
             (nn.functional.cross_entropy(model(inputs), targets) * (1 / workers)).backward()
             statistics.append(copy.deepcopy(model.norm.running_mean))
+        if config.clip_norm is not None:
+            clipped = list(model.parameters())[: -2 if config.clip_mode == "agc" else None]
+            clipped = [one for one in clipped if one.grad is not None]
+            dispatch_clip_grad(clipped, config.clip_norm, config.clip_mode)
         optimizer.step()
         model.norm.running_mean.copy_(sum(statistics) / workers)
     return model
@@ -74,6 +79,71 @@ def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts,
         assert [row["step"] for one in results[0] for row in one.rows] == [1, 2, 3, 4]
         together([worker.close for worker in team])
     assert not served.problems
+
+
+RECIPES = {
+    "clipped": {"clip_norm": 0.3},
+    "adaptive": {"clip_norm": 0.02, "clip_mode": "agc"},
+    "value": {"clip_norm": 0.01, "clip_mode": "value"},
+    "adam": {"optimizer": "adam", "lr": 0.01},
+    "rmsprop": {"optimizer": "rmsprop", "lr": 0.001},
+    "adafactor": {"optimizer": "adafactor", "lr": 0.01},
+    "rmsproptf": {"optimizer": "timm/rmsproptf", "lr": 0.001},
+    "lion": {"optimizer": "timm/lion", "lr": 0.001},
+    "muon": {"optimizer": "timm/muon", "lr": 0.01},
+    "adan": {"optimizer": "timm/adan", "lr": 0.01},
+    "lamb": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.3",)},
+    "lamb clipped": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.4",), "clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_optimizers_and_clipping_are_those_of_one_process(recipe):
+    config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.01, **RECIPES[recipe]})
+    for rules in (Rules.synchronous(2), Rules.asynchronous(1)):
+        workers = rules.learners
+        with serving(rules, 3, optimizer=config) as served:
+            team, results = train(served, rules, workers, 4, hosts=2, optimizer=config)
+            expected = oracle(workers, 4, config=config)
+            (unchanged,) = copies(1)
+            for worker in team:
+                assert all(one.applied for one in results[worker.number])
+                for own, other in zip(worker.model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+                assert torch.equal(worker.model.spare.weight, unchanged.spare.weight)
+            norms = [one.norm for one in results[0]]
+            assert all(norms) == (rules.barrier and ("lamb" in recipe or recipe == "clipped"))
+            together([worker.close for worker in team])
+        assert not served.problems
+
+
+def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
+    rules, config = Rules.synchronous(2), OptimizerConfig(clip_norm=0.1)
+
+    def run(worker):
+        try:
+            worker.step(worker.number, 2)
+        except SyncError as error:
+            return str(error.what)
+        finally:
+            worker.close(graceful=False)
+
+    with serving(rules, 2, optimizer=config, timeout=5.0) as served:
+        team, _ = train(served, rules, 2, 1, optimizer=config, timeout=5.0)
+        served.servers[1]._send = lambda *_: served.kill(1)  # instead of telling its squares
+        first, second = together([lambda worker=worker: run(worker) for worker in team])
+        assert first.startswith("shard 1 of 2")
+        assert "is gone" in second
+
+
+def test_worker_0_tells_the_others_what_rates_are_multiplied_with():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        team, results = train(served, rules, 2, 1)
+        assert [one.lowered for (one,) in results] == [None, None]
+        assert team[0].step(2, lowered=0.25).lowered == 0.25
+        assert team[1].step(3).lowered == 0.25
+        together([worker.close for worker in team])
 
 
 @pytest.mark.parametrize(("codec", "half"), [("none", False), ("onebit:least=1", False), ("none", True)])

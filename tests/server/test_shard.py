@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.server import Piece, Push, Rules, Shard, Stripe
+from hybridpar.server import Piece, Push, Rules, Shard, Stripe, optimizer_of
 from hybridpar.server.ledger import Ledger
 from tests.server.problems import sgd, small_shard
 
@@ -50,11 +51,15 @@ def test_the_sum_does_not_depend_on_the_order_of_arrival():
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("adam", [False, True])
+LAMB = optimizer_of(OptimizerConfig(optimizer="timm/lamb", lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "made", [sgd(0.1, 0.9), partial(torch.optim.AdamW, lr=0.1), LAMB], ids=["sgd", "adamw", "lamb"]
+)
 @pytest.mark.parametrize("last", [{}, {"sound": False}, {"unused": frozenset({0})}])
-def test_a_draft_is_the_update_or_leaves_nothing_behind(last, adam):
+def test_a_draft_is_the_update_or_leaves_nothing_behind(last, made):
     stripe = Stripe((Piece("a.weight", 0, (2, 2), True, True), Piece("a.bias", 0, (2,), False, True)))
-    made = partial(torch.optim.AdamW, lr=0.1) if adam else sgd(0.1, 0.9)
     drafted, plain = (Shard(stripe, torch.arange(6.0), Rules.synchronous(2), made) for _ in range(2))
     for learner in (0, 1):
         drafted.join(learner), plain.join(learner)
@@ -74,6 +79,7 @@ def test_a_draft_is_the_update_or_leaves_nothing_behind(last, adam):
         for own, other in zip(drafted.state_dict()["optimizer"], plain.state_dict()["optimizer"], strict=True):
             assert own.keys() == other.keys()
             assert all(torch.equal(own[key], other[key]) for key in own)
+        assert drafted.state_dict()["counters"] == plain.state_dict()["counters"]
     assert drafted.drafts_pay == ("unused" not in last)
 
 

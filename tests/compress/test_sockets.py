@@ -1,0 +1,176 @@
+"""Collectives over sockets give what those of a process group give, and their failures are told."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridpar.compress import Collective, TorchGroup
+from hybridpar.compress import sockets as module
+from hybridpar.compress.sockets import SocketGroup, open_sockets
+from tests.ranks import run_ranks
+
+
+def compare(world):
+    (mine,) = open_sockets(world.rank, range(world.size), world.gather, 20.0, 1)
+    theirs, generator = TorchGroup(), torch.Generator().manual_seed(world.rank)
+    try:
+        for count in (1, 7, 8191, 3 << 18):
+            for dtype in (torch.float32, torch.float64, torch.int32, torch.bfloat16):
+                start = torch.randint(-99, 99, (count,), generator=generator).to(dtype)
+                for collective in (Collective.SUM, Collective.MAX):
+                    ours, other = start.clone(), start.clone()
+                    mine.all_reduce(ours, collective)
+                    theirs.all_reduce(other, collective)
+                    assert torch.equal(ours, other), (count, dtype, collective)
+            words = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+            ours, other = words.clone(), words.clone()
+            mine.all_reduce(ours, Collective.AND)
+            theirs.all_reduce(other, Collective.AND)
+            assert torch.equal(ours, other)
+            rows, other = (torch.empty(world.size * count, dtype=torch.uint8) for _ in range(2))
+            mine.all_gather(rows, words)
+            theirs.all_gather(other, words)
+            assert torch.equal(rows, other)
+        # What worker a sends b has a + 2 b elements; also none.
+        sent = [world.rank + 2 * other for other in range(world.size)]
+        received = [other + 2 * world.rank for other in range(world.size)]
+        inp = torch.arange(sum(sent)) + 1000 * world.rank
+        ours, other = torch.empty(sum(received), dtype=inp.dtype), torch.empty(sum(received), dtype=inp.dtype)
+        mine.all_to_all(ours, inp, received, sent)
+        theirs.all_to_all(other, inp, received, sent)
+        assert torch.equal(ours, other)
+        mine.all_reduce(torch.empty(0))
+        return world.gather(None) and True
+    finally:
+        mine.close()
+        mine.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_give_what_a_process_group_gives(size):
+    assert run_ranks(compare, size) == [True] * size
+
+
+def sum_floats(world):
+    (group,) = open_sockets(world.rank, range(world.size), world.gather, 20.0, 1)
+    flat = torch.randn(1 << 18, generator=torch.Generator().manual_seed(world.rank))
+    group.all_reduce(flat)
+    group.close()
+    return flat
+
+
+def test_sums_are_equal_bit_for_bit_on_all_workers():
+    first, *others = run_ranks(sum_floats, 3)
+    terms = [torch.randn(1 << 18, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    assert torch.equal(first, terms[0] + terms[1] + terms[2])
+    assert all(torch.equal(first, other) for other in others)
+
+
+def pair(timeout=20.0):
+    """Two groups of two workers in this process."""
+    one, other = socket.socketpair()
+    return SocketGroup(0, {1: one}, timeout), SocketGroup(1, {0: other}, timeout)
+
+
+def test_messages_larger_than_what_the_kernel_holds_pass_each_other():
+    first, second = pair()
+    mine, theirs = torch.full((1 << 22,), 1.0), torch.full((1 << 22,), 2.0)
+    thread = threading.Thread(target=second.all_reduce, args=(theirs,))
+    thread.start()
+    first.all_reduce(mine)
+    thread.join()
+    assert torch.equal(mine, theirs)
+    assert mine.eq(3).all()
+
+
+def test_a_peer_that_leaves_is_told():
+    first, second = pair()
+    second.close()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        first.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize("count", [4, 1 << 22])
+def test_a_silent_peer_is_told(count):
+    first, second = pair(timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.2 s for a peer"):
+        first.all_reduce(torch.ones(count))
+    second.close()
+
+
+def test_a_group_that_is_left_ends_the_wait_of_another_thread():
+    first, second = pair()
+    errors = []
+
+    def wait():
+        try:
+            first.all_reduce(torch.ones(4))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while second._peers[0].recv(1, socket.MSG_PEEK) == b"":
+        time.sleep(0)
+    first.close()
+    thread.join(20)
+    assert errors
+    with pytest.raises(RuntimeError, match="has left the job"):
+        first.all_reduce(torch.ones(4))
+
+
+def in_parties(world):
+    parties = [(0, 2), (1,)]
+    mine = next(party for party in parties if world.rank in party)
+    (group,) = open_sockets(world.rank, mine, world.gather, 20.0, 1)
+    tensor = torch.tensor([float(world.rank + 1)])
+    if group.size > 1:
+        group.all_reduce(tensor)
+    group.close()
+    return group.rank, group.size, tensor.item()
+
+
+def test_parties_are_connected_apart():
+    assert run_ranks(in_parties, 3) == [(0, 2, 4.0), (0, 1, 2.0), (1, 2, 4.0)]
+
+
+def test_a_caller_without_the_token_is_turned_away():
+    door = module._listen(4)
+    deadline, token = time.monotonic() + 20, "ab" * module._TOKEN_BYTES
+    address, port = door.getsockname()[:2]
+    stranger = socket.create_connection((address, port))
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * module._HEADER.size)
+    friend = module._call((address, port, token), 1, 0, deadline)
+    peers = [{}]
+    module._answer(door, token, peers, 1, deadline)
+    assert list(peers[0]) == [1]
+    stranger.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(1) == b""
+    for one in (door, stranger, friend, peers[0][1]):
+        one.close()
+
+
+def cannot_listen(world):
+    before = module.gloo_address
+    if world.rank == 1:
+        module.gloo_address = lambda: "192.0.2.1"
+    try:
+        open_sockets(world.rank, range(world.size), world.gather, 20.0, 1)
+    except OSError as error:
+        return str(error)
+    finally:
+        module.gloo_address = before
+    return ""
+
+
+def test_where_one_worker_cannot_listen_all_are_told():
+    answers = run_ranks(cannot_listen, 2)
+    assert answers[0] == answers[1]
+    assert "worker 1 cannot listen" in answers[0]
