@@ -196,7 +196,9 @@ class RunConfig:
     """Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`. Default:
     tensorboard, where it is installed."""
     timeline: Path | None = None
-    """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
+    """Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto."""
+    profile: bool = False
+    """Write a trace of torch.profiler of some steps of every worker, for Perfetto, to profile/ in the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,6 +377,7 @@ class TrainConfig(
             (f"--shares {self.shares}", self.shares.strip() != "equal", whole),
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--profile", self.profile, "It is of workers that make one step together."),
             (
                 f"--optimizer {self.optimizer}",
                 self.optimizer.startswith("timm/kron"),

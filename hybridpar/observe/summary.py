@@ -19,6 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.errors import RunDirectoryError
+from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import RunInfo
@@ -178,10 +180,10 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         run_dir: Directory of the run.
     """
     try:
-        summary = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = read_json(Path(run_dir) / SUMMARY_FILE, "the summary", RunDirectoryError)
         summary = dict.fromkeys(summary_schema()["required"]) | summary
         validate_summary(summary)
-    except (OSError, ValueError, TypeError):
+    except (RunDirectoryError, ValueError, TypeError):
         return None
     return dict(summary)
 

@@ -392,6 +392,7 @@ class Executor:
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
         other = self.program.layout.home(peer)
+        other_rank = other * self._replicas.size + self._replicas.rank
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         producer = min(action.stage, peer)
         user = max(action.stage, peer)
@@ -412,7 +413,7 @@ class Executor:
                     for part, tensor in zip(parts, tensors, strict=True)
                 ]
                 lane.keep(*whole)
-                with self._world.named_errors(place):
+                with self._world.named_errors(place, transfer=(self._world.job_rank, other_rank)):
                     sender.send(whole, parts)
 
             step.bytes_sent += sum(facts.bytes_of(name) for name in names)
@@ -421,7 +422,7 @@ class Executor:
         place = f"waiting in stage {action.stage} for {what} from stage {peer}"
 
         def receive() -> None:
-            with self._world.named_errors(place):
+            with self._world.named_errors(place, transfer=(other_rank, self._world.job_rank)):
                 tensors = receiver.receive(parts)
             for name, tensor in zip(names, tensors, strict=True):
                 box[name, index, user] = tensor

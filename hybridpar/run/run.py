@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.machine.launch import StopRequest, record_failure
+from hybridpar.errors import HybridparError
+from hybridpar.machine.launch import StopRequest, in_job, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
@@ -43,7 +46,8 @@ from hybridpar.run.data import (
     test_batches,
     with_images_of_model,
 )
-from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
+from hybridpar.run.directory import before_the_start, claim_place, recall_options
+from hybridpar.run.fetch import place_of_all
 from hybridpar.run.figures import (
     WorkerFigures,
     buffering_news,
@@ -55,6 +59,7 @@ from hybridpar.run.figures import (
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
+from hybridpar.run.profile import StepProfile
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.shares import ShareTuner
 from hybridpar.run.sync import sync_fields, wire_format_lines
@@ -87,19 +92,32 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         HybridparError: Whatever ends the run before its time.
     """
     config.check()
-    config, changes = recall_options(config, model_name, given)
-    config.check()
-    if os.environ.get("RANK", "0") == "0":
-        logger_names(config.log)
-    config = with_images_of_model(config, model_name)
-    if config.uses_servers:
+    asked, problem = config, None
+    try:
+        config, changes = recall_options(asked, model_name, given)
+        config.check()
+        if os.environ.get("RANK", "0") == "0":
+            logger_names(config.log)
+    except HybridparError as error:
+        if not in_job():
+            raise
+        problem, changes = error, ()  # told once the workers have joined: another host may have no such run
+    if problem is None and config.uses_servers:
         from hybridpar.run.served_run import run_served
 
-        return run_served(config, model_name, changes)
+        return run_served(with_images_of_model(config, model_name), model_name, changes)
     rule = SaveRule.parse(config.checkpoint_every)
     given = given or ()
     world = join_workers(config, given)
     try:
+
+        def decided() -> tuple[TrainConfig, tuple[str, ...]]:
+            if problem is not None:
+                raise problem
+            return config, tuple(changes)
+
+        config, changes = world.from_main(decided)
+        config = with_images_of_model(config, model_name)
         tune_worker(config, world)
         with open_progress() if world.is_main else Progress() as progress:
             with before_the_start():
@@ -107,7 +125,9 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
                 data = load_data(config, world)
                 run = Run(config, model_name, world, data, rule, progress, given, changes)
             with run.trainer:
-                return run.say_finished() if run.is_over else run.execute()
+                code = run.say_finished() if run.is_over else run.execute()
+        FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
+        return code
     except BaseException as error:
         record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
         raise
@@ -148,11 +168,11 @@ class Run(RunLoop):
         torch.manual_seed(config.seed)
         model = world.on_all(lambda: make_model(config, model_name, data, world.device))
         self.data_line = world.from_main(lambda: describe_data(data))
-        self.place = world.from_main(lambda: find_place(config, model_name))
+        self.place, fetched = place_of_all(config, model_name, world)
         check_batch(config, len(data.train), world.size)
-        self.weights_lines: list[str] = []
+        self.weights_lines: list[str] = [] if fetched is None else [fetched]
         if self.place.checkpoint is None and config.weights is not None:
-            self.weights_lines = world.from_main(lambda: start_from_weights(config, model_name, model))
+            self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
             if world.size > 1:
                 broadcast_state(model, 0, world)
         self.planned = plan_run(
@@ -170,7 +190,7 @@ class Run(RunLoop):
         # What planning left behind is not for training; the model is, and is there already.
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
-        world.from_main(lambda: check_timeline(config, plan, torch.cuda.device_count() if alone_on_gpus else 1))
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
         shares = shares_of(config, plan)
@@ -223,9 +243,15 @@ class Run(RunLoop):
         recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
         self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, versions, given, **recorded))
         self.at.directory = self.place.directory
+        FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
         self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
+        self.profile: StepProfile | None = None
+        if config.profile:
+            trace = self.place.directory / "profile" / f"rank-{world.rank}.json.gz"
+            settle = self.trainer.engine.wait
+            self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
         self._stopping = False
@@ -349,7 +375,7 @@ class Run(RunLoop):
             if self._stopping:
                 self._save()
                 break
-            with self.clock.away():
+            with self.clock.away(), noted("testing"):
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
@@ -360,6 +386,8 @@ class Run(RunLoop):
                 self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
+            if self.profile is not None:
+                self._say(self.profile.finish())
         return self._stopping
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
@@ -378,6 +406,10 @@ class Run(RunLoop):
         """Divide the steps to come, and the test set, by other shares."""
         self.batches.shares = shares
         self.test = self._make_test(shares)
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.progress.message(line)
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""
@@ -400,11 +432,16 @@ class Run(RunLoop):
             if self.batches.shares != shares:
                 batches, shares = iter(self.batches.epoch(epoch, done)), self.batches.shares
             asked = time.perf_counter()
-            batch: Batch | None = next(batches, None)
+            with noted("waiting for the next batch"):
+                batch: Batch | None = next(batches, None)
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
-            current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
+            if self.profile is not None:
+                with self.clock.away():
+                    self._say(self.profile.take(self.trainer.steps_done))
+            with noted(f"step {self.trainer.steps_done + 1}"):
+                current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
             self.at.epoch, self.at.epoch_step = epoch, done
             ready, held = (held, current) if behind else (current, None)
@@ -416,10 +453,13 @@ class Run(RunLoop):
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
         spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        recorded = spans
         sync = result.outcome.sync
-        if spans.spans:
-            times, spans = self.clock.divide(spans, data_ms)
+        if result.staged and spans.spans:
+            times, recorded = self.clock.divide(spans, data_ms)
+            spans = recorded
         else:
+            spans = StepSpans(0.0, ())
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
         self.timings.add(times, result.outcome.bytes_sent, spans, sync)
         record = StepRecord(
@@ -438,7 +478,7 @@ class Run(RunLoop):
             staleness=result.staleness,
             **sync_fields(sync, exposed),
         )
-        return record, spans
+        return record, recorded
 
     def _save(self) -> None:
         step = self.trainer.steps_done
@@ -449,7 +489,7 @@ class Run(RunLoop):
             extra["batch_sizes"] = self.selector.state()
         if self.shares is not None:
             extra["shares"] = self.shares.state()
-        with self.clock.away():
+        with self.clock.away(), noted("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
 
@@ -483,15 +523,16 @@ class Run(RunLoop):
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         timeline = self.config.timeline
+        problems = [self.watch.problem, None if self.profile is None else self.profile.problem]
         shown = timeline is not None and self.watch.problem is None and timeline.exists()
         self._report(
             summary,
             self.trainer.steps_done if stopped else None,
             files=[timeline] if timeline is not None and shown else [],
-            warnings=[*warnings, *([self.watch.problem] if self.watch.problem is not None else [])],
+            warnings=[*warnings, *(one for one in problems if one is not None)],
         )
 
 
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
-    return result.outcome.spans if result.staged and isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+    return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())

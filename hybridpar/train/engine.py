@@ -136,9 +136,13 @@ class Engine:
         else:
             stages = [WholeModel(self.model)]
             micro_batches = micro_batches if world.size > 1 else config.parts_per_step(micro_batches)
-            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync)
-            if config.shares.strip() == "auto":
-                options = replace(options, record=True)
+            options = replace(
+                WHOLE,
+                compile=config.compile,
+                capture=config.cuda_graph,
+                record=config.timeline is not None or config.shares.strip() == "auto",
+                sync=sync,
+            )
 
         def time_backward() -> float:
             from hybridpar.partition.profile import measure_backward_ms

@@ -437,7 +437,7 @@ class Trainer:
         """Write `directory/step-N`; a collective, called by every worker after the same step.
 
         Args:
-            directory: On a file system that all workers share.
+            directory: Where worker 0 can write.
             extra: More plain values and tensors to keep, read back by `load`.
 
         Returns:
