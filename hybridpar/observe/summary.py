@@ -117,6 +117,7 @@ def summarize(
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
         "recipe": "none",
         "double_buffer": "off",
+        "shares": "equal",
         "final_batch_size": info.batch_size,
         "staleness": _ages(steps["staleness"]),
         "versions": _installed_versions() | dict(versions or {}),

@@ -28,6 +28,7 @@ from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
 from hybridpar.run.plan_step import timeline_of_plan
+from hybridpar.run.runs import differing_options
 
 #: Files of a run directory that the page shows something of.
 _FILES = (RUN_FILE, METRICS_FILE, SUMMARY_FILE, "plan.json", "compress.csv")
@@ -280,13 +281,9 @@ def _comparison(known: Sequence[_Known]) -> _Block:
             wins = [number for number, value in enumerate(values) if better and value == better(there)]
             best.append(1 + wins[0] if len(wins) == 1 and len(there) > 1 else None)
     begun = [one.options | {"model": one.facts["model"]} for one in known]
-    shown = {name for options in begun for name in changed_options(options)} | {"model"}
-    for name in [name for options in begun for name in options]:
-        told_options = [_text(options[name]) if name in options else "-" for options in begun]
-        if name in shown and len(set(told_options)) > 1:
-            shown.discard(name)
-            rows.append([_flag(name), *told_options])
-            best.append(None)
+    for name, options in differing_options(begun).items():
+        rows.append([_flag(name), *map(_text, options)])
+        best.append(None)
     return _table(["", *(one.name for one in known)], rows, best=best, name="What differs, results first")
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from hybridpar.run.data import (
     example_batch,
     load_data,
     make_model,
+    shares_of,
     start_from_weights,
     steps_of,
     test_batches,
@@ -58,6 +60,7 @@ from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
 from hybridpar.run.profile import StepProfile
 from hybridpar.run.save_rule import SaveRule
+from hybridpar.run.shares import ShareTuner
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
 from hybridpar.run.timings import StepClock, StepTimes, Timings
@@ -189,9 +192,12 @@ class Run(RunLoop):
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
-        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas)
+        shares = shares_of(config, plan)
+        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas, shares)
         self.batches = batches_of(config.batch_size)
-        self.test = test_batches(data, config, plan, world.device, world.size, world.rank, world.size)
+        place = data, config, plan, world.device, world.size, world.rank, world.size
+        self._make_test = partial(test_batches, *place)
+        self.test = self._make_test(shares)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
@@ -211,6 +217,14 @@ class Run(RunLoop):
             from hybridpar.run.batch_search import BatchSelector
 
             self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train))
+        self.shares: ShareTuner | None = None
+        if config.shares.strip() == "auto" and self.replicas > 1:
+            self.shares = ShareTuner(
+                *(world, self.replicas, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                idle=plan.sync.batch_norm != "sync",
+                in_pairs=config.mixes,
+                wait=self.trainer.wait,
+            )
         self.kernels: KernelUse | None = None
         if plan.kernels is not None:
             from hybridpar.run.kernels import prepare_kernels
@@ -254,6 +268,9 @@ class Run(RunLoop):
             if self.selector is not None:
                 self.selector.restore(extra.get("batch_sizes"))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
+            if self.shares is not None:
+                self.shares.restore(extra.get("shares"))
+                self._divide_by(self.shares.shares)
             # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
             self.at.epoch_step = min(self.at.epoch_step, self.batches.steps_per_epoch)
         return self.trainer.steps_done
@@ -290,6 +307,8 @@ class Run(RunLoop):
     def _describe(self) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [*self._opening_notes(), *self.weights_lines, *self.planned.lines]
+        if (shares := self.batches.shares) is not None:
+            notes.append(f"shares   {' : '.join(f'{share:g}' for share in shares)} of every batch")
         if self.place.restarted:
             since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
@@ -347,6 +366,7 @@ class Run(RunLoop):
                     self.watch.take(result.step, spans, progress.message)
                 if (news := buffering_news(self.trainer)) is not None:
                     progress.message(news)
+                self._tune_shares(result, record)
                 if result.outcome.stop:
                     self._stopping = True
                 elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
@@ -369,6 +389,23 @@ class Run(RunLoop):
                 self._say(self.profile.finish())
         return self._stopping
 
+    def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
+        """Change the shares of the steps to come, where it was measured that other ones are faster."""
+        if self.shares is None:
+            return
+        busy_ms = record.compute_ms + record.data_ms
+        if self.world.device.type == "cuda" and (spans := result.outcome.spans).spans:
+            busy_ms = spans.step_ms - spans.exposed_sync_ms
+        with self.clock.away():
+            if (news := self.shares.note(busy_ms, record.samples)) is not None:
+                self._divide_by(self.shares.shares)
+                self.progress.message(news)
+
+    def _divide_by(self, shares: Sequence[int] | None) -> None:
+        """Divide the steps to come, and the test set, by other shares."""
+        self.batches.shares = shares
+        self.test = self._make_test(shares)
+
     def _say(self, line: str | None) -> None:
         if line is not None:
             self.progress.message(line)
@@ -389,8 +426,10 @@ class Run(RunLoop):
         behind = self.world.device.type == "cuda" or self.trainer.engine.late
         held: tuple[StepResult, float] | None = None
         done = first
-        batches = iter(self.batches.epoch(epoch, first))
+        batches, shares = iter(self.batches.epoch(epoch, first)), self.batches.shares
         while self.trainer.steps_done < self.total and not self._stopping:
+            if self.batches.shares != shares:
+                batches, shares = iter(self.batches.epoch(epoch, done)), self.batches.shares
             asked = time.perf_counter()
             with noted("waiting for the next batch"):
                 batch: Batch | None = next(batches, None)
@@ -447,6 +486,8 @@ class Run(RunLoop):
         extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
+        if self.shares is not None:
+            extra["shares"] = self.shares.state()
         with self.clock.away(), noted("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
@@ -472,6 +513,9 @@ class Run(RunLoop):
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:
             summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
+        shares = self.batches.shares if self.shares is None else self.shares.counts
+        if shares is not None:
+            summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)
         if self.selector is not None:  # steps of an epoch were not always the same number
             summary["epochs"] = self.at.epoch
         plan = self.watch.plan

@@ -148,7 +148,7 @@ class DoubleBufferEngine(Engine):
 
     def _step_in_halves(self, given: StepInput) -> JoinedOutcome:
         micro_batches, global_samples = given.micro_batches, given.global_samples
-        if len(micro_batches) < 2:
+        if len(micro_batches) == 1:
             self.refuse()
             raise UsageError(
                 "a batch that cannot be cut in two halves",
