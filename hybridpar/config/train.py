@@ -504,7 +504,11 @@ def _check_outer(config: TrainConfig, outer: str) -> None:
         ("--compress auto", config.chooses, "It measures the exchange of gradients in every step."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an exchange, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
-        (f"--shares {config.shares}", config.shares.strip() != "equal", "Shares are of steps that all workers make together."),
+        (
+            f"--shares {config.shares}",
+            config.shares.strip() != "equal",
+            "Shares are of steps that all workers make together.",
+        ),
     ):
         if given:
             raise refuse(outer, option, why)
