@@ -27,7 +27,6 @@ from benchmarks.rig.table import append_rows, print_rows
 from benchmarks.sync.methods import TINY, Setting
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.train.delayed import observed_step
 from hybridpar.train.gain import ObservedStep, gain_over
 from hybridpar.train.trainer import Trainer
@@ -65,13 +64,9 @@ class _Method:
         self.observed.append(observed_step((time.perf_counter() - started) * 1e3, outcome, torch.device("cpu")))
 
     def steps(self) -> None:
-        """So many steps, to the end of what they sent."""
+        """So many steps; what the last one leaves to be sent, the next one sends."""
         for _ in range(REPEATS):
             self.step()
-        engine = self._trainer.engine
-        reducer = engine.pipeline.stages[0].reducer
-        if isinstance(reducer, DelayedReducer):
-            reducer.land()
 
     def close(self) -> None:
         self._trainer.close()

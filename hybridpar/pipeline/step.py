@@ -247,6 +247,16 @@ class StepOutcome(ABC):
     bytes_sent: int
 
     @property
+    def spans(self) -> StepSpans:
+        """When everything on this worker really ran; empty where nobody noted it."""
+        return StepSpans(0.0, ())
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """A parameter of this worker's stages whose gradient was not finite, where that is known of the outcome."""
+        return None
+
+    @property
     @abstractmethod
     def sync(self) -> SyncFigures:
         """What the sync of gradients took on this worker."""

@@ -24,7 +24,6 @@ from hybridpar.observe.live import open_progress
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
-from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import Plan
 from hybridpar.planner.planned_run import plan_run, set_aside
 from hybridpar.planner.resolve import join_workers
@@ -440,4 +439,4 @@ class Run(RunLoop):
 
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
-    return result.outcome.spans if result.staged and isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+    return result.outcome.spans if result.staged else StepSpans(0.0, ())

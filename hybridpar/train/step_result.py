@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridpar.errors import TrainingError
-from hybridpar.pipeline.step import LateOutcome, StepOutcome
+from hybridpar.pipeline.step import StepOutcome
 
 #: Steps in a row that may be bad before training stops.
 MAX_BAD_STEPS = 3
@@ -51,7 +51,7 @@ class StepResult:
     @property
     def step_ms(self) -> float:
         """Time of the whole step on this worker."""
-        return self.outcome.spans.step_ms if self.staged and isinstance(self.outcome, LateOutcome) else self.host_ms
+        return self.outcome.spans.step_ms if self.staged else self.host_ms
 
     @property
     def compute_ms(self) -> float:

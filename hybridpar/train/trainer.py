@@ -195,7 +195,7 @@ class Trainer:
 
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
         given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
-        options = expand(asked, staged=plan.is_staged, **given)
+        options = expand(asked, **given)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
         self._peak_rate = options.lr
@@ -217,22 +217,23 @@ class Trainer:
             positions = plan.placement.workers
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         with_what = make, self._loss, options, self.world, self.lanes
+        kind = Engine
+        if options.double_buffer in LATE:
+            from hybridpar.train.delayed import DoubleBufferEngine
+
+            kind = DoubleBufferEngine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
             if options.local_steps is not None:
                 from hybridpar.train.local_sgd import LocalSgdEngine
 
                 return LocalSgdEngine(self.model, plan, *with_what)
-            if options.double_buffer in LATE:
-                from hybridpar.train.delayed import DoubleBufferEngine
-
-                return DoubleBufferEngine(self.model, plan, *with_what, timed)
-            return Engine(self.model, plan, None, *with_what, timed)
-        if asked.double_buffer in LATE or asked.local_steps is not None:
+            return kind(self.model, plan, None, *with_what, timed)
+        if asked.local_steps is not None:
             raise UsageError(
-                "a pipeline whose gradients are late, or whose workers train on their own",
-                "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
-                "Leave out double_buffer and sync, or the plan.",
+                "a pipeline whose workers train on their own",
+                "Replicas of a stage are equal in every step.",
+                "Leave out sync, or the plan.",
             )
         if example is None:
             raise UsageError(
@@ -243,7 +244,7 @@ class Trainer:
         placed = self._place(example)
         with autocast(asked.amp, device):
             plan, stages = cut_model(self.model, placed, plan, asked, self.world)
-        return Engine(self.model, plan, stages, *with_what, placed)
+        return kind(self.model, plan, stages, *with_what, placed)
 
     @property
     def plan(self) -> ResolvedPlan:
