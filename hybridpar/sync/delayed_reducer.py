@@ -1,7 +1,7 @@
 """Sums gradients over replicas one step late, so that the exchange overlaps with the whole next step.
 
-Double buffering (Seide et al., Interspeech 2014, section 3.2), in the form of CNTK: a step applies the gradient that the
-step before computed, whose exchange it hides behind its own forward and backward passes. The gradient is one update
+Double buffering (Seide et al., Interspeech 2014, section 3.2), in the form of CNTK: a step applies the gradient that
+the step before computed, whose exchange it hides behind its own forward and backward passes. The gradient is one update
 old (staleness 1), and the first step applies none. For links too slow for overlap within a step.
 
     step t      send g(t-1) | compute g(t), while g(t-1) is summed | agree, clip, optimizer | keep g(t)

@@ -14,7 +14,9 @@ from hybridpar.train import gain
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.delayed import observed_step
 from hybridpar.train.trainer import Trainer
+from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
+from tests.train.test_engine import blocks, make_trainer, normless, state_of
 from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank
 
 STEPS = 5
@@ -74,25 +76,34 @@ def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
     assert same(ranks[0]["weights"], ranks[1]["weights"])
 
 
-def test_one_worker_has_nothing_to_hide():
+def test_one_replica_has_nothing_to_hide():
     for form in ("delay", "half", "auto"):
         alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
         plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
         assert same(alone["weights"], plain["weights"])
         assert set(alone["staleness"]) == {0.0}
+        for cut, said, _ in run_ranks(_over_stages, 2, 2, 1, {"double_buffer": form, "micro_batches": 2}):
+            parts = 4 if form == "half" else 2
+            expected = run_ranks(_over_stages, 1, 1, 1, {"micro_batches": parts})[0][0]
+            assert {age for age, *_ in said} == {0.0}
+            assert same(list(cut.values()), list(expected.values()))
 
 
-def _decided(world, least):
+def _decided(world, least, stages):
     gain.LEAST_GAIN = least
+    options = {"double_buffer": "auto", "compress": "onebit"}
     try:
-        return train_rank(world, {"double_buffer": "auto", "compress": "onebit"}, 13)
+        if stages > 1:
+            _, said, delayed = _over_stages(world, stages, 2, options, count=13)
+            return {"delayed": delayed, "staleness": [age for age, *_ in said]}
+        return train_rank(world, options, 13)
     finally:
         gain.LEAST_GAIN = 1.05
 
 
 def test_auto_decides_by_what_is_predicted_and_all_alike():
-    for least, delayed in ((0.0, True), (1e9, False)):
-        for rank in run_ranks(_decided, 2, least, shared_memory=False):
+    for least, delayed, stages in ((0.0, True, 1), (1e9, False, 1), (0.0, True, 2)):
+        for rank in run_ranks(_decided, 2 * stages, least, stages, shared_memory=False):
             assert rank["delayed"] is delayed
             assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
 
@@ -145,6 +156,39 @@ def test_halves_need_sgd():
         RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
     ):
         run({"double_buffer": "half"}, cut=[11, 1])
+
+
+def _over_stages(world, stages, replicas, options, make=normless, spoil=None, count=STEPS):
+    with make_trainer(stages, world=world, replicas=replicas, make=make, **options) as trainer:
+        results = []
+        for step in range(count):
+            x, y = (one.chunk(replicas)[world.rank % replicas] for one in images(8, seed=step))
+            results.append(trainer.step((x * torch.nan if step == spoil and world.rank == 0 else x, y)))
+        said = [(one.staleness, one.loss, one.skipped) for one in results]
+        return state_of(trainer), said, getattr(trainer.engine, "delayed", None)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05}, {"compress": "onebit"}])
+@pytest.mark.parametrize("form", ["delay", "half"])
+def test_stages_are_late_as_the_uncut_model_is(form, options):
+    options = {"double_buffer": form, **options}
+    (uncut, said, _), _ = run_ranks(_over_stages, 2, 1, 2, options, shared_memory=False)
+    assert [age for age, *_ in said] == [0.0 if form == "delay" else 0.5, 1.0, 1.0, 1.0, 1.0]
+    for workers in (2, 4):
+        for cut, also_said, _ in run_ranks(_over_stages, workers, 2, 2, options, shared_memory=False):
+            assert [one[0] for one in also_said] == [one[0] for one in said]
+            assert [one[1] for one in also_said] == pytest.approx([one[1] for one in said], rel=1e-6)
+            for name, tensor in uncut.items():
+                close([cut[name]], [tensor], rtol=1e-6, atol=1e-6 if options else 0.0)
+
+
+def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
+    options = {"double_buffer": "delay", "compress": "onebit"}
+    ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
+    for state, said, _ in ranks:
+        assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
+        assert all(one.isfinite().all() for one in state.values())
+        assert same(list(state.values()), list(ranks[0][0].values()))
 
 
 def _groups(world, path):
