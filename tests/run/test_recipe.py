@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
@@ -12,7 +13,7 @@ from hybridpar.run import batch_search
 from hybridpar.run.batch_search import BatchChoice, Trial
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
-from tests.runs import assert_same_state, check_run, train, train_rank
+from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 
 #: Twelve steps an epoch of batches of 8.
 SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoint_every": "epoch", "keep": 9, "lr": 0.02}
@@ -90,9 +91,12 @@ def test_the_whole_recipe_over_stages(form, tmp_path):
     assert summary["final_batch_size"] > summary["batch_size"]
     assert summary["staleness"]["most"] == 1
     assert summary["compression_ratio"] > 1
+    assert summary["predicted_step_ms"] is None
     options["resume_from"] = list_checkpoints(tmp_path / "run" / "checkpoints")[-2]
     assert run_ranks(train_rank, 4, tmp_path / "again", "dropping", None, options, shared_memory=False) == [0] * 4
-    assert_same_state(tmp_path / "run", tmp_path / "again")
+    whole, resumed = saved_state(tmp_path / "run"), saved_state(tmp_path / "again")
+    assert whole.keys() == resumed.keys()
+    assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]
 
 
 def test_local_sgd_is_a_run_like_any_other(tmp_path):
