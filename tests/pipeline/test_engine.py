@@ -151,6 +151,13 @@ def test_late_gradients_of_stages(name: str, schedule: str, options: dict[str, A
     assert runs[0].norms[0] == (None if options.get("guard") is False else 0.0)
 
 
+def test_late_gradients_are_ordered_where_they_are_compressed() -> None:
+    setting = with_sync(Setting(2, shares=(4, 4)), delayed=True, codec="onebit")
+    options = {"checked": True, "together": True}
+    ours, theirs = run_ranks(train_rank, 2, "residual", 2, places(2), setting, 8, options, shared_memory=False)
+    assert all(torch.equal(tensor, theirs.state[name]) for name, tensor in ours.state.items())
+
+
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 def test_uneven_micro_batches_in_uneven_replicas(shared_memory: bool) -> None:
     setting = Setting(3, shares=(10, 4, 7))
