@@ -2,7 +2,7 @@
 
 import sys
 
-from hybridpar.machine.launch import leaving_at_once
+from hybridpar.machine.launch import leave, leaving_at_once
 
 
 def main() -> int:
@@ -13,7 +13,7 @@ def main() -> int:
     """
     with leaving_at_once():
         from hybridpar import cli
-    return cli.main()
+    return leave(cli.main())
 
 
 if __name__ == "__main__":

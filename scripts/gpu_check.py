@@ -42,7 +42,7 @@ from hybridpar.comm.world import World  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim.build import build_optimizer  # noqa: E402
 from hybridpar.run.worker import device_name  # noqa: E402
-from hybridpar.tvm_kernels.cuda_device import gpu_at  # noqa: E402
+from hybridpar.tvm_kernels.machine import gpu_at  # noqa: E402
 from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"

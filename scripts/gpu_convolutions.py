@@ -29,18 +29,21 @@ if __name__ == "__main__":
 from benchmarks.rig.rows import commit  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
 from hybridpar.codegen.compile_pool import Builder  # noqa: E402
-from hybridpar.tvm_kernels.compile_ahead import compile_all, compiled_candidates  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
-from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin  # noqa: E402
 from hybridpar.tvm_kernels.database import read_database  # noqa: E402
+from hybridpar.tvm_kernels.machine import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
 from hybridpar.tvm_kernels.operation import (  # noqa: E402
     KernelKey,
     operation_of,
 )
 from hybridpar.tvm_kernels.record import KernelRecord, most_error  # noqa: E402
-from hybridpar.tvm_kernels.search import KEPT  # noqa: E402
+from hybridpar.tvm_kernels.search import (  # noqa: E402
+    KEPT,
+    compile_all,
+    compiled_candidates,
+)
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 

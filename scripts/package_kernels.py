@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridpar.errors import HybridparError
-from hybridpar.tvm_kernels.distill import distill
+from hybridpar.tvm_kernels.database import distill
 
 PACKAGED = Path(__file__).resolve().parents[1] / "hybridpar" / "tvm_kernels" / "kernels.jsonl"
 

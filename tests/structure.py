@@ -65,7 +65,7 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "server": {"comm", "compress", "config", "errors", "formats", "machine", "optim", "registry", "sync"},
-    "observe": {"errors", "formats", "schedule"},
+    "observe": {"errors", "formats", "registry", "schedule"},
     "run": {
         "comm",
         "compress",

@@ -28,6 +28,7 @@ from hybridpar.compress import CODECS
 from hybridpar.config.files import read_settings
 from hybridpar.data import DATA_SETS
 from hybridpar.observe import summary_schema
+from hybridpar.observe.logger import LOGGERS, logger_names
 from hybridpar.registry import names_in_source
 from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.tvm_kernels import operation
@@ -93,7 +94,8 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
-    for registry in (CODECS, DATA_SETS, SCHEDULES):
+    logger_names(["none"])  # loads those of the package
+    for registry in (CODECS, DATA_SETS, LOGGERS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     monkeypatch.setattr(operation, "_OPERATIONS", dict(operation._OPERATIONS))
     for block in blocks(document):
@@ -198,8 +200,8 @@ def test_every_codec_and_schedule_is_described(folder: str, decorator: str, docu
 
 def test_every_command_is_described() -> None:
     text = " ".join(document.read_text() for document in DOCUMENTS)
-    lacking = {module.name for module in pkgutil.iter_modules(commands.__path__)} - set(
-        re.findall(r"hybridpar ([a-z_]+)", text)
+    lacking = {module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__)} - set(
+        re.findall(r"hybridpar ([a-z-]+)", text)
     )
     assert not lacking, f"no document says what `hybridpar {' or '.join(lacking)}` is for; docs/guide.md could"
 

@@ -190,11 +190,15 @@ def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> N
     ] * 3
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 @pytest.mark.parametrize(
     ("library", "start"),
     [
         ("lightning", ["lightning_hook.py"]),
-        ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "accelerate_hook.py"]),
+        ("accelerate", [*TORCHRUN, "accelerate_hook.py"]),
+        ("transformers", [*TORCHRUN, "transformers_hook.py"]),
     ],
 )
 def test_codecs_in_trainers_that_people_have(library: str, start: list[str], tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ A kernel that is faster alone may not be so in a step, next to layers that are l
 
 A whole step (forward, cross-entropy, backward, SGD with momentum) of one network on the CPU: torch as it is, in
 whichever memory format is faster for it, against `hybridpar.tvm_kernels.optimize` with the records of depthwise
-convolutions alone, of norms alone, and of both. All methods run in one process with the same allocator settings, on the
-same batches and random numbers, step by step in an order that changes from round to round. On one thread the time
-counts that the thread ran. In each round all start from where torch's step has led, and their losses and gradients must
-agree: an untrained network amplifies rounding, so that free runs part after a few steps, with any kernels.
+convolutions alone, of norms alone, and of both, and against torch.compile in both formats, with the seconds of its
+first step. All methods run in one process with the same allocator settings, on the same batches and random numbers,
+step by step in an order that changes from round to round. On one thread the time counts that the thread ran. In each
+round all start from where torch's step has led, and their losses and gradients must agree: an untrained network
+amplifies rounding, so that free runs part after a few steps, with any kernels.
 
 Then a few steps are taken apart: how long depthwise convolutions, BatchNorm with its activation, and the rest take with
 torch and with kernels. The table also has the gain that the records predict.
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import torchvision
 import tyro
 from torch import Tensor, nn
@@ -87,9 +89,10 @@ class Method:
         model: Is copied.
         layout: Of images and weights.
         database: The records; None for torch alone.
+        compiled: Whether torch.compile runs it, which happens in the first step.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, database: Database | None) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, database: Database | None, *, compiled: bool = False) -> None:
         last = layout is Layout.CHANNELS_LAST
         self._format = torch.channels_last if last else torch.contiguous_format
         self.model = copy.deepcopy(model).to(memory_format=self._format)
@@ -97,6 +100,9 @@ class Method:
         if database is not None:
             optimize(self.model, database)
             self.choices = active_choices()
+        self.compiled = compiled
+        self.first_seconds = 0.0
+        self._run = torch.compile(self.model) if compiled else self.model
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.losses: list[float] = []
         self.ms: list[float] = []
@@ -106,7 +112,7 @@ class Method:
         torch.manual_seed(seed)
         use_choices(self.choices)
         self._optimizer.zero_grad()
-        loss = functional.cross_entropy(self.model(images.contiguous(memory_format=self._format)), labels)
+        loss = functional.cross_entropy(self._run(images.contiguous(memory_format=self._format)), labels)
         loss.backward()
         self._optimizer.step()
         return loss.item()
@@ -127,9 +133,10 @@ class Method:
     def timed(self, images: Tensor, labels: Tensor, seed: int, clock: Callable[[], float]) -> None:
         """A step whose time and loss are kept. Images come in the layout that is wanted."""
         images = images.contiguous(memory_format=self._format)
-        began = clock()
+        start, began = time.perf_counter(), clock()
         self.losses.append(self.step(images, labels, seed))
         self.ms.append(1e3 * (clock() - began))
+        self.first_seconds = self.first_seconds or time.perf_counter() - start
 
 
 def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
@@ -180,6 +187,8 @@ def methods_of(model: nn.Module, stock: Layout, database: Database) -> dict[str,
     parts = {"depthwise": Database(database.name, of["depthwise_conv2d"])}
     if has_norms(model):
         parts |= {"norms": Database(database.name, of["batch_norm_act"]), "both": database}
+    for layout in Layout:
+        made[f"compile {layout.value}"] = Method(model, layout, None, compiled=True)
     return made | {name: Method(model, Layout.CHANNELS_LAST, one) for name, one in parts.items()}
 
 
@@ -253,7 +262,7 @@ def _row(
     saved, runs = promised(database, tuned[1])
     stock_ms = sorted(right)[len(right) // 2]
     parts = dict.fromkeys(PARTS, float("nan"))
-    if options.threads == 1:
+    if options.threads == 1 and not method.compiled:  # a compiled step has no calls of its own for them
         images, labels = torch.randn(options.batch, 3, options.size, options.size), torch.arange(options.batch)
         parts = measure_parts(lambda: method.step(images, labels % CLASSES, 0), TAKEN_APART)
     target = TARGETS.get(model) if name == list(methods)[-1] else None
@@ -270,6 +279,7 @@ def _row(
         "low": f"{ratio.low:.4f}",
         "high": f"{ratio.high:.4f}",
         "best_times_stock": f"{min(right) / min(own):.4f}",
+        "first_step_s": f"{method.first_seconds:.1f}",
         "promised_times_stock": f"{stock_ms / (stock_ms - saved):.4f}",
         **{f"{part}_ms": f"{ms:.2f}" for part, ms in parts.items()},
         "rest_ms": f"{sorted(own)[len(own) // 2] - sum(parts.values()):.2f}",
@@ -291,6 +301,7 @@ def show(rows: Sequence[Mapping[str, object]]) -> None:
     columns = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
     columns += (
         "best_times_stock",
+        "first_step_s",
         "promised_times_stock",
         *(f"{part}_ms" for part in PARTS),
         "rest_ms",
@@ -307,6 +318,8 @@ def show(rows: Sequence[Mapping[str, object]]) -> None:
 def main(options: Options) -> None:
     """Measure all models, and write the table after each."""
     torch.set_num_threads(options.threads)
+    # Compiled models draw the random numbers of eager ones, so that all methods drop the same.
+    torch._inductor.config.fallback_random = True
     rows: list[dict[str, object]] = []
     for name in options.models:
         found = measure(name, options)

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.partition.common import setting
 from benchmarks.partition.models import sweep_model
-from hybridpar.partition.analytic import device_roofline, estimate_units
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import Unit, UnitGraph, Value
+from hybridpar.partition.profile import device_roofline, estimate_units
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 

@@ -121,7 +121,7 @@ def place_of(text: str) -> tuple[str, int, int]:
 
 def _check(options: Options) -> None:
     from benchmarks.sync.methods import codec_of
-    from hybridpar.compress.text import parse_codec
+    from hybridpar.compress.policy import parse_codec
 
     for link in options.links:
         place_of(link)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.pipeline.checks import Check, write_checks
 from hybridpar.commands.bench.traffic import wire_bytes
-from hybridpar.compress.text import parse_codec
+from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model
 

@@ -319,6 +319,36 @@ class Writer(BaseWriter):
         """
         self.t.evaluate(self.call("void", "hp_stream", self.t.address_of(buffer[start]), values))
 
+    def put(self, buffer: Any, start: Any, values: Any, *, add: bool = False, past: bool = False) -> None:
+        """Store a vector of `LANES` values side by side.
+
+        Args:
+            buffer: What is written to.
+            start: Index of the first one.
+            values: The vector.
+            add: Add it to what is there.
+            past: Write past the caches, as `stream` does.
+        """
+        if past:
+            self.stream(buffer, start, values)
+        else:
+            place = self.at(start)
+            self.store(buffer, place, buffer[place] + values if add else values)
+
+    def past_caches(self, where: Any, write: Callable[[bool], None]) -> None:
+        """Write past the caches where a condition holds, else to them.
+
+        Args:
+            where: It is asked for, and all vectors begin at multiples of 64 bytes.
+            write: Writes all vectors; its argument says whether past the caches.
+        """
+
+        def past() -> None:
+            write(True)
+            self.t.evaluate(self.call("int32", "hp_fence"))
+
+        self.either(where, past, lambda: write(False))
+
     def folded(self, buffer: Any, combine: Callable[[Any, Any], Any], count: int = LANES) -> Any:
         """Combine all elements of a local buffer into one, by a tree.
 

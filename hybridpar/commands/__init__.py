@@ -146,6 +146,7 @@ def load_commands(name: str | None = None) -> None:
         name: Import the module of that name only, if there is one.
     """
     modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    name = name and name.replace("-", "_")
     for module in [name] if name in modules else modules:
         importlib.import_module(f"{__name__}.{module}")
 

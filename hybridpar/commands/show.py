@@ -128,9 +128,10 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
         console.print(f"plan         {len(plan.partition.stages)} stage(s), {replicas} replica(s)", highlight=False)
         for line in plan_lines(plan):
             console.print(line, highlight=False)
-    best = summary["best"]["checkpoint"] if summary is not None and summary["best"] is not None else None
+    best = (summary or {}).get("best") or {}
+    label = str(best.get("metric", "test_accuracy")).replace("_", " ")
     for number, path in enumerate(checkpoints):
-        said = " (best test accuracy)" * (path.relative_to(directory).as_posix() == best)
+        said = f" (best {label})" * (path.relative_to(directory).as_posix() == best.get("checkpoint"))
         console.print(f"{'' if number else 'checkpoints':11}  {path}{said}", highlight=False, soft_wrap=True)
     if not checkpoints:
         console.print("checkpoints  none")

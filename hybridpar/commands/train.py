@@ -31,7 +31,7 @@ SHOWN = (
     *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "checkpoint_every", "overwrite"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite", "log"),
     *("seed", "deterministic"),
 )
 
@@ -117,9 +117,9 @@ def check_names(command: Train) -> None:
     Raises:
         UsageError: A name is unknown, a file is missing, or another option cannot be read.
     """
-    from hybridpar.config.data import data_set_kind
-    from hybridpar.config.torchvision_sets import TORCHVISION_SETS
+    from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
     from hybridpar.models import check_model_name, parse_arguments
+    from hybridpar.run.best import keep_rule, stop_rule
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
@@ -136,6 +136,11 @@ def check_names(command: Train) -> None:
             check_published_weights(command.model, command.weights, arguments, wanted=not command.resume)
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
+    keep_rule(command), stop_rule(command)
+    if command.log:
+        from hybridpar.observe.logger import logger_names
+
+        logger_names(command.log)
     codec = command.compress.strip()
     name, options, _ = codec.partition(":")
     if codec.endswith(".toml") or "->" in codec:

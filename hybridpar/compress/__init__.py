@@ -14,8 +14,7 @@ from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.exchange import Exchange, Phase, PhaseTimer, PhaseTimes, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
-from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
+from hybridpar.compress.policy import Policy, bind, check_optimizer, format_codec, parse_codec, read_policy
 from hybridpar.compress.together import run_together
 
 __all__ = [

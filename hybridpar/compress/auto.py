@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from hybridpar.compress.codec import Codec, Collective
-from hybridpar.compress.policy import Policy, exact_rules
+from hybridpar.compress.policy import Policy, exact_rules, parse_codec
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, lasting_rounds
-from hybridpar.compress.text import parse_codec
 from hybridpar.errors import UsageError, nearest
 
 _log = logging.getLogger(__name__)

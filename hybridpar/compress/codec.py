@@ -463,7 +463,51 @@ class Full(Coder):
             torch.div(self.received, self.spec.divisor, out=out)
 
 
-class WarmUpCoder(Coder):
+class OuterCoder(Coder):
+    """A coder that hands on its calls to another; a subclass overrides those in which it does more.
+
+    Args:
+        spec: The parameter.
+        inner: The coder that does the work.
+    """
+
+    def __init__(self, spec: TensorSpec, inner: Coder) -> None:
+        super().__init__(spec)
+        self._inner = inner
+
+    @property
+    def _current(self) -> Coder:
+        return self._inner
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Those of the coder that works in the next step."""
+        return self._current.rounds
+
+    def use(self, scratch: Scratch) -> None:
+        super().use(scratch)
+        self._inner.use(scratch)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._current.write(index, parts)
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        self._current.merge(index, received, out)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._current.read(index, parts)
+
+    def finish(self, out: Tensor) -> None:
+        self._current.finish(out)
+
+    def commit(self) -> None:
+        self._current.commit()
+
+    def rollback(self) -> None:
+        self._current.rollback()
+
+
+class WarmUpCoder(OuterCoder):
     """A coder whose first steps are those of another coder, mostly in full precision.
 
     Args:
@@ -473,7 +517,7 @@ class WarmUpCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, first: Coder, later: Coder) -> None:
-        super().__init__(spec)
+        super().__init__(spec, later)
         self._first, self._later = first, later
         self._steps = 0
 
@@ -492,24 +536,16 @@ class WarmUpCoder(Coder):
         return self._current.current
 
     @property
-    def rounds(self) -> tuple[Round, ...]:
-        """Those of the coder that works in the next step."""
-        return self._current.rounds
-
-    @property
     def lasting_rounds(self) -> tuple[Round, ...]:
         """Those of the later coder."""
         return self._later.lasting_rounds
 
     def use(self, scratch: Scratch) -> None:
+        super().use(scratch)
         self._first.use(scratch)
-        self._later.use(scratch)
 
     def set_batch_scale(self, samples: float) -> None:
         self._later.set_batch_scale(samples)
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._current.write(index, parts)
 
     def release(self) -> None:
         self._current.release()
@@ -517,23 +553,26 @@ class WarmUpCoder(Coder):
     def is_finite(self) -> bool:
         return self._current.is_finite()
 
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        self._current.merge(index, received, out)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._current.read(index, parts)
-
-    def finish(self, out: Tensor) -> None:
-        self._current.finish(out)
-
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
         self._later.spread(key, residual, out)
+
+
+def as_inner(name: str) -> Any:
+    """A class attribute of a codec around another, which is that of its `inner`.
+
+    Args:
+        name: Of the attribute.
+
+    Returns:
+        A property.
+    """
+    return property(lambda codec: getattr(codec.inner, name), doc="As the codec inside.")
 
 
 class Codec(ABC):
     """How gradients are compressed: a configuration, a frozen dataclass of plain values.
 
-    As text it is `name:option=value,...`; see `hybridpar.compress.text`.
+    As text it is `name:option=value,...`; see `hybridpar.compress.policy`.
     """
 
     #: What users type.

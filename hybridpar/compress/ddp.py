@@ -168,6 +168,7 @@ class CodecState(ParameterCoders):
             )
         if bucket.index() == 0:
             self.settle()
+            self.traffic = Traffic()
         exchange = self._exchange_of(bucket)
         self.traffic += exchange.traffic
         self._used.append(exchange)
@@ -197,7 +198,7 @@ class CodecState(ParameterCoders):
         else:
             for exchange in self._used:
                 exchange.rollback()
-        self._used, self._finite, self.traffic = [], [], Traffic()
+        self._used, self._finite = [], []
 
     def rollback(self) -> None:
         """Put back what the last step left: to be called where the loop skips it for a reason of its own."""

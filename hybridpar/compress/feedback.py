@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder, as_inner
 from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, UsageError
 
@@ -124,17 +124,13 @@ class ErrorFeedback(Codec):
     name = "feedback"
     biased = True
     stateful = True
+    one_message: ClassVar[bool] = as_inner("one_message")
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
             raise UsageError(f"decay={self.decay:g}", "It is above 0 and at most 1.", "Use 1, or 0.9 with momentum.")
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
-
-    @property
-    def one_message(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.one_message
 
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""
@@ -210,9 +206,6 @@ class FeedbackCoder(WarmUpCoder):
                 kept.commit()
         self._steps += 1
         self._rate_before = self._rate_now
-
-    def rollback(self) -> None:
-        self._current.rollback()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by key, how many steps counted, the last learning rate, and the inner coder's state."""

@@ -15,27 +15,208 @@ In a file a rule is a table, and the order of the tables counts:
     [[rule]]
     pattern = "layer4.*"
     codec = "powersgd:rank=2"
+
+Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
+
+    name                    onebit
+    name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
+
+Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`, `rescale`) and `cast`. Reading a text
+and writing it again gives one text for one meaning: options in a fixed order, without those that are as by default.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridpar.compress.codec import Codec, Coder, TensorSpec
+import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
+from hybridpar.compress.codecs.casts import Cast
+from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
-from hybridpar.compress.text import bind, format_codec, parse_codec
 from hybridpar.errors import UsageError, nearest, shortened
 from hybridpar.formats.file_reader import Unreadable, parse_toml, read_text
+
+#: Characters of a codec with all its options.
+_LONGEST = 500
+
+_TWICE = "The codec keeps the momentum itself; twice would be too much."
+_WORDS = {"on": True, "true": True, "off": False, "false": False}
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec that a text names, in its wrappers.
+
+    Args:
+        text: `name:option=value,...`.
+
+    Raises:
+        UsageError: An unknown name or option, or a value that the option does not take.
+    """
+    if len(text) > _LONGEST:
+        raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
+    name, _, tail = text.strip().partition(":")
+    kind = CODECS.get(name)
+    given = _split(text, tail)
+    wrapping = {"feedback": bool, "cast": str, **_options(ErrorFeedback)}
+    own = _options(kind)
+    for option in given:
+        if option not in own and option not in wrapping:
+            raise UsageError(f"codec {name!r} has no option {option!r}", fix=nearest(option, {*own, *wrapping}))
+    values = {option: _read(option, value, {**wrapping, **own}[option]) for option, value in given.items()}
+    codec: Codec = kind(**{option: value for option, value in values.items() if option in own})
+    if "cast" in values:
+        codec = Cast(codec, values["cast"])
+    tuned = {option: values[option] for option in _options(ErrorFeedback) if option in values}
+    if values.get("feedback", kind.feedback):
+        _refuse_feedback_of(codec)
+        return ErrorFeedback(codec, **tuned)
+    if tuned:
+        raise UsageError(
+            f"{', '.join(tuned)} in {text!r}",
+            f"Codec {name!r} is used without error feedback, which this is an option of.",
+            "Add feedback=on, or leave it out.",
+        )
+    return codec
+
+
+def bind(codec: Codec, spec: TensorSpec) -> Coder:
+    """A coder for one parameter: of the codec where it fits, else of `none`.
+
+    Args:
+        codec: The codec.
+        spec: The parameter, and who exchanges it.
+    """
+    if not codec.fits(spec.shape):
+        return Full(spec)
+    prepare(codec, spec.device)
+    return codec.bind(spec)
+
+
+def format_codec(codec: Codec) -> str:
+    """The shortest text that `parse_codec` turns into an equal codec.
+
+    Args:
+        codec: The codec.
+    """
+    options: dict[str, Any] = {}
+    core = codec
+    if isinstance(core, ErrorFeedback):
+        options.update(_changed(core, _options(ErrorFeedback)))
+        core = core.inner
+    with_feedback = core is not codec
+    if isinstance(core, Cast):
+        options["cast"] = core.cast
+        core = core.inner
+    if with_feedback != core.feedback:
+        options["feedback"] = with_feedback
+    options = {**_changed(core, _options(type(core))), **options}
+    tail = ",".join(f"{option}={_write(value)}" for option, value in options.items())
+    return f"{core.name}:{tail}" if tail else core.name
+
+
+def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
+    """Check that no momentum is kept twice.
+
+    Args:
+        codec: The codec of the gradients.
+        optimizer: What they are given to.
+
+    Raises:
+        UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
+    """
+    core: Any = codec
+    while (inner := getattr(core, "inner", None)) is not None:
+        core = inner
+    # An optimizer may be made for what a codec hands over.
+    if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
+        return
+    kind, name = type(optimizer).__name__, format_codec(codec)
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            fix = "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0)."
+            raise UsageError(f"codec {name!r} with {kind}, whose betas are {group['betas']}", _TWICE, fix)
+        if group.get("momentum"):
+            fix = f"Set momentum=0 in {kind} (--momentum 0); the codec's own is the option momentum of {name!r}."
+            raise UsageError(f"codec {name!r} with momentum={group['momentum']:g} in {kind}", _TWICE, fix)
+
+
+def _split(text: str, tail: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for part in tail.split(",") if tail.strip() else ():
+        option, equals, value = (piece.strip() for piece in part.partition("="))
+        if not option or not equals or not value:
+            raise UsageError(f"{part!r} in {text!r}", "Options are option=value, separated by commas.")
+        if option in given:
+            raise UsageError(f"option {option!r} is given twice in {text!r}", fix="Give it once.")
+        given[option] = value
+    return given
+
+
+@functools.cache
+def _options(kind: type[Codec]) -> Mapping[str, Any]:
+    """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
+    types_of = typing.get_type_hints(kind)
+    names = [entry.name for entry in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list[str]()
+    return {name: types_of[name] for name in names if name != "inner"}
+
+
+def _read(option: str, value: str, kind: Any) -> Any:
+    """A value as the type of its option."""
+    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if types.NoneType in allowed and value == "auto":
+        return None
+    (kind,) = (one for one in allowed if one is not types.NoneType)
+    try:
+        if kind is int and len(value) > 20:
+            raise ValueError
+        return _WORDS[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError):
+        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(f"{option}={value}", f"The value of {option} is {wanted}.") from None
+
+
+def _write(value: Any) -> str:
+    if value is None:
+        return "auto"
+    return ("on" if value else "off") if isinstance(value, bool) else f"{value}"
+
+
+def _changed(codec: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose values are not the default."""
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(codec)}
+    return {name: getattr(codec, name) for name in options if getattr(codec, name) != defaults[name]}
+
+
+def _refuse_feedback_of(codec: Codec) -> None:
+    core = codec.inner if isinstance(codec, Cast) else codec
+    if not core.takes_feedback:
+        raise UsageError(
+            f"codec {core.name!r} with error feedback",
+            "What it leaves out is remembered by a rule of its own, or not at all.",
+            "Leave out feedback=on.",
+        )
+    if not core.biased:
+        raise UsageError(
+            f"codec {core.name!r} with error feedback",
+            "It is unbiased: on average it leaves out nothing that would have to be sent later.",
+            "Leave out feedback=on.",
+        )
+
 
 #: How a policy that is a file is told from a codec.
 SUFFIX = ".toml"

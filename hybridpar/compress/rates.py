@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange, split
 from hybridpar.compress.group import Group
-from hybridpar.compress.text import bind
+from hybridpar.compress.policy import bind
 from hybridpar.machine.steady import halves_apart
 
 #: How a message is reduced, and its type.

@@ -3,9 +3,7 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
-from hybridpar.config.augment import AugmentConfig
-from hybridpar.config.data import DataConfig
-from hybridpar.config.model import ModelConfig
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
 from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig, check_recipe
 

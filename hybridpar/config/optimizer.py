@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.rule import Rule
+from hybridpar.config.data import Rule
 from hybridpar.errors import UsageError, nearest, shortened
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.

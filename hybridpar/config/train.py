@@ -12,12 +12,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.augment import AugmentConfig, augment_rules
-from hybridpar.config.data import DataConfig, data_rules
-from hybridpar.config.model import ModelConfig, model_rules
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Rule, augment_rules, data_rules, model_rules
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
-from hybridpar.config.rule import Rule
 from hybridpar.config.server import ServerConfig
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
@@ -104,8 +101,8 @@ class KernelConfig:
     channels_last: bool = False
     """Former spelling of `--memory-format channels_last`."""
     kernels: str = "off"
-    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto` for those of this
-    machine and of the package, or a file of `hybridpar tune`."""
+    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, or a file of
+    `hybridpar tune`."""
     compile: bool = False
     """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False
@@ -162,9 +159,16 @@ class RunConfig:
     checkpoint_every: str = "epoch,60s"
     """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
     keep: int = 2
-    """Checkpoints to keep besides the best one."""
+    """Checkpoints to keep besides the best."""
+    keep_best: Annotated[str, tyro.conf.arg(metavar="[METRIC:]K")] = "1"
+    """Checkpoints of the K best epochs to keep, by `test_accuracy` or another figure, as in `test_loss:3`."""
+    stop_early: Annotated[str | None, tyro.conf.arg(metavar="[METRIC:]EPOCHS")] = None
+    """End the run after so many epochs without a better `test_accuracy`, or other figure, as in `test_loss:5`."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
+    log: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`. Default:
+    tensorboard, where it is installed."""
     timeline: Path | None = None
     """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
 
@@ -334,6 +338,7 @@ class TrainConfig(
                 "It looks at the order of dimensions, and servers hold parameters as they lie in memory.",
             ),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--stop-early", self.stop_early is not None, "Only rank 0 tests, and no shard is told."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
         ]

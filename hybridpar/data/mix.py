@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.config.augment import AugmentConfig
+from hybridpar.config.data import AugmentConfig
 from hybridpar.data.sampling import Draw, counter_hash
 
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from hybridpar.config.augment import AugmentConfig
+from hybridpar.config.data import AugmentConfig
 from hybridpar.data.decode import RandomCrop
 from hybridpar.errors import UsageError, shortened
 

@@ -22,9 +22,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
-from hybridpar.config.augment import AugmentConfig
-from hybridpar.config.data import data_set_kind
-from hybridpar.config.torchvision_sets import USUAL_SIZE
+from hybridpar.config.data import USUAL_SIZE, AugmentConfig, data_set_kind
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image

@@ -1,6 +1,6 @@
 """torchvision's classification data sets by name, from its own files, through one adapter.
 
-`hybridpar.config.torchvision_sets` has a line for each. Sets of arrays lie in memory; of sets of files the paths are
+`hybridpar.config.data` has a line for each. Sets of arrays lie in memory; of sets of files the paths are
 taken from torchvision and the files are decoded as those of any other set; the rest is read image by image.
 """
 
@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from hybridpar.config import DataConfig
-from hybridpar.config.torchvision_sets import TORCHVISION_SETS, TorchvisionSet
+from hybridpar.config.data import TORCHVISION_SETS, TorchvisionSet
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.memory_sets import Statistics, four_of_five
 from hybridpar.data.sampling import IntArray

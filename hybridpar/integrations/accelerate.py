@@ -1,16 +1,21 @@
-"""Compressed gradients in loops of Hugging Face Accelerate.
+"""Compressed gradients in loops of Hugging Face Accelerate, and in the Trainer of transformers, which is such a loop.
 
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, compress="onebit")
 
 in the place of `accelerator.prepare(model, optimizer, loader)`. Accelerate wraps the model in DistributedDataParallel
 there; the hook is registered with that, and `accelerator.save_state` and `load_state` then keep what was not sent.
 Nothing of accelerate is imported: the accelerator is the caller's.
+
+    trainer = compress_trainer(transformers.Trainer(model, arguments, ...), compress="onebit")
+
+does the same to a Trainer, whose checkpoints then have a file more.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,16 +65,85 @@ def prepare(
         DataParallel.adopt(one, compress=compress, seed=seed, fidelity=fidelity) for one in wrapped if one is not None
     ]
     if not found and accelerator.num_processes > 1:
-        raise UsageError(
-            f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
-            "Gradients are compressed in the hook of DistributedDataParallel.",
-            "Give prepare the model, and let Accelerate use plain data parallelism.",
-        )
+        raise _not_wrapped(compress, accelerator)
     if str(compress) != "none":
         # Accelerate refuses a checkpoint of more or fewer objects, so one process and a choice of none have them, too.
         saved = [SavedCompression(one) for one in found] or [SavedCompression(None) for _ in models]
         accelerator.register_for_checkpointing(*saved)
     return prepared
+
+
+def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fidelity: str = "close") -> Any:
+    """Have a Trainer of Hugging Face transformers send compressed gradients; to be called before `trainer.train()`.
+
+    Each checkpoint gets a file `hybridpar_compression.pt` with what was not sent, from which a resumed run goes on.
+
+    Args:
+        trainer: A `transformers.Trainer`, started on several processes by torchrun or `accelerate launch`.
+        compress: How gradients are sent, as `hybridpar.DataParallel` takes it.
+        seed: For what codecs draw at random; equal on all processes.
+        fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        UsageError: There is no such codec, or the processes do not agree. `trainer.train()` raises it where the model
+            is not wrapped in DistributedDataParallel, as with FSDP or DeepSpeed.
+    """
+    from transformers import TrainerCallback
+
+    accelerator = trainer.accelerator
+    wrap = accelerator.prepare_model
+    names = [name for name, _ in trainer.model.named_parameters()]
+    optimizers = [trainer.optimizer] if trainer.optimizer is not None else []
+    check_compression(compress, names, accelerator.num_processes, optimizers, tell=False)
+    saved = SavedCompression(None)
+
+    def prepare_model(model: Any, *args: Any, **options: Any) -> Any:
+        nonlocal saved
+        wrapped = wrap(model, *args, **options)
+        found = _find_ddp(wrapped)
+        if found is not None:
+            saved = SavedCompression(DataParallel.adopt(found, compress=compress, seed=seed, fidelity=fidelity))
+        elif accelerator.num_processes > 1 and not options.get("evaluation_mode"):
+            raise _not_wrapped(compress, accelerator)
+        return wrapped
+
+    class Compression(TrainerCallback):  # type: ignore[misc]
+        """Keeps what was not sent in the Trainer's checkpoints."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            """Write the file, on the first process; a collective."""
+            kept = saved.state_dict()
+            if accelerator.is_main_process:
+                torch.save(kept, _file_of(args, state))
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            """Read the file of the checkpoint that the run goes on from."""
+            if not state.global_step:
+                return
+            if (file := _file_of(args, state)).exists():
+                saved.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            else:
+                _log.warning("%s is missing: what had not been sent is dropped", file)
+
+    accelerator.prepare_model = prepare_model
+    trainer.add_callback(Compression())
+    return trainer
+
+
+def _file_of(args: Any, state: Any) -> Path:
+    """Where a Trainer's checkpoint of a step keeps what was not sent."""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", "hybridpar_compression.pt")
+
+
+def _not_wrapped(compress: str | Policy, accelerator: Any) -> UsageError:
+    return UsageError(
+        f"compress={str(compress)!r} with {accelerator.distributed_type}, and no model that it wraps in DDP",
+        "Gradients are compressed in the hook of DistributedDataParallel.",
+        "Give prepare the model, and let Accelerate use plain data parallelism.",
+    )
 
 
 class SavedCompression:

@@ -49,6 +49,8 @@ _EXTRAS = (
     ("scikit-learn", "the default data set `digits`", True),
     ("matplotlib", "pictures of plans and timelines", False),
     ("tensorboard", "TensorBoard logs", False),
+    ("wandb", "Weights & Biases logs", False),
+    ("mlflow-skinny", "MLflow logs", False),
     ("lightning", "the Lightning integration", False),
     ("accelerate", "the Accelerate integration", False),
 )

@@ -87,6 +87,30 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+_ending: list[str] = []
+
+
+def end_at_once() -> None:
+    """Have `leave` end this process at once: a thread hangs in a library that would wait for it at the exit."""
+    _ending.append("at once")
+
+
+def leave(code: int) -> int:
+    """End this process at once if `end_at_once` was called.
+
+    Args:
+        code: The exit code.
+
+    Returns:
+        The exit code, where the process is to end as usual.
+    """
+    if _ending:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 def error_text(error: BaseException, debug: bool) -> str:
     """The text printed for an error: value, rule, what to do; with the traceback on request, or if it is a bug.
 

@@ -5,14 +5,19 @@ nor torchvision, so that names can be checked at once.
 """
 
 from hybridpar.models.arguments import parse_arguments
-from hybridpar.models.build import build_model, check_model_name, require_trained
-from hybridpar.models.context import autocast, seed_everything
+from hybridpar.models.build import (
+    build_model,
+    check_model_name,
+    model_fingerprint,
+    parameter_count,
+    require_trained,
+    seed_everything,
+)
 from hybridpar.models.freezing import freeze
-from hybridpar.models.identity import model_fingerprint, parameter_count
-from hybridpar.models.layers import learning_rate_scales
+from hybridpar.models.outputs import autocast
 from hybridpar.models.torchvision_models import model_names
 from hybridpar.models.user_models import article
-from hybridpar.models.weights import load_weights
+from hybridpar.models.weights import learning_rate_scales, load_weights
 
 __all__ = [
     "article",

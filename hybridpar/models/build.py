@@ -1,7 +1,11 @@
-"""Builds a model from its name: of torchvision, of timm, or of the user's own."""
+"""Builds a model from its name: of torchvision, of timm, or of the user's own.
+
+Plans, profiles and checkpoints know a model by the fingerprint of its architecture, which is taken here too.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +17,7 @@ from hybridpar.models.user_models import build_user_model, check_user_name
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -92,3 +97,43 @@ def require_trained(model: nn.Module, name: str) -> None:
             "Training changes the parameters that require a gradient.",
             "Call `requires_grad_(True)` on those that are to be trained, or leave them out of --freeze.",
         )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on all devices, so that a model built next is the same everywhere.
+
+    Args:
+        seed: The seed.
+    """
+    import torch
+
+    torch.manual_seed(seed)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Sixteen hex digits over names, shapes and dtypes of all parameters and persistent buffers, in order.
+
+    Values do not count: the same architecture has the same fingerprint before and after training.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The fingerprint.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+    return digest.hexdigest()[:16]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of elements in all parameters; a shared one counts once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The number.
+    """
+    return sum(parameter.numel() for parameter in model.parameters())

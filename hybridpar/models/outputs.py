@@ -1,4 +1,4 @@
-"""The scores among what a model returns, and the loss of models with auxiliary heads.
+"""The precision in which a model runs, the scores among what it returns, and the loss with auxiliary heads.
 
 A model returns a tensor; a tuple or list, whose first item are the scores; or a named tuple, a mapping or an object
 with attributes (as models of `transformers` return), whose scores are called `logits` or `out`. Auxiliary scores are
@@ -11,6 +11,7 @@ tutorial trains Inception v3), or 0.3 times that of each of several (GoogLeNet: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from hybridpar.errors import UsageError, shortened
 from hybridpar.models.user_models import article
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 #: Names of the scores among named outputs, the first that is there.
@@ -155,3 +157,20 @@ class OutputLoss:
             UsageError: There are no scores among the outputs.
         """
         return self.loss(main_output(outputs), targets)
+
+
+def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which a model's forward pass runs.
+
+    Args:
+        amp: `none`, `bf16` or `fp16`, the option `--amp`.
+        device: The model's device.
+
+    Returns:
+        Autocast to bfloat16 or float16, or a context that does nothing.
+    """
+    import torch
+
+    if amp == "none":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16 if amp == "bf16" else torch.float16)

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.observe.files import replace_file, run_directory_error
 from hybridpar.observe.records import EpochRecord, StepRecord
-from hybridpar.observe.tensorboard_events import TensorBoardEvents
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
@@ -52,7 +51,7 @@ def images_per_second(record: StepRecord) -> float:
 
 
 class MetricsWriter:
-    """Appends steps and epochs to `metrics.jsonl`, and to TensorBoard where that is installed. For one rank only.
+    """Appends steps and epochs to `metrics.jsonl`. For one rank only.
 
     Args:
         run_dir: Directory of the run; made where it is missing.
@@ -79,7 +78,6 @@ class MetricsWriter:
             self._size = self._file.seek(0, 2)
         except OSError as error:
             raise run_directory_error(self.path, error) from error
-        self._events = TensorBoardEvents(self.path.parent, after_step=resume_step or 0)
 
     def write_step(self, record: StepRecord) -> None:
         """Append a step.
@@ -97,7 +95,6 @@ class MetricsWriter:
                 for name in STEP_COLUMNS
             }
         )
-        self._events.add_step(record, rate)
 
     def write_epoch(self, record: EpochRecord) -> None:
         """Append the end of an epoch, as a line with `"event": "epoch"`.
@@ -112,7 +109,6 @@ class MetricsWriter:
         if record.ema_test_accuracy is None:
             row = {key: value for key, value in row.items() if not key.startswith("ema_")}
         self._write({"event": "epoch"} | row)
-        self._events.add_epoch(record)
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._failed:
@@ -130,12 +126,11 @@ class MetricsWriter:
             raise run_directory_error(self.path, error) from error
 
     def close(self) -> None:
-        """Close the files; what was written is kept. May be called twice.
+        """Close the file; what was written is kept. May be called twice.
 
         Raises:
             RunDirectoryError: The file cannot be written to its end.
         """
-        self._events.close()
         # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
         try:
             self._file.close()

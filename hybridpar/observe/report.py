@@ -85,7 +85,9 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if (averaged := summary.get("ema_test_accuracy")) is not None:
         rows.append(("of the average", format_accuracy(averaged), ""))
     if (kept := summary.get("best")) is not None:
-        told = f"{format_accuracy(kept['test_accuracy'])} after step {kept['step']:,}, kept in {kept['checkpoint']}"
+        by = kept.get("metric", "test_accuracy")
+        told = format_accuracy(kept["test_accuracy"]) + f", by {by}," * (by != "test_accuracy")
+        told += f" after step {kept['step']:,}, kept in {kept['checkpoint']}"
         rows.append(("best", told, ""))
     if summary["images_per_second"] is not None:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))

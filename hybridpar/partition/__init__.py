@@ -10,21 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridpar.partition.analytic import Roofline as Roofline
     from hybridpar.partition.balance import Balance as Balance
     from hybridpar.partition.balance import balance_graph as balance_graph
-    from hybridpar.partition.co_run import measure_co_run as measure_co_run
     from hybridpar.partition.cost import Link as Link
     from hybridpar.partition.cost import Problem as Problem
     from hybridpar.partition.cost import Worker as Worker
     from hybridpar.partition.draw import draw_partition as draw_partition
-    from hybridpar.partition.dry_run import dry_run_stages as dry_run_stages
     from hybridpar.partition.graph import UnitGraph as UnitGraph
     from hybridpar.partition.planning import PartitionedModel as PartitionedModel
     from hybridpar.partition.planning import partition_model as partition_model
     from hybridpar.partition.planning import stages_from_plan as stages_from_plan
+    from hybridpar.partition.profile import Roofline as Roofline
+    from hybridpar.partition.profile import measure_co_run as measure_co_run
     from hybridpar.partition.profile import measure_units as measure_units
     from hybridpar.partition.run import StageRunner as StageRunner
+    from hybridpar.partition.run import dry_run_stages as dry_run_stages
     from hybridpar.partition.run import run_stages as run_stages
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Balance": "balance", "Link": "cost", "ModelUnits": "units", "PartitionedModel": "planning", "Problem": "cost",
-    "Roofline": "analytic", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
-    "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "dry_run",
-    "find_units": "units", "measure_co_run": "co_run", "measure_units": "profile", "partition_model": "planning",
+    "Roofline": "profile", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
+    "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "run",
+    "find_units": "units", "measure_co_run": "profile", "measure_units": "profile", "partition_model": "planning",
     "print_partition": "table",
     "run_stages": "run", "split_model": "split", "stages_from_plan": "planning", "trace_model": "trace",
 }  # fmt: skip

@@ -26,8 +26,7 @@ from hybridpar.partition.exact import (
 )
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.grouped import Sharing, least_shared
-from hybridpar.partition.linear import Cuts, least_maximum, least_sum, pick, stages_of
-from hybridpar.partition.strategies import STRATEGIES
+from hybridpar.partition.strategies import STRATEGIES, Cuts, least_maximum, least_sum, pick, stages_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.partition.cost import Matrix
-from hybridpar.partition.linear import Cuts
+from hybridpar.partition.strategies import Cuts
 
 #: Labels kept per place; beyond that the search is no longer exact.
 LABELS = 32

@@ -14,13 +14,11 @@ from torch import nn
 
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
-from hybridpar.partition.analytic import Roofline, device_roofline, estimate_units
 from hybridpar.partition.balance import Balance, balance_graph
-from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes
+from hybridpar.partition.profile import Progress, Roofline, UnitTimes, device_roofline, estimate_units, measure_co_run
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage

@@ -4,20 +4,37 @@ Every pass runs the whole graph at the true micro-batch, and plain steps of the 
 The minimum over passes is the time of a unit; a machine that others use only ever adds to it. How far two halves of
 the passes disagree is the profile's noise, and no partition is called better by less than that. One factor, the median
 plain step over the sum of the units, calibrates the level: a training takes steps as they come, not the best of them.
+
+Also measures how much lanes slow each other down on one device.
+
+A device that one lane fills makes two lanes twice as slow; one that it leaves half idle makes them no slower. The
+number decides whether lanes on one device are worth anything, so it is taken from whole training steps that run beside
+each other, not assumed.
+
+Also estimates the times of units from a device's speed, without running the model.
+
+The roofline model (Williams, Waterman and Patterson, 2009): a unit takes as long as its arithmetic at the device's
+peak or its memory traffic at the device's bandwidth, whichever is longer, and never less than what it costs to start
+it. Caches and how well a kernel fits are left out, so it is good enough to balance stages, not to predict times.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from hybridpar.errors import UsageError
+from hybridpar.machine.steady import least_apart
 from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
 from hybridpar.partition.units import ModelUnits
@@ -185,3 +202,155 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
         step_ms=min(one.step_ms for one in tries),
         noise=min(best.noise, apart),
     )
+
+
+def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3) -> float:
+    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`.
+
+    Args:
+        model: The model, on the device in question.
+        inputs: One micro-batch.
+        lanes: Number of lanes.
+        passes: Times both ways are measured.
+
+    Raises:
+        UsageError: There is no lane.
+    """
+    return measure_lanes(model, inputs, lanes, passes=passes)[0]
+
+
+def measure_lanes(
+    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
+) -> tuple[float, float]:
+    """How much slower a lane runs while all lanes of its device are busy, and how sure that is.
+
+    Args:
+        model: The model, on the device in question; its state is put back, copies of it run on the other lanes.
+        inputs: One micro-batch.
+        lanes: Number of lanes: streams on CUDA, threads on CPU.
+        passes: Times both ways are measured, in turns; the minimum of each counts.
+
+    Returns:
+        Time of a step with all lanes busy over its time alone; 1 means that lanes do not disturb each other. And the
+        noise: how far the two least times of a way lie apart, relative; infinite after a single pass.
+
+    Raises:
+        UsageError: There is no lane.
+    """
+    if lanes < 1:
+        raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
+    with untouched(model, training=True):
+        twins = [model, *(copy.deepcopy(model) for _ in range(lanes - 1))]
+        clock = Clock(inputs[0].device)
+        together = _streams if inputs[0].device.type == "cuda" else _threads
+        for twin in twins:
+            whole_step_ms(twin, inputs, clock)
+        alone, beside = [], []
+        for _ in range(passes):
+            alone.append(whole_step_ms(model, inputs, clock))
+            beside.append(together(twins, inputs, clock))
+    noise = max(least_apart(times) for times in (alone, beside))
+    return min(beside) / min(alone), noise
+
+
+def _threads(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
+    """One step of every model on a thread of its own, all started at once."""
+    gate = threading.Barrier(len(twins) + 1)
+
+    def work(twin: nn.Module) -> None:
+        gate.wait()
+        whole_step_ms(twin, inputs, clock)
+
+    threads = [threading.Thread(target=work, args=(twin,)) for twin in twins]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    start = clock.mark()
+    for thread in threads:
+        thread.join()
+    return clock.between(start, clock.mark())
+
+
+def _streams(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
+    """One step of every model on a stream of its own, issued by one host thread."""
+    main = torch.cuda.current_stream(clock.device)
+    streams = [torch.cuda.Stream(clock.device) for _ in twins]  # type: ignore[no-untyped-call]
+    start = clock.mark()
+    for twin, stream in zip(twins, streams, strict=True):
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            leaves = [leaf for _, leaf in tensor_leaves(twin(*inputs)) if leaf.requires_grad]
+            torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+        main.wait_stream(stream)
+    end = clock.mark()
+    clock.wait()
+    return clock.between(start, end)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a device can do at most.
+
+    Attributes:
+        flops_per_second: Peak arithmetic.
+        bytes_per_second: Memory bandwidth.
+        launch_ms: Least time of any operation.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    launch_ms: float
+
+
+#: A generic server core with 8-wide fused multiply-add units at 2.5 GHz, at half its peak as convolutions reach it.
+_CPU_CORE_FLOPS = 2.5e9 * 2 * 8 * 2 / 2
+_CPU_BYTES = 10e9
+
+
+def device_roofline(device: torch.device, threads: int | None = None) -> Roofline:
+    """The roofline of a device: what a CUDA device says of itself, or a generic CPU with so many threads.
+
+    Args:
+        device: The device.
+        threads: Intra-op threads on a CPU; None for as many as torch uses.
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        clock = getattr(properties, "clock_rate", 1_500_000) * 1e3
+        memory_clock = getattr(properties, "memory_clock_rate", 5_000_000) * 1e3
+        bus_bytes = getattr(properties, "memory_bus_width", 384) / 8
+        lanes = properties.multi_processor_count * 128
+        return Roofline(lanes * 2 * clock, 2 * memory_clock * bus_bytes, 0.005)
+    count = threads or torch.get_num_threads()
+    return Roofline(_CPU_CORE_FLOPS * count, _CPU_BYTES, 0.005)
+
+
+def estimate_units(graph: UnitGraph, roofline: Roofline) -> UnitTimes:
+    """Times of all units by the roofline model.
+
+    The forward pass reads inputs and parameters and writes outputs. The backward pass does twice the arithmetic
+    (gradients of input and of weight; once where no input needs a gradient), reads what was saved and the incoming
+    gradient, and writes the gradients of inputs and parameters.
+
+    Args:
+        graph: Units with FLOPs and sizes.
+        roofline: Of the device.
+    """
+    incoming = [0] * len(graph)
+    incoming_gradient = [0] * len(graph)
+    for value in graph.values:
+        for consumer in value.consumers:
+            incoming[consumer] += value.bytes
+            incoming_gradient[consumer] += value.gradient_bytes
+    forward, backward = [], []
+    for index, unit in enumerate(graph.units):
+        moved = incoming[index] + unit.parameter_bytes + unit.output_bytes
+        forward.append(_time(unit.flops, moved, roofline))
+        arithmetic = unit.flops * ((1 if incoming_gradient[index] else 0) + (1 if unit.parameter_bytes else 0))
+        moved = incoming[index] + incoming_gradient[index] + unit.output_bytes + 2 * unit.parameter_bytes
+        backward.append(_time(arithmetic, moved, roofline))
+    return UnitTimes(tuple(forward), tuple(backward), sum(forward) + sum(backward), source="analytic")
+
+
+def _time(flops: int, moved: int, roofline: Roofline) -> float:
+    return 1e3 * max(flops / roofline.flops_per_second, moved / roofline.bytes_per_second, roofline.launch_ms / 1e3)

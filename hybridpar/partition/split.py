@@ -20,9 +20,8 @@ from hybridpar.errors import PartitionError
 from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.graph_facts import GraphFacts, state_of
 from hybridpar.partition.nest import Path, rebuild
-from hybridpar.partition.pins import aliases_under_change
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
-from hybridpar.partition.units import ModelUnits
+from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 
 def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:

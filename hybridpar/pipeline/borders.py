@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
-from hybridpar.pipeline.random_keys import numbers_of_its_own
 from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
+from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.actions import Edge
 from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 

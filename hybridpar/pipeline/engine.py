@@ -25,8 +25,6 @@ from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
-from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
-from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.split_cost import keep_whole
 from hybridpar.pipeline.stage_module import (
     StageModule,
@@ -37,8 +35,9 @@ from hybridpar.pipeline.stage_module import (
     module_of,
     parts_of,
 )
-from hybridpar.pipeline.stage_run import Mailbox, StageRun
+from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
+from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import make

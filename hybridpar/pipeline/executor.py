@@ -24,9 +24,8 @@ from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
-from hybridpar.pipeline.agreement import HEAD, Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind

@@ -13,8 +13,8 @@ from functools import cache, cached_property
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
 from hybridpar.partition.cost import IntervalCosts, Link, Problem
-from hybridpar.partition.linear import least_maximum, stages_of
 from hybridpar.partition.planning import saved_bytes
+from hybridpar.partition.strategies import least_maximum, stages_of
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.actions import Edge
 

@@ -20,10 +20,8 @@ from hybridpar.errors import HybridparError
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
-from hybridpar.partition.analytic import device_roofline, estimate_units
-from hybridpar.partition.co_run import measure_lanes
 from hybridpar.partition.graph_facts import state_of
-from hybridpar.partition.profile import Progress, UnitTimes
+from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_lanes
 from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
 from hybridpar.partition.state import untouched
 from hybridpar.partition.trace import TracedModel, trace_model

@@ -28,8 +28,8 @@ from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep
-from hybridpar.pipeline.options import WHOLE, PipelineOptions
 from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.pipeline.step import WHOLE, PipelineOptions
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs

@@ -3,21 +3,133 @@
 Candidates are simulated in the order of their lower bounds. As soon as the bound of the next one is above all that
 could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the
 profile are equal, whatever the digits say; of all that are equal to the fastest the simplest is chosen.
+
+Candidates are left out by a lower bound of their step time, without simulating them: `lower_bound_ms` never exceeds
+what the simulator says of any schedule of a candidate (it is admissible), so a candidate whose bound is above what is
+already reached may be left out, and the search still answers what exhaustive enumeration answers. Tests compare both.
+
+Also chooses among the best plans by the times that they took when they were run.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from hybridpar.errors import PlanError
-from hybridpar.planner.bounds import lower_bound_ms
 from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.space import Candidate, Shape, Space
+from hybridpar.planner.space import DATA_PARALLEL, Candidate, Shape, Space
+from hybridpar.schedule.actions import Edge, Kind, Layout
+from hybridpar.schedule.costs import Costs
+
+
+def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
+    """Time that no schedule of these stages beats.
+
+    The largest of the following, each of which every simulated step takes at least; sharing cores or links, and waiting
+    in queues, only adds to the durations used here.
+
+    1. *Lanes.* A lane runs M forward and M backward passes of each of its stages, one at a time. Before the first of
+       them, some micro-batch has gone forward through all stages before one of the lane's (`head`, the longest path of
+       passes and transfers). The last thing that a lane runs is a backward pass, and afterwards that micro-batch's
+       gradient goes back through the stages before (`tail`). So: least head + M (F + B) + least tail.
+    2. *One micro-batch.* It goes forward to the last stage and back to the first: the longest path through it. That is
+       (head + F + B + tail) of each stage, as a stage's backward pass follows its forward pass.
+    3. *Links.* The first bucket of a stage is ready no earlier than after M forward passes, M - 1 backward passes and
+       its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its
+       link, which carries no more than one at its full speed.
+    4. *Cores.* All core time of a worker, divided by its cores.
+
+    Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.
+
+    Args:
+        layout: Where stages run, and what flows.
+        costs: What actions take.
+        micro_batches: M.
+
+    Returns:
+        Milliseconds.
+    """
+    stages = range(layout.stages)
+    forward = [costs.compute_ms(stage, Kind.FORWARD) for stage in stages]
+    backward = [costs.compute_ms(stage, Kind.BACKWARD) for stage in stages]
+    head, tail = _paths(layout, costs, forward, backward)
+    longest = 0.0
+    for lane in range(layout.lanes):
+        own = layout.stages_on(lane)
+        work = micro_batches * sum(forward[stage] + backward[stage] for stage in own)
+        longest = max(longest, min(head[stage] for stage in own) + work + min(tail[stage] for stage in own))
+    longest = max(longest, *(head[stage] + forward[stage] + backward[stage] + tail[stage] for stage in stages))
+    if costs.replicas > 1:
+        longest = max(longest, _links(layout, costs, micro_batches, forward, backward, head))
+    if costs.commit:
+        updates = [costs.compute_ms(stage, Kind.STEP) for stage in stages]
+        longest += costs.control_ms + min(updates)
+    return max(longest, _cores(layout, costs, micro_batches, forward, backward))
+
+
+def _paths(
+    layout: Layout, costs: Costs, forward: list[float], backward: list[float]
+) -> tuple[list[float], list[float]]:
+    """For every stage the time before its first forward pass, and the time after its last backward pass."""
+    head, tail = [0.0] * layout.stages, [0.0] * layout.stages
+    for stage in range(layout.stages):
+        for edge in layout.into(stage):
+            arrival = head[edge.source] + forward[edge.source] + _transfer(layout, costs, edge, edge.bytes)
+            head[stage] = max(head[stage], arrival)
+            if edge.gradient_bytes > 0:
+                rest = _transfer(layout, costs, edge, edge.gradient_bytes, back=True) + backward[edge.source]
+                tail[stage] = max(tail[stage], rest + tail[edge.source])
+    return head, tail
+
+
+def _transfer(layout: Layout, costs: Costs, edge: Edge, size: int, back: bool = False) -> float:
+    if not layout.crosses(edge):
+        return 0.0
+    pair = (layout.home(edge.source), layout.home(edge.target))
+    link = costs.links.get(pair[::-1] if back else pair, costs.link)
+    return link.latency_ms + link.wire_ms(size)
+
+
+def _links(
+    layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float], head: list[float]
+) -> float:
+    """When the last bucket of any worker is through, at the earliest."""
+    last = 0.0
+    for worker in range(layout.workers):
+        begin, wire = float("inf"), 0.0
+        for stage in range(layout.stages):
+            buckets = costs.buckets[stage] if stage < len(costs.buckets) else ()
+            if layout.home(stage) != worker or not buckets:
+                continue
+            ready = min(one.ready for one in buckets)
+            passes = count * forward[stage] + (count - 1) * backward[stage]
+            begin = min(begin, head[stage] + passes + ready * backward[stage])
+            wire += sum(one.link_part * (one.wire_ms or 0.0) for one in buckets)
+        if wire > 0 and costs.sync_shares_link:
+            last = max(last, begin + wire)
+    return last
+
+
+def _cores(layout: Layout, costs: Costs, count: int, forward: list[float], backward: list[float]) -> float:
+    if costs.cores is None:
+        return 0.0
+    needed = [0.0] * layout.workers
+    for stage in range(layout.stages):
+        home = layout.home(stage)
+        computing = count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
+        needed[home] += costs.compute_cores * computing
+        if costs.replicas > 1 and stage < len(costs.buckets):
+            for one in costs.buckets[stage]:
+                needed[home] += one.encode_ms + one.decode_ms + costs.sync_core_ms(one)
+    return max(needed) / costs.cores
+
 
 #: Told how many candidates were looked at, and of how many.
 Progress = Callable[[int, int], None]
@@ -211,3 +323,114 @@ def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
 def _up(size: float) -> str:
     """Megabytes with one decimal, rounded up, so that the number given really works."""
     return f"{-(-size // 1e5) / 10:,.1f}"
+
+
+#: Plans that are nearer than this are equal, however often they were run.
+LEAST_DIFFERENCE = 0.01
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Finalists with what they took.
+
+    Attributes:
+        outcomes: The finalists, by prediction.
+        times: Of each, milliseconds of its steps, of the slowest worker.
+        chosen: The one to use: of all that the noise cannot tell from the fastest, the simplest.
+        noise: Relative difference up to which two of them are equal.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    times: tuple[tuple[float, ...], ...]
+    chosen: Outcome
+    noise: float
+
+    @property
+    def measured_ms(self) -> list[float]:
+        """The median step of each."""
+        return [statistics.median(times) for times in self.times]
+
+
+def finalists(answer: Answer, count: int) -> list[Outcome]:
+    """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
+
+    Of plans that differ only in their schedule or cut and are predicted equal, as ties may be hundreds, one is enough.
+
+    Args:
+        answer: Of the search.
+        count: How many of the best; the other two come on top where they are not among them.
+    """
+    workers = answer.evaluator.space.workers
+    found: dict[tuple[object, ...], Outcome] = {}
+    plain = answer.baselines[DATA_PARALLEL]
+    for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
+        shape = one.candidate.shape
+        if shape.stages > 1 and shape.workers not in (1, workers):
+            continue  # a pipeline on a part of the workers cannot run beside the others
+        key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.codec, one.candidate.variant)
+        found.setdefault(key, one)
+    must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
+    best = sorted(found.values(), key=lambda one: one.score)[:count]
+    return sorted({one.candidate: one for one in (*must, *best)}.values(), key=lambda one: one.score)
+
+
+def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequence[float]]) -> Verified:
+    """Choose by what was measured.
+
+    Two plans are told apart where the median of their differences, round by round, is further from nothing than twice
+    its standard error: what slowed a whole round down cancels. What takes more steps to the same result counts them.
+
+    Args:
+        answer: Of the search.
+        outcomes: The finalists.
+        times: Of each, milliseconds of its steps, in the same rounds.
+
+    Returns:
+        The finalists with their times, and the plan to use.
+    """
+    steps = [answer.evaluator.space.codec_choices[one.candidate.codec].steps for one in outcomes]
+    scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]
+    best = min(range(len(outcomes)), key=lambda place: statistics.median(scores[place]))
+    level = statistics.median(scores[best])
+    doubts = [_doubt(own, scores[best]) / level for place, own in enumerate(scores) if place != best]
+    noise = max(LEAST_DIFFERENCE, statistics.median(doubts) if doubts else 0.0)
+    equal = []
+    for place, own in enumerate(scores):
+        apart = statistics.median(one - other for one, other in zip(own, scores[best], strict=True))
+        if apart <= max(LEAST_DIFFERENCE * level, _doubt(own, scores[best])):
+            equal.append(outcomes[place])
+    chosen = min(equal, key=lambda one: one.candidate.simplicity)
+    return Verified(tuple(outcomes), tuple(map(tuple, times)), chosen, noise)
+
+
+def _doubt(own: Sequence[float], other: Sequence[float]) -> float:
+    """Twice the standard error of the median difference of two rows, from the median deviation of the differences.
+
+    1.4826 and 1.2533 are those of a normal distribution.
+    """
+    differences = [one - two for one, two in zip(own, other, strict=True)]
+    middle = statistics.median(differences)
+    deviation = statistics.median(abs(one - middle) for one in differences)
+    return 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(differences))
+
+
+def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, float, float, float, str]]:
+    """The table: name, predicted and measured milliseconds, by how much of the prediction it took longer, and what
+    became of each.
+
+    Args:
+        result: What was measured.
+        names: Of candidates, in words.
+    """
+    measured = result.measured_ms
+    chosen = measured[result.outcomes.index(result.chosen)]
+    rows = []
+    for outcome, real in zip(result.outcomes, measured, strict=True):
+        told = f"{real - chosen:+,.1f} ms"
+        if outcome == result.chosen:
+            fastest = real <= min(measured)
+            told = (
+                "chosen: the fastest" if fastest else f"chosen: equal to the fastest within {100 * result.noise:.1f} %"
+            )
+        rows.append((names[outcome.candidate], outcome.step_ms, real, real / outcome.step_ms - 1, told))
+    return rows

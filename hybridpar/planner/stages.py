@@ -21,8 +21,8 @@ from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
+from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
 from hybridpar.schedule.schedules import SCHEDULES

@@ -24,8 +24,7 @@ from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.pipeline.agreement import decide
-from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.pipeline.local_stage import LocalStage, decide
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.planner.store import NOISE, steadied

@@ -11,23 +11,17 @@ by the same collective, so all decide alike.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
-from hybridpar.optim.pace import Leg, Pace
+from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepInput
-from hybridpar.train.checkpoint import random_state, restore_random_state
-from hybridpar.train.engine import Engine
-from hybridpar.train.periodic import copy_of
+from hybridpar.train.snapshot import Snapshot
 from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
@@ -132,63 +126,6 @@ def search_batch_size(
 def _rounded(size: float, multiple: int) -> int:
     """The nearest multiple, at least one."""
     return max(1, round(size / multiple)) * multiple
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy in memory of all that a training depends on, on one worker, between two steps; restored after a trial.
-
-    Attributes:
-        step: Steps done.
-        model: Weights and buffers.
-        optimizer: State of the optimizer by parameter name.
-        sync: What codecs did not send, and what is on its way.
-        random: Every random number generator.
-    """
-
-    step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    sync: dict[str, Any]
-    random: dict[str, Any]
-
-    @classmethod
-    def take(cls, model: nn.Module, engine: Engine, step: int, device: torch.device) -> Snapshot:
-        """Copy everything; a collective.
-
-        Args:
-            model: The model.
-            engine: What trains it.
-            step: Steps done.
-            device: Where random numbers are drawn.
-
-        Returns:
-            The copy.
-        """
-        engine.wait()
-        engine.wire_format()
-        return cls(
-            step,
-            copy_of(model.state_dict()),
-            copy.deepcopy(engine.optimizer_state()),
-            copy.deepcopy(engine.state_dict()),
-            random_state(device),
-        )
-
-    def restore(self, model: nn.Module, engine: Engine, device: torch.device) -> None:
-        """Put everything back, any number of times; a collective.
-
-        Args:
-            model: The model to restore.
-            engine: What trains it.
-            device: The device.
-        """
-        engine.wait()
-        model.load_state_dict(self.model)
-        engine.load_optimizer_state(copy.deepcopy(self.optimizer))
-        engine.go_on_from(self.step)
-        engine.load_state_dict(copy.deepcopy(self.sync))
-        restore_random_state(self.random, device)
 
 
 class BatchSelector:

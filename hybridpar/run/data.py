@@ -11,8 +11,7 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.config.augment import Interpolation
-from hybridpar.config.torchvision_sets import is_of_any_size
+from hybridpar.config.data import Interpolation, is_of_any_size
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError

@@ -9,6 +9,7 @@
       metrics.jsonl  a line per step
       summary.json   the result
       loss.png       the loss as a picture
+      tensorboard/   events; of other loggers the id that they gave the run, and their own files
       staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
 
@@ -41,9 +42,9 @@ RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 _OWN_FILES = (
     *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
-    "staleness.png",
+    *("staleness.png", "wandb.id", "mlflow.id"),
 )
-_OWN_FOLDERS = ("checkpoints", "tensorboard")
+_OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
 
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."
@@ -56,9 +57,9 @@ _FIXED = {
     "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
-_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
+OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
-_NOT_RECALLED = _OF_THE_COMMAND | {"plan", "timeline"}
+_NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
 _AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
 
@@ -217,7 +218,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
                 _FIXED[name],
                 f"Leave {option} away, or start a new run.",
             )
-        elif name not in _OF_THE_COMMAND:
+        elif name not in OPTIONS_OF_THE_COMMAND:
             changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
     lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
     return dataclasses.replace(config, **taken), (*lines, *changed)
@@ -256,7 +257,7 @@ def claim_place(
     facts: dict[str, Any] = {
         "model": model,
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "options": {key: _plain(value) for key, value in dataclasses.asdict(config).items()},
+        "options": plain_options(config),
         "versions": dict(versions),
         "images": None if images is None else dict(images),
     }
@@ -272,6 +273,15 @@ def claim_place(
     text = config_text(config, model, named, "plan.json" if follows_plan else None)
     replace_file(place.directory / CONFIG_FILE, [text.encode()])
     return place
+
+
+def plain_options(config: TrainConfig) -> dict[str, Any]:
+    """The options of a run by name, as JSON has them.
+
+    Args:
+        config: Options of the run.
+    """
+    return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
 
 
 def _base(config: TrainConfig, model: str) -> Path:

@@ -11,9 +11,10 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError
 from hybridpar.machine.cluster import machine_load
 from hybridpar.observe.files import replace_file
-from hybridpar.observe.records import RunInfo
+from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.plan import Plan, Ran, StepFigures
+from hybridpar.run.best import MetricRule
 from hybridpar.run.timings import Share, combine
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 from hybridpar.train.trainer import Trainer
@@ -64,18 +65,21 @@ def measured_fields(answers: Sequence[object], replicas: int, *, step_ms: float 
     return fields
 
 
-def best_fields(directory: Path, best: tuple[float, int] | None) -> dict[str, Any]:
+def best_fields(directory: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> dict[str, Any]:
     """What the summary says of the best checkpoint.
 
     Args:
         directory: Of the run.
-        best: Best test accuracy, and the step after which it was measured.
+        tested: The ends of epochs.
+        rule: Which is the best.
     """
-    kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best[1]]
+    best = next(iter(rule.best(tested)), None)
+    kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best.step]
     if best is None or not kept:
         return {}
     place = kept[0].relative_to(directory).as_posix()
-    return {"best": {"step": best[1], "test_accuracy": best[0], "checkpoint": place}}
+    fields = {"step": best.step, "test_accuracy": best.test_accuracy, "metric": rule.metric, "checkpoint": place}
+    return {"best": fields}
 
 
 def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:

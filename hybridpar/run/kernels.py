@@ -16,9 +16,8 @@ from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
 from hybridpar.planner.resolve import lane_threads
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
-from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key

@@ -20,13 +20,16 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches
-from hybridpar.machine.launch import StopRequest, note_orderly_end
+from hybridpar.machine.launch import StopRequest, end_at_once, note_orderly_end
 from hybridpar.machine.process import TUNED_VARIABLE
 from hybridpar.machine.process import describe as describe_process
+from hybridpar.observe.logger import Ending, LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.run.best import keep_rule, stop_rule
 from hybridpar.run.data import untested
+from hybridpar.run.directory import plain_options
 from hybridpar.run.figures import best_fields
 from hybridpar.run.position import Standing
 from hybridpar.run.save_rule import SaveRule
@@ -64,8 +67,11 @@ class RunLoop(ABC):
         self.config, self.model_name = config, model_name
         self.rule, self.progress, self.is_main = rule, progress, is_main
         self.at = Standing()
+        self.keep_rule, self.stop_rule = keep_rule(config), stop_rule(config)
         self._changes = changes
         self._writer: MetricsWriter | None = None
+        self._loggers: Loggers | None = None
+        self._ending: Ending = "failed"
         self._sound = True
         self._last_save = time.monotonic()
         self._saved: object = None
@@ -91,8 +97,11 @@ class RunLoop(ABC):
         with contextlib.ExitStack() as stack:
             if self.is_main:
                 self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+                self._loggers = self._open_loggers()
+                stack.callback(self._close_loggers, self._loggers)
             self.progress.start(self.info, self.at.resumed_from or 0)
             stopped = self._steps(stop)
+            self._ending = "interrupted" if stopped else "finished"
         self.progress.close()
         self._finish(stopped)
         return stopped
@@ -111,6 +120,23 @@ class RunLoop(ABC):
 
     # ------------------------------------------------------------------- parts
 
+    def _open_loggers(self) -> Loggers:
+        facts = ("workers", "device", "stages", "replicas", "micro_batches", "schedule", "codec", "parameters")
+        options = {"model": self.model_name, **plain_options(self.config)}
+        options |= {name: getattr(self.info, name) for name in facts}
+        run = LoggedRun(self.at.directory, self.info, options, self.at.resumed_from)
+        return Loggers(logger_names(self.config.log), run)
+
+    def _close_loggers(self, loggers: Loggers) -> None:
+        loggers.close(self._ending)
+        self._tell(loggers.news())
+        if loggers.are_stuck:
+            end_at_once()
+
+    def _tell(self, news: Sequence[str]) -> None:
+        for text in news:
+            self.progress.message(text)
+
     def _opening_notes(self) -> list[str]:
         tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
         return [*tuned, *self._changes]
@@ -125,6 +151,9 @@ class RunLoop(ABC):
         self.progress.step(record)
         if self._writer is not None:
             self._writer.write_step(record)
+        if self._loggers is not None:
+            self._loggers.put(record)
+            self._tell(self._loggers.news())
         if record.skipped:
             self.progress.warn(f"step {record.step} {skipped}")
 
@@ -132,20 +161,25 @@ class RunLoop(ABC):
         self, epoch: int, step: int, evaluation: Evaluation, averaged: Evaluation | None = None, *, last: bool
     ) -> bool:
         """Show and write the end of an epoch; whether there is to be a checkpoint."""
-        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
-        if improved:
-            self.at.best = (evaluation.accuracy, step)
         seconds = time.monotonic() - self._epoch_began
         end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
         if averaged is not None:
             end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
+        self.at.tested.append(end)
         self._begin_epoch()
         self.progress.epoch(end)
         if (news := untested(evaluation.samples, self.test.total)) is not None:
             self.progress.warn(news)
         if self._writer is not None:
             self._writer.write_epoch(end)
-        return self.rule.epoch or (self.rule != SaveRule() and (last or improved))
+        if self._loggers is not None:
+            self._loggers.put(end)
+        wanted = last or end in self.keep_rule.best(self.at.tested) or self._stops_early() is not None
+        return self.rule.epoch or (self.rule != SaveRule() and wanted)
+
+    def _stops_early(self) -> str | None:
+        """Why the run is to end before its time; None where it goes on."""
+        return None if self.stop_rule is None else self.stop_rule.over(self.at.tested)
 
     def _is_save_due(self) -> bool:
         """Whether the last checkpoint is so old that rank 0 asks for another one."""
@@ -164,7 +198,8 @@ class RunLoop(ABC):
     def _note_saved(self, step: int) -> None:
         self._saved = self._progress_made()
         if self.is_main:
-            prune_checkpoints(self.at.checkpoints, self.config.keep, self.at.best[1] if self.at.best else None)
+            best = [one.step for one in self.keep_rule.best(self.at.tested)]
+            prune_checkpoints(self.at.checkpoints, self.config.keep, best)
         self.progress.message(f"checkpoint saved at step {step}")
 
     def _summary(self, stopped: bool) -> dict[str, Any]:
@@ -182,7 +217,7 @@ class RunLoop(ABC):
             resumed_from=self.at.resumed_from,
             versions=versions,
         )
-        return summary | best_fields(self.at.directory, self.at.best)
+        return summary | best_fields(self.at.directory, self.at.tested, self.keep_rule)
 
     def _report(
         self,

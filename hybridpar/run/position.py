@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.observe.records import EpochRecord
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
 
 
 #: Keys of `Standing.to_extra`.
-_POSITION_KEYS = {"epoch", "epoch_step", "best_accuracy", "best_step", "options"}
+_POSITION_KEYS = {"epoch", "epoch_step", "options"}
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Standing:
         directory: The run directory.
         epoch: The epoch that comes next, or is under way.
         epoch_step: Steps of it that are done.
-        best: Best test accuracy, and the step after which it was measured.
+        tested: The ends of epochs.
         resumed_from: Step that the run last went on from; None for a new one.
         step: With parameter servers, steps that these have done.
         own_steps: With parameter servers, batches that this worker has computed.
@@ -35,7 +37,7 @@ class Standing:
     directory: Path = field(default_factory=Path)
     epoch: int = 0
     epoch_step: int = 0
-    best: tuple[float, int] | None = None
+    tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
     step: int = 0
     own_steps: int = 0
@@ -54,8 +56,7 @@ class Standing:
         return {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
-            "best_accuracy": self.best[0] if self.best else None,
-            "best_step": self.best[1] if self.best else None,
+            "tested": plain_tests(self.tested),
             "options": {option: getattr(config, option) for option in POSITION_OPTIONS},
         }
 
@@ -87,4 +88,28 @@ class Standing:
                     f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
                 )
         self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
-        self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
+        self.tested = read_tests(extra["tested"]) if "tested" in extra else []
+        if "tested" not in extra and extra.get("best_step") is not None:  # of a former version
+            best = EpochRecord(0, extra["best_step"], extra["best_accuracy"], None, math.nan, 0.0)
+            self.tested = [best]
+
+
+def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:
+    """The ends of epochs as plain values, a row for each; numbers that are not finite are None.
+
+    Args:
+        tested: They.
+    """
+    return [[None if value is None or not math.isfinite(value) else value for value in astuple(one)] for one in tested]
+
+
+def read_tests(rows: Iterable[Iterable[Any]]) -> list[EpochRecord]:
+    """What `plain_tests` returned.
+
+    Args:
+        rows: It.
+    """
+    found = []
+    for epoch, step, accuracy, loss, train_loss, *rest in rows:
+        found.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))
+    return found

@@ -6,6 +6,7 @@ Every worker runs the same program; rank 0 alone writes files (except for its pe
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -21,6 +22,7 @@ from hybridpar.data.image_facts import ImageFacts
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
+from hybridpar.observe.logger import logger_names
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
@@ -83,6 +85,8 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config.check()
     config, changes = recall_options(config, model_name, given)
     config.check()
+    if os.environ.get("RANK", "0") == "0":
+        logger_names(config.log)
     config = with_images_of_model(config, model_name)
     if config.uses_servers:
         from hybridpar.run.served_run import run_served
@@ -235,7 +239,7 @@ class Run(RunLoop):
             result is not None
             and result["exit"] == "finished"
             and self.at.resumed_from == result["steps"]
-            and result["steps"] >= self.total
+            and (result["steps"] >= self.total or self._stops_early() is not None)
         )
 
     def say_finished(self) -> int:
@@ -245,9 +249,12 @@ class Run(RunLoop):
             0, the exit code.
         """
         if self.world.is_main and (result := read_summary(self.place.directory)) is not None:
+            longer = "--steps" if self.config.steps is not None else "--epochs"
+            done = f"has done all of its {self.total:,} steps"
+            if result["steps"] < self.total:
+                longer, done = "--stop-early", str(self._stops_early())
             self.progress.message(
-                f"nothing left to train: the run in {self.place.directory} has done all of its {self.total:,} steps; "
-                f"a larger {'--steps' if self.config.steps is not None else '--epochs'} goes on"
+                f"nothing left to train: the run in {self.place.directory} {done}; a larger {longer} goes on"
             )
             from hybridpar.observe.report import print_report
 
@@ -298,6 +305,9 @@ class Run(RunLoop):
         """Run all epochs; True when a signal ended them early."""
         at, progress = self.at, self.progress
         for epoch in range(at.epoch, self.epochs):
+            if (news := self._stops_early()) is not None:
+                progress.message(news)
+                break
             self._begin_epoch()
             first = at.epoch_step if epoch == at.epoch else 0
             if self.selector is not None and self.selector.is_due(epoch, first):
@@ -402,7 +412,7 @@ class Run(RunLoop):
         self._note_saved(step)
 
     def _progress_made(self) -> tuple[object, ...]:
-        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, self.at.best
+        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, len(self.at.tested)
 
     # --------------------------------------------------------------------- end
 

@@ -30,11 +30,10 @@ from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
-from hybridpar.observe.records import RunInfo, StepRecord
-from hybridpar.optim.build import build_optimizer
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.optim.build import build_optimizer, expand
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
-from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.planner.resolve import resolve
@@ -191,7 +190,7 @@ class ServedRun(RunLoop):
         self._save_asked = False
         self._bad, self._seen = 0, 0
         self._latest: Exchanged | None = None
-        self._best_saved: tuple[float, int] | None = None
+        self._test_saved: EpochRecord | None = None
 
     def _load_data(self) -> ImageData:
         """Load the data set; where it may be downloaded, worker 0 goes first."""
@@ -262,7 +261,7 @@ class ServedRun(RunLoop):
             with before_the_start():
                 self.state.begin(self.total, self._images)
             self._saved = self._progress_made() if self.at.resumed_from is not None else None
-            self._best_saved = self.at.best
+            self._test_saved = self._last_test
             self.info = self._describe()
             self.learner = Learner(
                 self.model,
@@ -407,13 +406,14 @@ class ServedRun(RunLoop):
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:
         """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""
-        best, states = self.at.best, None
+        states = None
         if self.is_main and wanted and self._may_save(self.at.step):
             states, rows = self.state.snapshot()
             self._write_late(rows)
             # Without a barrier the best result is saved some steps after its test.
-            if best is not None and best != self._best_saved:
-                self.at.best = best[0], int(states[0]["taken"]) // self.place.workers
+            test = self._last_test
+            if test is not None and test != self._test_saved and test in self.keep_rule.best(self.at.tested):
+                self.at.tested[-1] = replace(test, step=int(states[0]["taken"]) // self.place.workers)
         self._last_save = time.monotonic()
         try:
             path = self.state.save(occasion, states, self.per_epoch)
@@ -423,7 +423,7 @@ class ServedRun(RunLoop):
             self.progress.warn(f"no checkpoint: {error.what}")
             return
         if path is not None:
-            self._best_saved = self.at.best
+            self._test_saved = self._last_test
             self._note_saved(step_of(path))
 
     def _write_late(self, rows: list[dict[str, Any]]) -> None:
@@ -434,7 +434,11 @@ class ServedRun(RunLoop):
             self._record(replace(self._latest, rows=rows, news=()), self.timings.times[-1].data_ms)
 
     def _progress_made(self) -> tuple[object, ...]:
-        return self.at.step, self.at.best
+        return self.at.step, len(self.at.tested)
+
+    @property
+    def _last_test(self) -> EpochRecord | None:
+        return self.at.tested[-1] if self.at.tested else None
 
     # --------------------------------------------------------------------- end
 

@@ -23,9 +23,10 @@ from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.optim.schedule import Plateau, warmup_length
+from hybridpar.run.best import keep_rule
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
-from hybridpar.run.position import Standing
+from hybridpar.run.position import Standing, plain_tests, read_tests
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
@@ -136,7 +137,7 @@ class ServedState:
         welcome = self.links.hello(buffers, written if main else None)
         if run_place is not None:
             if all(one["initialised"] for one in welcome):
-                at.best, at.resumed_from = _best_of(run_place.directory), written
+                at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
             else:
                 self._bring(run_place, total, images)
         rest = self.links.links[0].unpack_rest()
@@ -145,7 +146,7 @@ class ServedState:
         self.take_weights()
         at.directory = Path(facts["directory"])
         if not main:
-            at.best = facts["best"]  # all must agree on what is worth a checkpoint
+            at.tested = read_tests(facts["best"])  # all must agree on what is worth a checkpoint
         at.step = at.own_steps = int(facts["step"])
         checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
@@ -212,7 +213,7 @@ class ServedState:
                     "directory": str(place.directory),
                     "checkpoint": checkpoint,
                     "step": step,
-                    "best": self._at.best,
+                    "best": plain_tests(keep_rule(self._config).best(self._at.tested)),
                 },
             )
         )
@@ -369,8 +370,3 @@ class ServedState:
 def _last_step(directory: Path) -> int:
     steps = read_metrics(directory).steps["step"]
     return int(steps[-1]) if len(steps) else 0
-
-
-def _best_of(directory: Path) -> tuple[float, int] | None:
-    tested = [(epoch.test_accuracy, epoch.step) for epoch in read_metrics(directory).epochs if epoch.test_accuracy]
-    return max(tested, default=None)

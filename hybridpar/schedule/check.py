@@ -14,8 +14,7 @@ from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
 from hybridpar.schedule.memory import Held, first_over, most_held
 from hybridpar.schedule.picture import draw_schedule, run_lanes
-from hybridpar.schedule.program import Program, dependencies, lower, require_own_lanes
-from hybridpar.schedule.queues import QueueRun
+from hybridpar.schedule.program import Program, QueueRun, dependencies, lower, require_own_lanes
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Layout, Schedule
-from hybridpar.schedule.program import dependencies
-from hybridpar.schedule.queues import QueueRun, slots_of
+from hybridpar.schedule.program import QueueRun, dependencies, slots_of
 
 
 def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun[str]:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
-from hybridpar.schedule.contention import EventLoop, Job, Phase
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.program import Program
-from hybridpar.schedule.resources import Machine
+from hybridpar.schedule.resources import EventLoop, Job, Machine, Phase
 from hybridpar.schedule.spans import Span
 
 

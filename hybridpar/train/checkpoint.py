@@ -4,7 +4,7 @@ A checkpoint is a directory `step-N`:
 
     model.pt       the unsplit model's plain state dict; any PyTorch program can load it
     model_ema.pt   the same of the moving average of its weights, where one is kept (`--model-ema`)
-    training.pt    optimizer state by parameter name, position in the data, best accuracy
+    training.pt    optimizer state by parameter name, position in the data, results of epochs
     rank-K.pt      what belongs to one worker: random number generators, state of its gradient sync
     manifest.json  step, model fingerprint, worker count, and each file's size and SHA-256
 

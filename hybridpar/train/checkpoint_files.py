@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,32 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the one of step `best`, and what crashes left behind.
+def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None:
+    """Delete all but the newest `keep` checkpoints and those of the steps `best`, and what crashes left behind.
 
     Nobody may be writing a checkpoint there meanwhile.
 
     Args:
         directory: Where they lie.
         keep: How many of the newest to keep.
-        best: Step of the best one; None where there is none.
+        best: Steps of the best ones.
     """
     found = list_checkpoints(directory)
-    kept = {*found[-keep:], directory / f"step-{best}"}
+    kept = {*found[-keep:], *(directory / f"step-{step}" for step in best)}
     for path in directory.glob("step-*"):
         if path not in kept and path.is_dir():
-            # The manifest goes first: without it the rest is no checkpoint.
-            (path / "manifest.json").unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            delete_checkpoint(path)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint.
+
+    Args:
+        path: Its directory.
+    """
+    # The manifest goes first: without it the rest is no checkpoint.
+    (path / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:

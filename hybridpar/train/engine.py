@@ -33,12 +33,11 @@ from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, op
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
-from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import StepInput, StepOutcome, StepState
+from hybridpar.pipeline.step import WHOLE, StepInput, StepOutcome, StepState
 from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.planner.stages import pipeline_options
 from hybridpar.sync.compression import Compression

@@ -25,13 +25,11 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.optim.build import undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
-from hybridpar.optim.pace import Pace
-from hybridpar.optim.recipe import expand, make_optimizer
-from hybridpar.optim.schedule import Plateau, rate_factor, warmup_length
-from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
+from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
@@ -198,7 +196,8 @@ class Trainer:
         options = expand(asked, **given)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
-        self._peak_rate = options.lr
+        #: The learning rate of which every step's is a fraction.
+        self.peak_rate = options.lr
 
         # A stage does not know what the whole model says.
         no_decay = undecayed_names(self.model, asked.no_decay)
@@ -209,7 +208,7 @@ class Trainer:
         def make(module: nn.Module) -> torch.optim.Optimizer:
             if optimizer is not None:
                 made = optimizer(module)
-                self._peak_rate = float(made.param_groups[0]["lr"])
+                self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
             return make_optimizer(module, asked, options, **given, no_decay=no_decay, scales=scales)
 
@@ -287,7 +286,7 @@ class Trainer:
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
         staged = self.plan.is_staged
-        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness, staged)
+        result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, self.engine.staleness, staged)
         self._bad_steps.watch(result)
         return result
 
@@ -344,6 +343,15 @@ class Trainer:
         warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
         if self._plateau is not None and self.steps_done > warmup:
             self._plateau.step(metric)
+
+    def go_back(self, step: int) -> None:
+        """Forget the steps of a trial whose effects have been undone.
+
+        Args:
+            step: Steps that were done before it.
+        """
+        self.steps_done = step
+        self._bad_steps.forget()
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.

@@ -24,10 +24,9 @@ import torch
 from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels.conv_bench import DTYPES
-from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import AnyKernel, make_kernels
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, find_operation, operation_of
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 
-from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.cuda_space import registers, written_out
+from hybridpar.tvm_kernels.machine import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_load import BATCH, shared_unit
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

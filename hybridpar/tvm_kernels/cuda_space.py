@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Mapping
 
 from hybridpar.tvm_kernels import space
-from hybridpar.tvm_kernels.cuda_device import Gpu
+from hybridpar.tvm_kernels.machine import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
 from hybridpar.tvm_kernels.schedules.geometry import axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

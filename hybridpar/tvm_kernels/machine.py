@@ -1,13 +1,20 @@
-"""What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies."""
+"""What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies.
+
+Also what GPUs have, from which follows which tiles are good on them.
+
+Where there is a GPU its own figures are read; those of H100, H200 and A100 are built in, from NVIDIA's data sheets, so
+that candidates can be compiled and ranked on a machine without one.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -178,3 +185,119 @@ def _least(run: Callable[[], object], times: int) -> float:
             run()
             spent.append(time.thread_time() - began)
     return min(spent[1:])
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the cost model sees it.
+
+    Attributes:
+        name: As torch has it.
+        architecture: As in `sm_90`.
+        processors: Streaming multiprocessors (SM).
+        shared_bytes: Shared memory of an SM.
+        bandwidth: Of memory, bytes a second.
+        multiply_adds: Float32 multiply-adds a second.
+        registers: 32-bit registers of an SM.
+        threads: That an SM holds at a time.
+        blocks: That an SM holds at a time.
+    """
+
+    name: str
+    architecture: str
+    processors: int
+    shared_bytes: int
+    bandwidth: float
+    multiply_adds: float
+    registers: int = 65536
+    threads: int = 2048
+    blocks: int = 32
+
+    @property
+    def fingerprint(self) -> str:
+        """Name and architecture, by which records tell kinds of GPU apart."""
+        return f"{self.name} {self.architecture}"
+
+    @property
+    def clock(self) -> float:
+        """Cycles a second: an SM does 128 multiply-adds in each."""
+        return self.multiply_adds / (128 * self.processors)
+
+    def floor_ms(self, multiply_adds: int, size: int) -> float:
+        """The time that neither arithmetic nor memory can beat.
+
+        Args:
+            multiply_adds: Of a call.
+            size: Bytes that it touches.
+
+        Returns:
+            Milliseconds.
+        """
+        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
+
+
+#: GPUs that need not be there, by what `--gpu` calls them. SXM modules, clocks of the data sheets.
+KNOWN = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 2.039e12, 9.75e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 3.35e12, 33.5e12),
+    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 4.8e12, 33.5e12),
+}
+
+_FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
+
+
+def is_gpu(fingerprint: str) -> bool:
+    """Whether a record's device is a GPU.
+
+    Args:
+        fingerprint: Of a record's device.
+
+    Returns:
+        Whether it is.
+    """
+    return _FINGERPRINT.fullmatch(fingerprint) is not None
+
+
+def gpu_of(fingerprint: str) -> Gpu:
+    """The GPU of a record's device.
+
+    Args:
+        fingerprint: Of a record's device.
+
+    Returns:
+        One of `KNOWN`, else the current GPU.
+    """
+    known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
+    return known or gpu_at(torch.cuda.current_device())
+
+
+@functools.cache
+def gpu_at(index: int) -> Gpu:
+    """Figures of a GPU of this machine.
+
+    Args:
+        index: Of the GPU, by torch's number.
+
+    Returns:
+        Those of `KNOWN` where it is one of these, else what torch says; the A100's for what torch does not say.
+    """
+    found = torch.cuda.get_device_properties(index)
+    architecture = f"sm_{found.major}{found.minor}"
+    for known in KNOWN.values():
+        if known.name == found.name and known.architecture == architecture:
+            return known
+    a100 = KNOWN["a100"]
+    # Clocks are in kHz, and memory moves data on both edges; what a version of torch does not tell is the A100's.
+    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    bandwidth = 2e3 * clock * width / 8 or a100.bandwidth
+    own_clock = 1e3 * getattr(found, "clock_rate", 0) or a100.clock
+    return replace(
+        a100,
+        name=found.name,
+        architecture=architecture,
+        processors=found.multi_processor_count,
+        shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
+        bandwidth=bandwidth,
+        multiply_adds=128 * found.multi_processor_count * own_clock,
+        threads=found.max_threads_per_multi_processor,
+    )

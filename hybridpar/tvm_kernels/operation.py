@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built, Request
-from hybridpar.tvm_kernels.cuda_device import is_gpu
+from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import Bench
 from hybridpar.tvm_kernels.shapes import Layout
 

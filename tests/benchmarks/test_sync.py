@@ -20,7 +20,7 @@ from benchmarks.sync.main import CODECS, Options, main, methods_at, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
 from benchmarks.sync.peers import PEERS, checkouts, missing_peers
 from benchmarks.sync.promises import PROMISES, REFERENCE, eligible, promised_rows, read_losses
-from hybridpar.compress.text import parse_codec
+from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 
 needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")

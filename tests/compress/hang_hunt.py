@@ -27,8 +27,8 @@ from hybridpar.compress import CODECS, format_codec, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.pipeline.step import WHOLE
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 from tests.ranks import run_ranks, stop_pool

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image
 from torchvision.transforms.v2 import functional as reference
 
 from hybridpar.config import DataConfig
-from hybridpar.config.torchvision_sets import TORCHVISION_SETS
+from hybridpar.config.data import TORCHVISION_SETS
 from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.decode import read_image

@@ -13,7 +13,7 @@ import torchvision
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.config.torchvision_sets import TORCHVISION_SETS
+from hybridpar.config.data import TORCHVISION_SETS
 from hybridpar.data import DATA_SETS, MemoryImages, TrainBatches, load_dataset
 from hybridpar.data.torchvision_sets import measured_statistics
 from hybridpar.errors import DataError

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.integrations.accelerate import prepare
+from hybridpar.integrations.accelerate import compress_trainer, prepare
 from hybridpar.integrations.data_parallel import DataParallel
 from tests.compress.test_ddp import batch, net, weights
 from tests.ranks import run_ranks
@@ -135,3 +135,72 @@ def test_what_cannot_work_is_refused() -> None:
         assert "Did you mean onebit" in name
         assert "keeps the momentum itself" in momentum
         assert "no model that it wraps in DDP" in unwrapped
+
+
+class Classifier(torch.nn.Module):
+    """A net in the form that a Trainer of transformers expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.net(images)
+        return {"loss": F.cross_entropy(scores, labels), "logits": scores}
+
+
+def trained_by_transformers(world: World, folder: str) -> dict[str, bool]:
+    """Weights after four steps: in one go, in two halves, and in two halves without the file of the codecs."""
+    from transformers import Trainer, TrainingArguments
+
+    environment = dict(os.environ)
+    results, sent = {}, 0
+    pairs = [batch(rank, step) for step in range(4) for rank in range(2)]
+    rows = [
+        {"images": image, "labels": label}
+        for images, labels in pairs
+        for image, label in zip(images, labels, strict=True)
+    ]
+    try:
+        for name, codec in (("whole", "onebit"), ("resumed", "onebit"), ("none", "none"), ("plain", None)):
+            make_accelerator(True, world)  # sets up the environment of a job
+            torch.manual_seed(0)
+            arguments = TrainingArguments(
+                str(Path(folder, "whole" if name == "resumed" else name)),
+                max_steps=4,
+                per_device_train_batch_size=len(pairs[0][1]),
+                learning_rate=0.05,
+                optim="sgd",
+                lr_scheduler_type="constant",
+                use_cpu=True,
+                report_to=[],
+                disable_tqdm=True,
+                logging_strategy="no",
+                save_steps=2,
+                ddp_find_unused_parameters=False,
+            )
+            trainer = Trainer(Classifier(), arguments, train_dataset=rows)
+            if codec is not None:
+                trainer = compress_trainer(trainer, compress=codec)
+            trainer.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-2" if name == "resumed" else None)
+            results[name] = weights(trainer.model)
+            if name == "whole":
+                assert isinstance(trainer.model_wrapped, DataParallel)
+                assert trainer.model_wrapped.compression is not None
+                sent = trainer.model_wrapped.compression.traffic.payload
+        return {
+            "resumed to the bit": torch.equal(results["whole"], results["resumed"]),
+            "compressed": not torch.equal(results["whole"], results["plain"]),
+            "fewer bytes": 0 < sent < results["whole"].numel(),
+            "without a codec it is the Trainer": torch.equal(results["none"], results["plain"]),
+            "processes agree": torch.equal(*(torch.tensor(one) for one in world.gather(results["whole"].tolist()))),
+        }
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for found in run_ranks(trained_by_transformers, 2, str(tmp_path)):
+        assert not [what for what, holds in found.items() if not holds]

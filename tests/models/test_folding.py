@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridpar.models.folding import fold_batch_norm
+from hybridpar.models.export import fold_batch_norm
 
 
 def folded(net, *shape):

@@ -5,7 +5,7 @@ import torchvision
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from hybridpar.models.layers import head_parameters, layer_numbers, learning_rate_scales
+from hybridpar.models.weights import head_parameters, layer_numbers, learning_rate_scales
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto", "test_efficientnet"])

@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +89,6 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, loss, lr, skipped, s
     run_dir = tmp_path_factory.mktemp("run")
     record = StepRecord(1, 0, loss, lr, 64, 20.0, 15.0, 3.0, 1.0, sent, skipped, None)
     with MetricsWriter(run_dir) as writer:
-        writer._events.close()  # a thread and a file per example would only be slow
         writer.write_step(record)
     steps = read_metrics(run_dir).steps
     assert steps["lr"][0] == lr
@@ -245,33 +243,3 @@ def test_a_directory_without_metrics_reads_as_an_empty_table(tmp_path):
     table = read_metrics(tmp_path)
     assert {name: len(values) for name, values in table.steps.items()} == dict.fromkeys(STEP_COLUMNS, 0)
     assert table.epochs == ()
-
-
-def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(tmp_path, make_step, make_epoch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write_step(make_step(step, loss=1.0))
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
-        for step in (3, 4):
-            writer.write_step(make_step(step, loss=7.0))
-        writer.write_epoch(make_epoch(0, step=4))
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "lr", "images_per_second", "test_accuracy"}
-    assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 7.0),
-        (4, 7.0),
-    ]
-    assert [(scalar.step, scalar.value) for scalar in events.Scalars("test_accuracy")] == [(4, 0.875)]
-
-
-def test_without_tensorboard_nothing_happens(tmp_path, make_step, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with MetricsWriter(tmp_path) as writer:
-        writer.write_step(make_step(1))
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

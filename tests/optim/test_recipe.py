@@ -6,7 +6,7 @@ import pytest
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.optim.recipe import expand
+from hybridpar.optim.build import expand
 from tests.ranks import run_ranks
 from tests.train.test_engine import make_trainer, state_of, steps
 from tests.train.training import close, same, train_rank

@@ -17,8 +17,7 @@ from hybridpar.partition.balance import balance_graph, spread
 from hybridpar.partition.cost import IntervalCosts, Link, Problem, Worker
 from hybridpar.partition.exact import exact_optimum, fused_chains
 from hybridpar.partition.graph import Unit, UnitGraph, Value
-from hybridpar.partition.linear import stages_of
-from hybridpar.partition.strategies import STRATEGIES
+from hybridpar.partition.strategies import STRATEGIES, stages_of
 from tests.partition.graphs import (
     all_cuts,
     lane_loads,

@@ -10,17 +10,15 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurement_file, store_measurement
 from hybridpar.partition import profile_cache
-from hybridpar.partition.analytic import Roofline, estimate_units
-from hybridpar.partition.co_run import measure_co_run
-from hybridpar.partition.dry_run import dry_run_stages
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.profile import UnitTimes, _summarise, measure_units
+from hybridpar.partition.profile import Roofline, UnitTimes, _summarise, estimate_units, measure_co_run, measure_units
 from hybridpar.partition.profile_cache import (
     KIND,
     load_profile,
     measured_profile,
     profile_key,
 )
+from hybridpar.partition.run import dry_run_stages
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.unit_runner import Clock, UnitRunner
@@ -99,8 +97,8 @@ def test_the_median_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -
 
 def test_lanes_slow_each_other_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = iter([1.0, 1.0, 3.0, 2.0])  # two warm up, then one of each pass
-    monkeypatch.setattr("hybridpar.partition.co_run.whole_step_ms", lambda *_: next(alone))
-    monkeypatch.setattr("hybridpar.partition.co_run._threads", lambda twins, *_: 1.5 * len(twins))
+    monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(alone))
+    monkeypatch.setattr("hybridpar.partition.profile._threads", lambda twins, *_: 1.5 * len(twins))
     assert measure_co_run(Residual(), [torch.randn(*IMAGES)], 2, passes=2) == 1.5
 
 

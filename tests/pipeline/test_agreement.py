@@ -10,7 +10,7 @@ import torch
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline.agreement import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
+from hybridpar.pipeline.local_stage import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
 from hybridpar.pipeline.step import COMMIT, StepOutcome
 from hybridpar.sync.buckets import check_layout
 from hybridpar.sync.figures import SyncFigures

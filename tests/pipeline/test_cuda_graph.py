@@ -22,9 +22,8 @@ from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.lanes.base import Constants
-from hybridpar.pipeline.agreement import backward_report, forward_report
-from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.cuda_graph import StepGraph
+from hybridpar.pipeline.cuda_graph import StepGraph, check_capturable
+from hybridpar.pipeline.local_stage import backward_report, forward_report
 from hybridpar.pipeline.step import StepInput
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet

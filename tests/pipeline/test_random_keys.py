@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations, numbers_of_its_own
+from hybridpar.pipeline.stage_run import RandomKeys, key_random_operations, numbers_of_its_own
 from tests.pipeline.oracle import Residuals, Run, Setting, batches_of, cut, cut_evenly, places, seeded, train_stages
 from tests.ranks import run_ranks
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from hybridpar.planner.draw import draw_curve
-from hybridpar.planner.scaling import k_hat, scaling_curve
+from hybridpar.planner.scaling import draw_curve, k_hat, scaling_curve
 from tests.planner.small import inputs
 
 

@@ -15,13 +15,12 @@ from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import CoreUse, parse_cluster
-from hybridpar.planner.bounds import lower_bound_ms
 from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import is_as_recorded, plan_of
-from hybridpar.planner.search import find_plan
+from hybridpar.planner.search import find_plan, lower_bound_ms
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs

@@ -9,7 +9,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.options import PipelineOptions
+from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
 from hybridpar.planner.resolve import resolve
 from hybridpar.planner.stages import cut_model, pipeline_options

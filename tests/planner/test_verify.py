@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.planner.explain import describe
-from hybridpar.planner.search import find_plan
-from hybridpar.planner.verify import finalists, verdicts, verified
+from hybridpar.planner.search import finalists, find_plan, verdicts, verified
 from tests.planner.small import cluster, inputs
 
 

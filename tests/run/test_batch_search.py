@@ -8,8 +8,7 @@ import pytest
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import UsageError
-from hybridpar.optim.pace import Leg, Pace
-from hybridpar.optim.schedule import rate_factor
+from hybridpar.optim.schedule import Leg, Pace, rate_factor
 from hybridpar.run.batch_search import bounds, search_batch_size
 
 

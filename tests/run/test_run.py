@@ -296,7 +296,7 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, expec
     assert len(saved - {best}) <= keep
     assert max(saved) == max(expected)
     newest = load_checkpoint(tmp_path)
-    assert newest.training["extra"]["best_step"] == best
+    assert best in [step for _, step, *_ in newest.training["extra"]["tested"]]
 
 
 @pytest.mark.parametrize(("every", "expected"), [("epoch", [12, 24]), ("5", [12, 24]), ("3", [12, 24])])
@@ -305,7 +305,8 @@ def test_the_best_is_kept_whatever_the_rule(tmp_path, monkeypatch, every, expect
     monkeypatch.setattr(Trainer, "evaluate", lambda self, batches: Evaluation(next(accuracies), 1.0, 10))
     train(tmp_path, epochs=4, checkpoint_every=every, keep=1)
     assert saved_steps(tmp_path) == expected
-    assert load_checkpoint(tmp_path).training["extra"]["best_accuracy"] == 0.9
+    rows = load_checkpoint(tmp_path).training["extra"]["tested"]
+    assert [accuracy for _, _, accuracy, *_ in rows] == [0.5, 0.9, 0.3, 0.4]
 
 
 def test_seconds_save_too(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.schedule.contention import EventLoop, Job, Phase, Resource
+from hybridpar.schedule.resources import EventLoop, Job, Phase, Resource
 
 
 def run(rows: list[list[Phase]], starts: list[float] | None = None) -> list[float]:

@@ -22,8 +22,8 @@ from hybridpar.lanes import Lanes
 from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.pipeline.step import WHOLE
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
 from hybridpar.sync.options import SyncOptions

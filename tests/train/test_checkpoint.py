@@ -247,7 +247,7 @@ def test_a_crash_while_one_is_replaced_loses_neither(tmp_path, monkeypatch):
     assert float(load_checkpoint(tmp_path).model["w"][0, 0]) == 1.0
     save(tmp_path, 5, value=3.0)
     assert float(load_checkpoint(tmp_path).model["w"][0, 0]) == 3.0
-    prune_checkpoints(tmp_path, keep=1, best=None)
+    prune_checkpoints(tmp_path, keep=1, best=())
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
@@ -260,7 +260,14 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("keep", "best", "left"),
-    [(1, None, [5]), (2, None, [4, 5]), (2, 1, [1, 4, 5]), (2, 5, [4, 5]), (9, None, [1, 2, 3, 4, 5]), (1, 99, [5])],
+    [
+        (1, (), [5]),
+        (2, (), [4, 5]),
+        (2, (1,), [1, 4, 5]),
+        (2, (5, 2), [2, 4, 5]),
+        (9, (), [1, 2, 3, 4, 5]),
+        (1, (99,), [5]),
+    ],
 )
 def test_the_newest_and_the_best_are_kept(tmp_path, keep, best, left):
     for step in range(1, 6):
@@ -275,7 +282,7 @@ def test_pruning_takes_away_what_crashes_left_and_nothing_of_the_users(tmp_path)
     (tmp_path / "step-3").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-by-step.txt").write_text("mine")
-    prune_checkpoints(tmp_path, keep=1, best=None)
+    prune_checkpoints(tmp_path, keep=1, best=())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-1", "step-by-step.txt"]
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from hybridpar.tvm_kernels import choice
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
-from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.machine import gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.search import search_all

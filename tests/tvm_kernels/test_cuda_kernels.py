@@ -22,9 +22,9 @@ from hybridpar.tvm_kernels import Database, call_plan, choice, op
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
-from hybridpar.tvm_kernels.cuda_device import KNOWN
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
+from hybridpar.tvm_kernels.machine import KNOWN
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

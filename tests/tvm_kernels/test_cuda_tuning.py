@@ -20,20 +20,19 @@ from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.tvm_kernels import choice, cuda_kernel, measure
 from hybridpar.tvm_kernels.choice import Choices, kernel_for
-from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts, estimate, resident_blocks, wavefronts
-from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint, gpu_at, is_gpu
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
+from hybridpar.tvm_kernels.search import compile_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.tuner import tune
 from tests.emulated.convolutions import emulated_kernels

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from hybridpar.tvm_kernels.choice import Choices
-from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, parse_records, read_database
-from hybridpar.tvm_kernels.distill import MOST_BYTES, distill
+from hybridpar.tvm_kernels.database import (
+    MOST_BYTES,
+    Database,
+    append_records,
+    distill,
+    packaged_records,
+    parse_records,
+    read_database,
+)
 from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import record_of

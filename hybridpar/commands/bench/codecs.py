@@ -10,6 +10,7 @@ Compiled kernels are chosen when a process first uses them, so each setting of t
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,13 @@ from hybridpar.compress import (
     Coder,
     ErrorFeedback,
     Exchange,
-    Round,
     TensorSpec,
     bind,
     kernels,
     parse_codec,
     run_together,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, Residual, Scratch
+from hybridpar.compress.codec import NO_RESIDUAL, OuterCoder, Residual, Scratch
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.errors import LaunchError, UsageError
 from hybridpar.machine.process import worker_environment
@@ -163,64 +163,47 @@ def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
     return _rate(sum(tensor.nbytes for tensor in tensors), times[1:])
 
 
-class TimedCoder(Coder):
-    """A coder that is timed: `encode`, `merge` and `decode` hold the seconds since they were last set to zero.
+class TimedCoder(OuterCoder):
+    """A coder that is timed: `encode`, `merging` and `decode` hold the seconds since they were last set to zero.
 
     Args:
         inner: The coder that does the work.
     """
 
     def __init__(self, inner: Coder) -> None:
-        super().__init__(inner.spec)
-        self._inner = inner
+        super().__init__(inner.spec, inner)
         self.encode = self.merging = self.decode = 0.0
 
-    def use(self, scratch: Scratch) -> None:
-        """Lend the coder inside memory."""
-        self._inner.use(scratch)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """Those of the coder inside."""
-        return self._inner.rounds
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.process_time()
+        yield
+        setattr(self, part, getattr(self, part) + time.process_time() - begin)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         """Begin a gradient; counts as encoding."""
-        begin = time.process_time()
-        self._inner.begin(gradient, residuals)
-        self.encode += time.process_time() - begin
+        with self._timed("encode"):
+            self._inner.begin(gradient, residuals)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write a message; counts as encoding."""
-        begin = time.process_time()
-        self._inner.write(index, parts)
-        self.encode += time.process_time() - begin
+        with self._timed("encode"):
+            super().write(index, parts)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         """Merge received messages into one; counts as merging."""
-        begin = time.process_time()
-        self._inner.merge(index, received, out)
-        self.merging += time.process_time() - begin
+        with self._timed("merging"):
+            super().merge(index, received, out)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         """Read received messages; counts as decoding."""
-        begin = time.process_time()
-        self._inner.read(index, parts)
-        self.decode += time.process_time() - begin
+        with self._timed("decode"):
+            super().read(index, parts)
 
     def finish(self, out: Tensor) -> None:
         """Write the result; counts as decoding."""
-        begin = time.process_time()
-        self._inner.finish(out)
-        self.decode += time.process_time() - begin
-
-    def commit(self) -> None:
-        """Keep what the step left in the coder inside."""
-        self._inner.commit()
-
-    def rollback(self) -> None:
-        """Undo what the step left in the coder inside."""
-        self._inner.rollback()
+        with self._timed("decode"):
+            super().finish(out)
 
 
 def _measure(

@@ -31,14 +31,12 @@ from hybridpar.models import build_model, require_trained, seed_everything
 from hybridpar.partition.draw import require_matplotlib
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
-from hybridpar.planner.draw import draw_curve
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.scaling import KHat, Point, k_hat, scaling_curve
-from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.verify import Verified, finalists, verdicts, verified
+from hybridpar.planner.scaling import KHat, Point, draw_curve, k_hat, scaling_curve
+from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
 from hybridpar.run.worker import tune_worker
 
 if TYPE_CHECKING:

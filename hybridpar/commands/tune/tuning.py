@@ -32,16 +32,14 @@ from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import seed_everything
 from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model
-from hybridpar.tvm_kernels.compile_ahead import compile_all
-from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
 from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import KNOWN, Gpu, cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.search import Progress, SearchReport, tune_all
+from hybridpar.tvm_kernels.search import Progress, SearchReport, compile_all, tune_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 from hybridpar.tvm_kernels.table import draw_rows, rows_of, summary_lines, table_of
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, as_inner
 from hybridpar.errors import UsageError, nearest
 
 
@@ -58,6 +59,12 @@ class Cast(Codec):
     cast: str
     name = "cast"
 
+    biased: ClassVar[bool] = as_inner("biased")
+    one_message: ClassVar[bool] = as_inner("one_message")
+    stateful: ClassVar[bool] = as_inner("stateful")
+    feedback: ClassVar[bool] = as_inner("feedback")
+    refuses_momentum: ClassVar[bool] = as_inner("refuses_momentum")
+
     def __post_init__(self) -> None:
         if self.cast not in WIRE_TYPES:
             raise UsageError(f"cast={self.cast}", "It names a 16-bit type.", nearest(self.cast, WIRE_TYPES))
@@ -67,31 +74,6 @@ class Cast(Codec):
                 "Its messages are not floating-point numbers, so there is nothing to cast.",
                 "Leave out the cast.",
             )
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        """As the codec inside, but for the rounding."""
-        return self.inner.biased
-
-    @property
-    def one_message(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.one_message
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.stateful
-
-    @property
-    def feedback(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.feedback
-
-    @property
-    def refuses_momentum(self) -> bool:  # type: ignore[override]
-        """As the codec inside."""
-        return self.inner.refuses_momentum
 
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""

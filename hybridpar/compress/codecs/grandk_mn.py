@@ -24,11 +24,9 @@ from hybridpar.compress.codec import (
     CODECS,
     NO_RESIDUAL,
     WORKER,
-    Coder,
     LargeTensorCodec,
+    OuterCoder,
     Residual,
-    Round,
-    Scratch,
     TensorSpec,
 )
 from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder, read_levels
@@ -68,7 +66,7 @@ class GlobalRandomK(LargeTensorCodec):
         return QueueCoder(spec, self.rate, read_levels(self.levels))
 
 
-class QueueCoder(Coder):
+class QueueCoder(OuterCoder):
     """Sends the next elements of a queue.
 
     Args:
@@ -78,11 +76,10 @@ class QueueCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int]) -> None:
-        super().__init__(spec)
         turns = math.ceil(spec.count / share(rate, spec.count))
         self._phases = cut_stripes(spec.count, 1, turns)  # the first ones may be longer by one
         self._most = math.ceil(spec.count / turns)
-        self._inner = GridsCoder(replace(spec, shape=(self._most,)), steps)
+        super().__init__(spec, GridsCoder(replace(spec, shape=(self._most,)), steps))
         self.residuals = {WORKER: spec.count}
         self._steps = 0
         self._queue, self._drawn = torch.empty(0), -1
@@ -90,15 +87,6 @@ class QueueCoder(Coder):
         self._left = KeptResidual.zeros(self._most, spec.device)
         self._places = torch.empty(0)
         self._values = torch.empty(0)
-
-    def use(self, scratch: Scratch) -> None:
-        super().use(scratch)
-        self._inner.use(scratch)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """As those of the grids, for the elements whose turn it is."""
-        return self._inner.rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         super().begin(gradient, residuals)
@@ -115,9 +103,6 @@ class QueueCoder(Coder):
         self._inner.write(index, parts)
         if self._residual.keeps and index == len(self.rounds) - 1:
             self._values.index_copy_(0, self._places, self._left.pending[: self._places.numel()])
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._inner.read(index, parts)
 
     def finish(self, out: Tensor) -> None:
         self._inner.finish(self._picked)

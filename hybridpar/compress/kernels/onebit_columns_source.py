@@ -37,23 +37,10 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
 
-    def body(
-        values: Any,
-        kept: Any,
-        pending: Any,
-        lower: Any,
-        upper: Any,
-        ones: Any,
-        bits: Any,
-        rows: Any,
-        columns: Any,
-        stride: Any,
-        stream: Any,
-        factor: Any = None,
-    ) -> None:
-        g, r, left = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
-        a0s, a1s, counts = w.view(lower, "float32"), w.view(upper, "float32"), w.view(ones, "float32")
-        packed, word = w.view(bits, "uint8"), w.local(1, "int32")
+    def body(rows: Any, columns: Any, stride: Any, **own: Any) -> None:
+        g, r, left = (w.view(own[name], "float32") for name in ("values", "kept", "pending"))
+        a0s, a1s, counts = (w.view(own[name], "float32") for name in ("lower", "upper", "ones"))
+        packed, word, factor = w.view(own["bits"], "uint8"), w.local(1, "int32"), own.get("factor")
         blocks = w.keep(columns // LANES)
         odd = w.keep(blocks * LANES)  # where columns begin that fill no block
         words = w.keep((columns + LANES - 1) // LANES)
@@ -73,14 +60,14 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
                 w.store(sums, column, t.float32(0))
         with t.serial(0, rows) as row:
             with t.serial(0, blocks) as block:
-                own = w.at(block * LANES)
+                at = w.at(block * LANES)
                 value = w.keep(v(row, block * LANES, True))
                 positive = value >= w.zeros()
                 put(row, block, w.call("int32", "hp_bits", positive))
                 # NaN is not positive, so it reaches the lower level.
-                w.store(a1s, own, a1s[own] + t.Select(positive, value, w.zeros()))
-                w.store(a0s, own, a0s[own] + t.Select(positive, w.zeros(), value))
-                w.store(counts, own, counts[own] + t.Select(positive, w.lanes(t.float32(1)), w.zeros()))
+                w.store(a1s, at, a1s[at] + t.Select(positive, value, w.zeros()))
+                w.store(a0s, at, a0s[at] + t.Select(positive, w.zeros(), value))
+                w.store(counts, at, counts[at] + t.Select(positive, w.lanes(t.float32(1)), w.zeros()))
 
             def rest(row: Any = row) -> None:
                 w.store(word, zero, t.int32(0))
@@ -108,20 +95,16 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
         def leave(past: bool) -> None:
             with t.serial(0, rows) as row:
                 with t.serial(0, blocks) as block:
-                    own = w.at(block * LANES)
+                    at = w.at(block * LANES)
                     value = w.keep(v(row, block * LANES, True))
-                    remaining = value - t.Select(value >= w.zeros(), a1s[own], a0s[own])
-                    place = row * columns + block * LANES
-                    if past:
-                        w.stream(left, place, remaining)
-                    else:
-                        w.store(left, w.at(place), remaining)
+                    remaining = value - t.Select(value >= w.zeros(), a1s[at], a0s[at])
+                    w.put(left, row * columns + block * LANES, remaining, past=past)
                 with t.serial(odd, columns) as column:
                     value = w.keep(v(row, column, False))
                     remaining = value - t.Select(value >= t.float32(0), a1s[column], a0s[column])
                     w.store(left, row * columns + column, remaining)
 
-        _past_caches(w, stream, pending, columns, leave)
+        w.past_caches(_streams(w, own["stream"], own["pending"], columns), leave)
 
     return body
 
@@ -129,9 +112,9 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
 def _decode(w: Writer, add: bool) -> Callable[..., None]:
     t = w.t
 
-    def body(lower: Any, upper: Any, bits: Any, out: Any, rows: Any, columns: Any, stride: Any, stream: Any) -> None:
-        a0s, a1s = w.view(lower, "float32"), w.view(upper, "float32")
-        packed, result = w.view(bits, "uint8"), w.view(out, "float32")
+    def body(out: Any, rows: Any, columns: Any, stride: Any, stream: Any, **own: Any) -> None:
+        a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
+        packed, result = w.view(own["bits"], "uint8"), w.view(out, "float32")
         blocks = w.keep(columns // LANES)
         odd = w.keep(blocks * LANES)
         words = w.keep((columns + LANES - 1) // LANES)
@@ -143,21 +126,15 @@ def _decode(w: Writer, add: bool) -> Callable[..., None]:
         def write(past: bool) -> None:
             with t.serial(0, rows) as row:
                 with t.serial(0, blocks) as block:
-                    own = w.at(block * LANES)
+                    at = w.at(block * LANES)
                     mask = w.call("boolx16", "hp_mask", word(row, block))
-                    value = t.Select(mask, a1s[own], a0s[own])
-                    place = w.keep(row * stride + block * LANES)
-                    if add:
-                        w.store(result, w.at(place), result[w.at(place)] + value)
-                    elif past:
-                        w.stream(result, place, value)
-                    else:
-                        w.store(result, w.at(place), value)
+                    value = t.Select(mask, a1s[at], a0s[at])
+                    w.put(result, w.keep(row * stride + block * LANES), value, add=add, past=past)
 
                 def rest(row: Any = row) -> None:
-                    own = word(row, blocks)
+                    last = word(row, blocks)
                     with t.serial(odd, columns) as column:
-                        bit = (own >> (15 - t.cast(column - odd, "int32"))) & 1
+                        bit = (last >> (15 - t.cast(column - odd, "int32"))) & 1
                         value = w.keep(t.Select(bit == 1, a1s[column], a0s[column]))
                         place = w.keep(row * stride + column)
                         w.store(result, place, result[place] + value if add else value)
@@ -167,18 +144,11 @@ def _decode(w: Writer, add: bool) -> Callable[..., None]:
         if add:
             write(False)
         else:
-            _past_caches(w, stream, out, stride, write)
+            w.past_caches(_streams(w, stream, out, stride), write)
 
     return body
 
 
-def _past_caches(w: Writer, stream: Any, address: Any, stride: Any, write: Callable[[bool], None]) -> None:
-    """Write past the caches where that is asked for and all rows begin at multiples of 64 bytes."""
-    t = w.t
-
-    def past() -> None:
-        write(True)
-        t.evaluate(w.call("int32", "hp_fence"))
-
-    aligned = t.And(((address & 63) == 0), ((stride * 4) & 63) == 0)
-    w.either(t.And(stream != 0, aligned), past, lambda: write(False))
+def _streams(w: Writer, stream: Any, address: Any, stride: Any) -> Any:
+    """Whether to write past the caches: that is asked for, and all rows begin at multiples of 64 bytes."""
+    return w.t.And(stream != 0, w.t.And(((address & 63) == 0), ((stride * 4) & 63) == 0))

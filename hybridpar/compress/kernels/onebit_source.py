@@ -34,20 +34,10 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
     zero, one = t.int64(0), t.int64(1)
 
-    def body(
-        values: Any,
-        kept: Any,
-        pending: Any,
-        lower: Any,
-        upper: Any,
-        bits: Any,
-        groups: Any,
-        length: Any,
-        stream: Any,
-        factor: Any = None,
-    ) -> None:
-        g, r, left = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
-        a0s, a1s, packed = w.view(lower, "float32"), w.view(upper, "float32"), w.view(bits, "uint8")
+    def body(pending: Any, groups: Any, length: Any, stream: Any, factor: Any = None, **own: Any) -> None:
+        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
+        a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
+        packed = w.view(own["bits"], "uint8")
         below, above = w.local(LANES, "float32"), w.local(LANES, "float32")
         counts, sums, ones = w.local(LANES, "int32"), w.local(2, "float32"), w.local(1, "int32")
         # Bits that fill no 16 yet, in the low end; how many they are; and how many 16s are written.
@@ -74,6 +64,21 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
                 w.store(rest, zero, rest[zero] & ((1 << fill[zero]) - 1))
 
             w.when(fill[zero] >= 16, flush)
+
+        def leave(start: Any, tail: Any, a0: Any, a1: Any) -> None:
+            """Write v - C(v) of a group."""
+
+            def whole(past: bool) -> None:
+                with t.serial(0, blocks) as block:
+                    place = start + block * LANES
+                    value = w.keep(v(place, True))
+                    w.put(left, place, value - t.Select(value >= w.zeros(), w.lanes(a1), w.lanes(a0)), past=past)
+
+            past = t.And(stream != 0, ((pending + start * 4) & 63) == 0)
+            w.either(past, lambda: whole(True), lambda: whole(False))
+            with t.serial(0, start + length - tail) as step:
+                value = w.keep(v(tail + step, False))
+                w.store(left, tail + step, value - t.Select(value >= t.float32(0), a1, a0))
 
         w.store(rest, zero, t.int32(0))
         w.store(fill, zero, t.int32(0))
@@ -121,7 +126,7 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             w.store(a0s, row, a0)
             w.store(a1s, row, a1)
             if keeps:
-                _leave(w, v, left, start, tail, blocks, start + length - tail, a0, a1, pending, stream)
+                leave(start, tail, a0, a1)
 
         def last(count: int) -> None:
             """The bits that fill no 16: one byte or two, with zeros behind them."""
@@ -139,54 +144,12 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     return body
 
 
-def _leave(
-    w: Writer,
-    v: Callable[[Any, bool], Any],
-    left: Any,
-    start: Any,
-    tail: Any,
-    blocks: Any,
-    odd: Any,
-    a0: Any,
-    a1: Any,
-    pending: Any,
-    stream: Any,
-) -> None:
-    """Write v - C(v) of a group."""
-    t = w.t
-
-    def whole(past: bool) -> None:
-        with t.serial(0, blocks) as block:
-            place = start + block * LANES
-            value = w.keep(v(place, True))
-            rest = value - t.Select(value >= w.zeros(), w.lanes(a1), w.lanes(a0))
-            if past:
-                w.stream(left, place, rest)
-            else:
-                w.store(left, w.at(place), rest)
-
-    past = t.And(stream != 0, ((pending + start * 4) & 63) == 0)
-    w.either(past, lambda: whole(True), lambda: whole(False))
-    with t.serial(0, odd) as step:
-        value = w.keep(v(tail + step, False))
-        w.store(left, tail + step, value - t.Select(value >= t.float32(0), a1, a0))
-
-
 def _decode(w: Writer, add: bool) -> Callable[..., None]:
     t = w.t
 
-    def body(
-        lower: Any,
-        upper: Any,
-        bits: Any,
-        out: Any,
-        groups: Any,
-        length: Any,
-        stream: Any,
-        divisor: Any = None,
-    ) -> None:
-        a0s, a1s = w.view(lower, "float32"), w.view(upper, "float32")
-        packed, result = w.view(bits, "uint8"), w.view(out, "float32")
+    def body(out: Any, groups: Any, length: Any, stream: Any, divisor: Any = None, **own: Any) -> None:
+        a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
+        packed, result = w.view(own["bits"], "uint8"), w.view(out, "float32")
         with t.serial(0, groups) as row:
             start = w.keep(row * length)
             a0 = w.keep(a0s[row] if add else a0s[row] / divisor)
@@ -199,14 +162,9 @@ def _decode(w: Writer, add: bool) -> Callable[..., None]:
                 with t.serial(0, blocks) as block:
                     place = start + block * LANES
                     word = w.call("int32", "hp_load32", t.address_of(packed[place // 8]))
-                    own = w.keep((word >> (16 - t.cast(place % 8, "int32"))) & 0xFFFF)
-                    value = t.Select(w.call("boolx16", "hp_mask", own), w.lanes(a1), w.lanes(a0))
-                    if add:
-                        w.store(result, w.at(place), result[w.at(place)] + value)
-                    elif past:
-                        w.stream(result, place, value)
-                    else:
-                        w.store(result, w.at(place), value)
+                    signs = w.keep((word >> (16 - t.cast(place % 8, "int32"))) & 0xFFFF)
+                    value = t.Select(w.call("boolx16", "hp_mask", signs), w.lanes(a1), w.lanes(a0))
+                    w.put(result, place, value, add=add, past=past)
 
             if add:
                 whole(False)

@@ -47,20 +47,10 @@ def _left(w: Writer, rank: int) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
 
-    def body(
-        values: Any,
-        kept: Any,
-        pending: Any,
-        q: Any,
-        p: Any,
-        rows: Any,
-        columns: Any,
-        stream: Any,
-        factor: Any,
-    ) -> None:
+    def body(pending: Any, rows: Any, columns: Any, stream: Any, factor: Any, **own: Any) -> None:
         """Set pending = values + factor * kept, and p = q pending^T."""
-        g, r, v = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
-        right, result = w.view(q, "float32"), w.view(p, "float32")
+        g, r, v = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
+        right, result = w.view(own["q"], "float32"), w.view(own["p"], "float32")
         whole = w.keep(columns // LANES)
         sums = [[w.local(LANES) for _ in range(ROWS)] for _ in range(rank)]
         end = w.local(1)
@@ -74,10 +64,7 @@ def _left(w: Writer, rank: int) -> Callable[..., None]:
                 places = [w.keep(start + block * LANES) for start in starts]
                 values = [w.keep(g[w.at(place)] + w.lanes(factor) * r[w.at(place)]) for place in places]
                 for place, value in zip(places, values, strict=True):
-                    if past:
-                        w.stream(v, place, value)
-                    else:
-                        w.store(v, w.at(place), value)
+                    w.put(v, place, value, past=past)
                 for index, own in enumerate(sums):
                     numbers = w.keep(right[w.at(index * columns + block * LANES)])
                     for value, one in zip(values, own, strict=False):
@@ -95,7 +82,7 @@ def _left(w: Writer, rank: int) -> Callable[..., None]:
         def write(past: bool) -> None:
             _by_rows(w, rows, lambda first, count: some(first, count, past))
 
-        _past_caches(w, stream, pending, columns, write)
+        w.past_caches(_streams(w, stream, pending, columns), write)
 
     return body
 
@@ -151,10 +138,7 @@ def _product(w: Writer, rank: int) -> Callable[..., None]:
                     place, total = w.keep(start + block * LANES), w.keep(wide[0] * w.lanes(numbers[0][n]))
                     for index in range(1, rank):
                         total = w.keep(_muladd(w, w.lanes(numbers[index][n]), wide[index], total))
-                    if past:
-                        w.stream(result, place, total * w.lanes(scale))
-                    else:
-                        w.store(result, w.at(place), total * w.lanes(scale))
+                    w.put(result, place, total * w.lanes(scale), past=past)
                     w.store(unsent, w.at(place), unsent[w.at(place)] - total)
             with t.serial(whole * LANES, columns) as column:
                 for n, start in enumerate(starts):
@@ -168,7 +152,7 @@ def _product(w: Writer, rank: int) -> Callable[..., None]:
         def write(past: bool) -> None:
             _by_rows(w, rows, lambda first, count: some(first, count, past))
 
-        _past_caches(w, stream, out, columns, write)
+        w.past_caches(_streams(w, stream, out, columns), write)
 
     return body
 
@@ -181,13 +165,6 @@ def _by_rows(w: Writer, rows: Any, some: Callable[[Any, int], None]) -> None:
         some(row, 1)
 
 
-def _past_caches(w: Writer, stream: Any, address: Any, columns: Any, write: Callable[[bool], None]) -> None:
-    """Write past the caches where that is asked for and all rows begin at multiples of 64 bytes."""
-    t = w.t
-
-    def past() -> None:
-        write(True)
-        t.evaluate(w.call("int32", "hp_fence"))
-
-    aligned = t.And((address & 63) == 0, (columns % LANES) == 0)
-    w.either(t.And(stream != 0, aligned), past, lambda: write(False))
+def _streams(w: Writer, stream: Any, address: Any, columns: Any) -> Any:
+    """Whether to write past the caches: that is asked for, and all rows begin at multiples of 64 bytes."""
+    return w.t.And(stream != 0, w.t.And((address & 63) == 0, (columns % LANES) == 0))

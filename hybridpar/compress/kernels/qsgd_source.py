@@ -40,6 +40,10 @@ def define(w: Writer) -> dict[str, Any]:
     return functions
 
 
+def _itself(one: Any) -> Any:
+    return one
+
+
 def _scale(w: Writer) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
@@ -67,6 +71,14 @@ def _scale(w: Writer) -> Callable[..., None]:
     return body
 
 
+def _vectors(w: Writer, count: Any, each: Callable[[Any, bool], None]) -> None:
+    """Call each(index, True) for every vector of so many values, and each(index, False) for each value left over."""
+    with w.t.serial(0, count // LANES) as block:
+        each(block * LANES, True)
+    with w.t.serial(0, count % LANES) as step:
+        each(count // LANES * LANES + step, False)
+
+
 def _turn(w: Writer, collect: bool) -> Callable[..., None]:
     """Byte p of every 64-bit word from plane p, or to it; a block of words stays in the cache meanwhile."""
     t = w.t
@@ -78,7 +90,7 @@ def _turn(w: Writer, collect: bool) -> Callable[..., None]:
         def move(place: Any, plane: Any, wide: bool) -> None:
             word = w.at(place) if wide else place
             byte = w.at(plane * total + place) if wide else plane * total + place
-            lanes, suffix = (w.lanes, f"x{LANES}") if wide else (lambda one: one, "")
+            lanes, suffix = (w.lanes, f"x{LANES}") if wide else (_itself, "")
             shift = lanes(plane * 8)
             if collect:
                 before = t.Select(lanes(plane == 0), lanes(t.int64(0)), words[word])
@@ -112,21 +124,9 @@ def _encode(w: Writer, dtype: str) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
 
-    def body(
-        values: Any,
-        scale: Any,
-        words: Any,
-        noise: Any,
-        places: Any,
-        count: Any,
-        total: Any,
-        width: Any,
-        per_word: Any,
-        steps: Any,
-        chunk: Any,
-    ) -> None:
-        v, packed, ring = w.view(values, "float32"), w.view(words, dtype), w.view(noise, "float32")
-        starts, scales = w.view(places, "int64"), w.view(scale, "float32")
+    def body(count: Any, total: Any, width: Any, per_word: Any, steps: Any, chunk: Any, **own: Any) -> None:
+        v, packed, ring = w.view(own["values"], "float32"), w.view(own["words"], dtype), w.view(own["noise"], "float32")
+        starts, scales = w.view(own["places"], "int64"), w.view(own["scale"], "float32")
         divisor = w.keep(t.Select(scales[zero] > t.float32(0), scales[zero], t.float32(1)))
         most, shift_back = w.keep(t.cast(steps, "float32")), w.keep(t.cast(steps, "int32"))
 
@@ -136,12 +136,7 @@ def _encode(w: Writer, dtype: str) -> Callable[..., None]:
             shift = w.keep(t.cast(place * width, dtype))
 
             def put(offset: Any, wide: bool) -> None:
-                def at(index: Any) -> Any:
-                    return w.at(index) if wide else index
-
-                def lanes(value: Any) -> Any:
-                    return w.lanes(value) if wide else value
-
+                at, lanes = (w.at, w.lanes) if wide else (_itself, _itself)
                 position = v[at(start + offset)] / lanes(divisor) * lanes(most) + ring[at(drawn + offset)]
                 code = t.cast(t.min(t.floor(position), lanes(most)), "int32x16" if wide else "int32")
                 field = t.cast(code + lanes(shift_back), f"{dtype}x16" if wide else dtype) << lanes(shift)
@@ -149,10 +144,7 @@ def _encode(w: Writer, dtype: str) -> Callable[..., None]:
                 before = t.Select(lanes(place == 0), lanes(t.cast(0, dtype)), packed[index])
                 w.store(packed, index, before | field)
 
-            with t.serial(0, long // LANES) as block:
-                put(block * LANES, True)
-            with t.serial(0, long % LANES) as step:
-                put(long // LANES * LANES + step, False)
+            _vectors(w, long, put)
 
         _runs(w, count, total, per_word, run)
 
@@ -162,19 +154,9 @@ def _encode(w: Writer, dtype: str) -> Callable[..., None]:
 def _decode(w: Writer, dtype: str, add: bool) -> Callable[..., None]:
     t = w.t
 
-    def body(
-        words: Any,
-        scale: Any,
-        out: Any,
-        count: Any,
-        total: Any,
-        width: Any,
-        per_word: Any,
-        zero: Any,
-        unit: Any,
-    ) -> None:
-        packed, result = w.view(words, dtype), w.view(out, "float32")
-        size = w.keep(w.view(scale, "float32")[t.int64(0)])
+    def body(count: Any, total: Any, width: Any, per_word: Any, zero: Any, unit: Any, **own: Any) -> None:
+        packed, result = w.view(own["words"], dtype), w.view(own["out"], "float32")
+        size = w.keep(w.view(own["scale"], "float32")[t.int64(0)])
         mask = w.keep(t.cast((t.int64(1) << width) - 1, dtype))
         origin = w.keep(t.cast(zero, "float32"))
 
@@ -183,11 +165,7 @@ def _decode(w: Writer, dtype: str, add: bool) -> Callable[..., None]:
             shift = w.keep(t.cast(place * width, dtype))
 
             def put(offset: Any, wide: bool) -> None:
-                def at(index: Any) -> Any:
-                    return w.at(index) if wide else index
-
-                def lanes(value: Any) -> Any:
-                    return w.lanes(value) if wide else value
+                at, lanes = (w.at, w.lanes) if wide else (_itself, _itself)
 
                 def cast(value: Any, to: str) -> Any:
                     return t.cast(value, f"{to}x16" if wide else to)
@@ -197,10 +175,7 @@ def _decode(w: Writer, dtype: str, add: bool) -> Callable[..., None]:
                 index = at(start + offset)
                 w.store(result, index, result[index] + value if add else value)
 
-            with t.serial(0, long // LANES) as block:
-                put(block * LANES, True)
-            with t.serial(0, long % LANES) as step:
-                put(long // LANES * LANES + step, False)
+            _vectors(w, long, put)
 
         _runs(w, count, total, per_word, run)
 

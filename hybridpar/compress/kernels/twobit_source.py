@@ -40,22 +40,9 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
 
-    def body(
-        values: Any,
-        kept: Any,
-        pending: Any,
-        level: Any,
-        codes: Any,
-        count: Any,
-        mode: Any,
-        stream: Any,
-        fixed: Any,
-        scale: Any,
-        cap: Any,
-        factor: Any = None,
-    ) -> None:
-        g, r, left = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
-        levels, packed = w.view(level, "float32"), w.view(codes, "uint8")
+    def body(pending: Any, count: Any, mode: Any, scale: Any, factor: Any = None, **own: Any) -> None:
+        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
+        levels, packed = w.view(own["level"], "float32"), w.view(own["codes"], "uint8")
         whole = w.keep(count // LANES)
         tail = w.keep(whole * LANES)
 
@@ -95,8 +82,8 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
         mean = w.keep(t.cast(total[zero] / t.cast(count, "float64"), "float32"))
         largest = w.keep(t.reinterpret("float32", widest[zero]))
         limit, decoded = w.local(1, "float32"), w.local(1, "float32")
-        adapted = t.min(scale * mean, cap * largest)
-        w.store(limit, zero, t.Select(mode == 0, fixed, t.Select(mode == 1, adapted, scale * mean)))
+        adapted = t.min(scale * mean, own["cap"] * largest)
+        w.store(limit, zero, t.Select(mode == 0, own["fixed"], t.Select(mode == 1, adapted, scale * mean)))
         w.store(decoded, zero, limit[zero])
 
         def by_mean() -> None:
@@ -130,14 +117,10 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
                 pairs = w.call("int32", "hp_pairs", t.Or(plus, minus), plus)
                 t.evaluate(w.call("void", "hp_store32", t.address_of(packed[block * 4]), pairs))
                 if keeps:
-                    rest = value - _signs(w, plus, minus, w.lanes) * w.lanes(sent_as)
-                    if past:
-                        w.stream(left, place, rest)
-                    else:
-                        w.store(left, w.at(place), rest)
+                    w.put(left, place, value - _signs(w, plus, minus, w.lanes) * w.lanes(sent_as), past=past)
 
         if keeps:
-            w.either(t.And(stream != 0, (pending & 63) == 0), lambda: blocks(True), lambda: blocks(False))
+            w.past_caches(t.And(own["stream"] != 0, (pending & 63) == 0), blocks)
         else:
             blocks(False)
 
@@ -154,8 +137,6 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             t.evaluate(w.call("void", "hp_store32", t.address_of(packed[whole * 4]), word[zero]))
 
         w.when(count > tail, last)
-        if keeps:
-            w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
 
     return body
 
@@ -185,24 +166,17 @@ def _decode(w: Writer, add: bool) -> Callable[..., None]:
                 word = w.keep(w.call("int32", "hp_load32", t.address_of(packed[block * 4])))
                 place = block * LANES
                 value = value_of((w.lanes(word) >> shifts) & w.lanes(t.int32(3)), w.lanes)
-                if add:
-                    w.store(result, w.at(place), result[w.at(place)] + value)
-                elif past:
-                    w.stream(result, place, value)
-                else:
-                    w.store(result, w.at(place), value)
+                w.put(result, place, value, add=add, past=past)
 
         if add:
             blocks(False)
         else:
-            w.either(t.And(stream != 0, (out & 63) == 0), lambda: blocks(True), lambda: blocks(False))
+            w.past_caches(t.And(stream != 0, (out & 63) == 0), blocks)
         tail = w.keep(count // LANES * LANES)
         with t.serial(0, count - tail) as step:
             place = w.keep(tail + step)
             code = w.keep((t.cast(packed[place // 4], "int32") >> (6 - 2 * t.cast(place % 4, "int32"))) & 3)
             value = value_of(code, lambda x: x)
             w.store(result, place, result[place] + value if add else value)
-        if not add:
-            w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
 
     return body

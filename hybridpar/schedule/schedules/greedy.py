@@ -15,8 +15,7 @@ from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules.base import SCHEDULES, ScheduleRequest, backwards, forwards, register_schedule
-from hybridpar.schedule.schedules.lane_memory import lane_caps
-from hybridpar.schedule.schedules.list_scheduler import ListScheduler, Rule
+from hybridpar.schedule.schedules.list_scheduler import ListScheduler, Rule, lane_caps
 from hybridpar.schedule.schedules.one_forward_one_backward import in_turns
 from hybridpar.schedule.simulate import simulate
 

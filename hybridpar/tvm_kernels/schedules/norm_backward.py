@@ -33,20 +33,10 @@ def define(w: Writer) -> dict[str, Any]:
 def _backward(w: Writer, activation: str) -> Callable[..., None]:
     t = w.t
 
-    def body(
-        x: Any,
-        grad_y: Any,
-        table: Any,
-        grad_x: Any,
-        grad_weight: Any,
-        grad_bias: Any,
-        scratch: Any,
-        stream: Any,
-        **numbers: Any,
-    ) -> None:
-        values, above = w.view(x, "float32"), w.view(grad_y, "float32")
-        result, of_weight, of_bias = (w.view(one, "float32") for one in (grad_x, grad_weight, grad_bias))
-        extent = norm_rows.Extent(w, scratch, table, numbers)
+    def body(stream: Any, **own: Any) -> None:
+        values, above = w.view(own["x"], "float32"), w.view(own["grad_y"], "float32")
+        result, of_weight, of_bias = (w.view(own[one], "float32") for one in ("grad_x", "grad_weight", "grad_bias"))
+        extent = norm_rows.Extent(w, own["scratch"], own["table"], own)
         #: Two rows of float32 behind the joined row: what x - mean is multiplied by, and what is added.
         factors = w.keep((extent.joined + extent.width) * 2)
 

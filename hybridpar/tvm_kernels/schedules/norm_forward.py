@@ -30,23 +30,10 @@ def define(w: Writer) -> dict[str, Any]:
 def _forward(w: Writer, activation: str) -> Callable[..., None]:
     t = w.t
 
-    def body(
-        x: Any,
-        weight: Any,
-        bias: Any,
-        running_mean: Any,
-        running_var: Any,
-        y: Any,
-        table: Any,
-        scratch: Any,
-        stream: Any,
-        eps: Any,
-        momentum: Any,
-        **numbers: Any,
-    ) -> None:
-        values, result = w.view(x, "float32"), w.view(y, "float32")
-        extent = norm_rows.Extent(w, scratch, table, numbers)
-        running = w.view(running_mean, "float32"), w.view(running_var, "float32")
+    def body(weight: Any, bias: Any, stream: Any, eps: Any, momentum: Any, **own: Any) -> None:
+        values, result = w.view(own["x"], "float32"), w.view(own["y"], "float32")
+        extent = norm_rows.Extent(w, own["scratch"], own["table"], own)
+        running = w.view(own["running_mean"], "float32"), w.view(own["running_var"], "float32")
         parameters = (weight, w.view(weight, "float32")), (bias, w.view(bias, "float32"))
 
         def learn(channel: Any, mean: Any, variance: Any) -> None:

@@ -78,7 +78,7 @@ class Extent:
         w: Writes statements.
         scratch: Address of the scratch memory.
         table: Address of the table of statistics.
-        numbers: The arguments named in `EXTENT`, without `stream`.
+        numbers: The arguments named in `EXTENT`, by name.
     """
 
     def __init__(self, w: Writer, scratch: Any, table: Any, numbers: dict[str, Any]) -> None:
@@ -260,12 +260,7 @@ def write_out(w: Writer, memory: Any, stream: Any, write: Callable[[Put], None])
         stream: Argument of the function: 1 for past the caches.
         write: Writes the statements, given how to store a vector.
     """
-
-    def past() -> None:
-        write(lambda place, value: w.stream(memory, place, value))
-        w.t.evaluate(w.call("int32", "hp_fence"))
-
-    w.either(stream != 0, past, lambda: write(lambda place, value: w.store(memory, w.at(place), value)))
+    w.past_caches(stream != 0, lambda past: write(lambda place, value: w.put(memory, place, value, past=past)))
 
 
 def _constant(w: Writer, value: float, wide: bool) -> Any:

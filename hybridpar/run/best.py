@@ -1,0 +1,137 @@
+"""The options --keep-best and --stop-early: which epochs are the best by a figure, and for how long none was better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError, nearest
+from hybridpar.observe.records import EpochRecord
+
+#: Figures of an epoch that can be followed; True where the larger is the better.
+METRICS = {
+    "test_accuracy": True,
+    "test_loss": False,
+    "train_loss": False,
+    "ema_test_accuracy": True,
+    "ema_test_loss": False,
+}
+
+
+@dataclass(frozen=True)
+class MetricRule:
+    """A figure of an epoch, and a number.
+
+    Attributes:
+        metric: Name of the figure, as `metrics.jsonl` has it.
+        count: How many of the best epochs, or how many epochs without a better one.
+    """
+
+    metric: str
+    count: int
+
+    @classmethod
+    def parse(cls, option: str, text: str, *, average: bool) -> MetricRule:
+        """Read `N` or `METRIC:N`.
+
+        Args:
+            option: The option, for messages.
+            text: Its value.
+            average: Whether the run keeps a moving average of the weights.
+
+        Returns:
+            The rule; of `test_accuracy` where no figure is named.
+
+        Raises:
+            UsageError: There is no such figure, or no such number.
+        """
+        metric, colon, number = text.strip().rpartition(":")
+        metric = metric.strip() if colon else "test_accuracy"
+        if metric not in METRICS:
+            raise UsageError(f"{option} {text}: there is no figure {metric!r}", nearest(metric, METRICS))
+        if not number.strip().isdigit() or int(number) < 1:
+            raise UsageError(
+                f"{option} is {text!r}",
+                "It must be a number from 1 on, or a figure and such a number.",
+                f"Write {option} 3, or {option} test_loss:3.",
+            )
+        if metric.startswith("ema_") and not average:
+            raise UsageError(
+                f"{option} {text} without --model-ema", "There is no moving average to test.", "Add --model-ema."
+            )
+        return cls(metric, int(number))
+
+    def ranked(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
+        """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out.
+
+        Args:
+            tested: The ends of epochs, in order.
+        """
+        sign = -1.0 if METRICS[self.metric] else 1.0
+        known = [one for one in tested if (value := self.value(one)) is not None and math.isfinite(value)]
+        return sorted(known, key=lambda one: sign * float(self.value(one) or 0.0))  # a stable sort
+
+    def best(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
+        """The `count` best epochs.
+
+        Args:
+            tested: The ends of epochs, in order.
+        """
+        return self.ranked(tested)[: self.count]
+
+    def over(self, tested: Sequence[EpochRecord]) -> str | None:
+        """Why training should end, where the last `count` epochs were no better than one before; else None.
+
+        Args:
+            tested: The ends of epochs, in order.
+        """
+        ranked = self.ranked(tested)
+        if not ranked or len(tested) - 1 - tested.index(ranked[0]) < self.count:
+            return None
+        since = len(tested) - 1 - tested.index(ranked[0])
+        epochs = f"the {since:,} epochs" if since > 1 else "the epoch"
+        best = f"{self.value(ranked[0]):.4f} of epoch {ranked[0].epoch + 1}"
+        return f"stopped early: no better {self.metric} than {best} in {epochs} since"
+
+    def value(self, record: EpochRecord) -> float | None:
+        """The figure of an epoch.
+
+        Args:
+            record: Its end.
+        """
+        found: float | None = getattr(record, self.metric)
+        return found
+
+
+def keep_rule(config: TrainConfig) -> MetricRule:
+    """Which checkpoints are kept for being the best: `--keep-best`.
+
+    Args:
+        config: Options of the run.
+
+    Returns:
+        The rule.
+
+    Raises:
+        UsageError: The option cannot be read.
+    """
+    return MetricRule.parse("--keep-best", config.keep_best, average=config.model_ema)
+
+
+def stop_rule(config: TrainConfig) -> MetricRule | None:
+    """When the run ends before its time: `--stop-early`.
+
+    Args:
+        config: Options of the run.
+
+    Returns:
+        The rule; None without one.
+
+    Raises:
+        UsageError: The option cannot be read.
+    """
+    if config.stop_early is None:
+        return None
+    return MetricRule.parse("--stop-early", config.stop_early, average=config.model_ema)

@@ -1,0 +1,213 @@
+"""The runs below a folder: a list of them, in what they differ, and which of their checkpoints may be deleted.
+
+Everything is read from the files that runs leave, also from runs that still train; torch is not imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
+from hybridpar.observe.summary import read_summary
+from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
+from hybridpar.run.best import keep_rule
+from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config
+from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints, step_of
+
+#: Figures of a run: title, key, and how it is told.
+FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("state", "state", str),
+    ("steps", "steps", "{:,}".format),
+    ("test accuracy", "test_accuracy", format_accuracy),
+    ("best test accuracy", "best_test_accuracy", format_accuracy),
+    ("of the average", "ema_test_accuracy", format_accuracy),
+    ("test loss", "test_loss", "{:.4f}".format),
+    ("train loss", "train_loss", "{:.4f}".format),
+    ("trained for", "train_seconds", format_duration),
+    ("speed", "images_per_second", format_rate),
+    ("step", "step_ms_median", "{:.2f} ms".format),
+    ("sent per step", "bytes_sent_per_step", format_bytes),
+    ("memory", "memory_bytes", format_bytes),
+)
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run, as its directory has it.
+
+    Attributes:
+        directory: The directory.
+        facts: Its `run.json`.
+        table: Its metrics.
+        summary: Its summary, if it has one of all of its steps.
+    """
+
+    directory: Path
+    facts: dict[str, Any]
+    table: MetricsTable
+    summary: dict[str, Any] | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Model and options by name."""
+        began = self.facts.get("options")
+        return {"model": self.facts["model"], **(began if isinstance(began, dict) else {})}
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What it came to, by the keys of `FIGURES`; without a summary, as far as the metrics say it."""
+        steps, last = self.table.steps["step"], self.table.epochs[-1] if self.table.epochs else None
+        tested = [one.test_accuracy for one in self.table.epochs if one.test_accuracy is not None]
+        found: dict[str, Any] = {
+            "state": "no report" if self.summary is None else self.summary["exit"],
+            "steps": int(steps[-1]) if len(steps) else 0,
+            "test_accuracy": tested[-1] if tested else None,
+            "best_test_accuracy": max(tested, default=None),
+            "ema_test_accuracy": last.ema_test_accuracy if last is not None else None,
+            "test_loss": last.test_loss if last is not None else None,
+            "train_loss": last.train_loss if last is not None and math.isfinite(last.train_loss) else None,
+        }
+        kept = {key for _, key, _ in FIGURES} - found.keys()
+        return found | {key: None if self.summary is None else self.summary.get(key) for key in kept}
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Its whole checkpoints, oldest first."""
+        return list_checkpoints(self.directory / "checkpoints")
+
+
+def read_run(directory: Path) -> PastRun:
+    """Read a run.
+
+    Args:
+        directory: The run directory.
+
+    Returns:
+        The run.
+
+    Raises:
+        UsageError: It is no run directory.
+    """
+    facts = read_facts(directory)
+    if not isinstance(facts.get("model"), str):
+        raise UsageError(
+            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
+            "`hybridpar train` leaves that file in every run directory.",
+            "Name such a directory; `hybridpar runs` lists those below runs/.",
+        )
+    table, summary = read_metrics(directory), read_summary(directory)
+    steps = table.steps["step"]
+    whole = summary is not None and summary["steps"] >= (int(steps[-1]) if len(steps) else 0)
+    return PastRun(directory, facts, table, summary if whole else None)
+
+
+def find_runs(folders: Iterable[Path]) -> list[PastRun]:
+    """The runs in some folders, or below them, by the time of their last step.
+
+    Args:
+        folders: Run directories, or folders that hold some.
+
+    Returns:
+        The runs, the last one at the end.
+
+    Raises:
+        UsageError: A folder does not exist.
+    """
+    places: list[Path] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder {folder}", fix="Name a folder of runs, or run directories.")
+        places += [folder] if (folder / RUN_FILE).is_file() else [one.parent for one in folder.rglob(RUN_FILE)]
+    unique = {place.resolve(): place for place in places}
+    runs = [read_run(place) for place in unique.values() if isinstance(read_facts(place).get("model"), str)]
+    return sorted(runs, key=_last_change)
+
+
+def _last_change(run: PastRun) -> float:
+    files = [path for name in (METRICS_FILE, RUN_FILE) if (path := run.directory / name).exists()]
+    return files[0].stat().st_mtime if files else 0.0
+
+
+def differing_options(runs: Sequence[PastRun]) -> dict[str, list[Any]]:
+    """The options in which runs differ.
+
+    Args:
+        runs: The runs.
+
+    Returns:
+        By name the value in each run; where its version did not know the option, the default of this one.
+    """
+    usual = vars(TrainConfig())
+    names = dict.fromkeys(name for run in runs for name in run.options if name not in OPTIONS_OF_THE_COMMAND)
+    found = {}
+    for name in names:
+        default = usual.get(name)
+        values = [run.options.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
+        if any(value != values[0] for value in values):
+            found[name] = values
+    return found
+
+
+@dataclass(frozen=True)
+class Prunable:
+    """A checkpoint that may be deleted.
+
+    Attributes:
+        path: Its directory.
+        bytes: Size of its files.
+    """
+
+    path: Path
+    bytes: int
+
+
+def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
+    """The checkpoints of a run that are neither among the last nor among the best.
+
+    The best are those of the epochs that `--keep-best` of the run ranks first, and the one that its summary names.
+
+    Args:
+        run: The run.
+        keep: How many of the last to keep, at least 1.
+
+    Returns:
+        The checkpoints, oldest first.
+
+    Raises:
+        UsageError: None is to be kept.
+    """
+    if keep < 1:
+        raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
+    found = run.checkpoints
+    steps = {step_of(path) for path in found[-keep:]}
+    try:
+        rule = keep_rule(recorded_config(run.facts, run.directory))
+        best = [one.step for one in rule.best(run.table.epochs)]
+    except (CheckpointError, UsageError):  # options of another version
+        best = [one.step for one in keep_rule(TrainConfig()).best(run.table.epochs)]
+    if run.summary is not None and run.summary["best"] is not None:
+        best.append(run.summary["best"]["step"])
+    for step in best:
+        # With parameter servers a checkpoint may come some steps after the test that it is for.
+        steps.add(next((step_of(path) for path in found if step_of(path) >= step), -1))
+    return [Prunable(path, _size_of(path)) for path in found if step_of(path) not in steps]
+
+
+def prune(checkpoints: Iterable[Prunable]) -> None:
+    """Delete checkpoints.
+
+    Args:
+        checkpoints: As `prunable` returned them.
+    """
+    for one in checkpoints:
+        delete_checkpoint(one.path)
+
+
+def _size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,232 @@
+"""Loggers: what each tool gets, and that a tool that hangs or fails costs nothing but its own lines."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from hybridpar.errors import UsageError
+from hybridpar.observe import logger
+from hybridpar.observe.logger import (
+    EPOCH_FIGURES,
+    LOGGERS,
+    STEP_FIGURES,
+    Ending,
+    Line,
+    LoggedRun,
+    Logger,
+    Loggers,
+    logger_names,
+)
+from hybridpar.observe.records import RunInfo
+from tests.runs import train
+
+GUIDE = Path(__file__).parents[2] / "docs/guide.md"
+
+
+class Kept(Logger):
+    """Keeps what it is given, or does what `mode` says."""
+
+    package: ClassVar[str] = "json"
+    extra: ClassVar[str] = "none"
+    made: ClassVar[list[Kept]]
+    mode: ClassVar[str]
+    release: ClassVar[threading.Event]
+
+    def __init__(self) -> None:
+        self._meet("new")
+        self.lines: list[Line] = []
+        self.ending: str | None = None
+        Kept.made.append(self)
+
+    def _meet(self, place: str) -> None:
+        if Kept.mode == f"fails: {place}":
+            raise RuntimeError("the server says no\nand more")
+        if Kept.mode == f"hangs: {place}":
+            Kept.release.wait()
+
+    def start(self, run: LoggedRun) -> str | None:
+        self._meet("start")
+        return "http://example.org/run"
+
+    def write(self, lines: Sequence[Line]) -> None:
+        self._meet("write")
+        self.lines += lines
+
+    def close(self, ending: Ending) -> None:
+        self._meet("close")
+        self.ending = ending
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
+    logger_names(["none"])  # loads those of the package
+    monkeypatch.setattr(LOGGERS, "_entries", dict(LOGGERS._entries))
+    LOGGERS.register("kept", "for tests")(Kept)
+    Kept.made, Kept.mode, Kept.release = [], "", threading.Event()
+    yield Kept
+    Kept.release.set()
+
+
+def logged(info: RunInfo, **more: Any) -> LoggedRun:
+    return LoggedRun(info.run_dir, info, {"lr": 0.1, "model": "plain"}, **more)
+
+
+def test_records_come_in_order_with_what_was_measured(kept, info, make_step, make_epoch):
+    loggers = Loggers(["kept"], logged(info))
+    loggers.put(make_step(1, grad_norm=None))
+    loggers.put(make_step(2, grad_norm=3.0))
+    loggers.put(make_epoch(0, step=2, ema_test_accuracy=None))
+    loggers.close("interrupted")
+    (one,) = kept.made
+    assert [line.step for line in one.lines] == [1, 2, 2]
+    assert set(one.lines[0].figures) == set(STEP_FIGURES) - {"grad_norm", "residual_norm", "staleness"}
+    assert one.lines[1].figures["grad_norm"] == 3.0
+    assert one.lines[1].figures["images_per_second"] == 3200.0
+    assert set(one.lines[2].figures) == {name for name in EPOCH_FIGURES if "ema" not in name}
+    assert one.ending == "interrupted"
+    assert loggers.news() == ["kept     http://example.org/run"]
+    assert not loggers.are_stuck
+
+
+@pytest.mark.parametrize("place", ["new", "start", "write", "close"])
+def test_a_logger_that_raises_loses_its_own_lines_with_one_warning(kept, info, make_step, place, tmp_path):
+    kept.mode = f"fails: {place}"
+    loggers = Loggers(["kept", "kept"], logged(info))
+    for step in range(1, 4):
+        loggers.put(make_step(step))
+    loggers.close("finished")
+    warnings = [text for text in loggers.news() if text.startswith("warning")]
+    assert len(warnings) == 2  # one of each logger
+    assert "kept failed: RuntimeError the server says no; it gets no more records" in warnings[0]
+    assert not loggers.are_stuck
+    loggers.put(make_step(4))  # still no error
+
+
+@pytest.mark.parametrize("place", ["start", "write", "close"])
+def test_a_logger_that_hangs_holds_up_nothing(kept, info, make_step, place, monkeypatch):
+    monkeypatch.setattr(logger, "MOST_WAITING", 5)
+    kept.mode = f"hangs: {place}"
+    loggers = Loggers(["kept"], logged(info))
+    for step in range(1, 3 if place == "close" else 12):
+        loggers.put(make_step(step))
+    loggers.close("finished", seconds=0.0)
+    assert loggers.are_stuck
+    warnings = [text for text in loggers.news() if text.startswith("warning")]
+    assert len(warnings) == 1
+    assert ("did not end in time" if place == "close" else "is 5 records behind") in warnings[0]
+
+
+def test_a_run_with_a_failing_logger_is_a_run(kept, tmp_path, capsys):
+    kept.mode = "fails: write"
+    assert train(tmp_path / "run", log=("kept",)) == 0
+    said = capsys.readouterr().out
+    assert said.count("warning: the logger kept failed") == 1
+    assert not (tmp_path / "run/tensorboard").exists()
+
+
+def test_a_run_that_fails_says_so_to_its_loggers(kept, tmp_path):
+    from hybridpar.errors import TrainingError
+
+    with pytest.raises(TrainingError):
+        train(tmp_path / "run", log=("kept",), fault="NAN@0:2")
+    assert kept.made[0].ending == "failed"
+    assert {line.step for line in kept.made[0].lines} >= {1, 2, 3}
+
+
+def test_names_are_read_and_wrong_ones_refused(kept, monkeypatch):
+    assert logger_names(["kept,none".partition(",")[0], " kept"]) == ("kept",)
+    assert logger_names(["none"]) == ()
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else there("json"))
+    assert logger_names(["kept,tensorboard"]) == ("kept", "tensorboard")
+    assert logger_names([]) == ("tensorboard",)
+    for given, said in (
+        (["wandb"], "pip install 'hybridpar[wandb]'"),
+        (["tensorbord"], "Did you mean tensorboard"),
+        (["kept", "none"], "no logger"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            logger_names(given)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert logger_names([]) == ()
+
+
+def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(info, make_step, make_epoch, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    # Files are read by name, and those of one second and process are numbered: 9 would be read after 10.
+    monkeypatch.setattr(writer, "_global_uid", type(writer._global_uid)(0))
+    loggers = Loggers(["tensorboard"], logged(info))
+    for step in (1, 2, 3):
+        loggers.put(make_step(step, loss=1.0))
+    loggers.close("failed")
+    loggers = Loggers(["tensorboard"], logged(info, resumed_from=2))
+    for step in (3, 4):
+        loggers.put(make_step(step, loss=7.0))
+    loggers.put(make_epoch(0, step=4))
+    loggers.close("finished")
+    assert not loggers.news()
+    events = accumulator.EventAccumulator(str(info.run_dir / "tensorboard"))
+    events.Reload()
+    assert {"loss", "lr", "images_per_second", "test_accuracy"} < set(events.Tags()["scalars"])
+    found = [(scalar.step, scalar.value) for scalar in events.Scalars("loss")]
+    assert found == [(1, 1.0), (2, 1.0), (3, 7.0), (4, 7.0)]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("test_accuracy")] == [(4, 0.875)]
+
+
+def test_mlflow_gets_a_run_and_a_resumed_run_goes_on_in_it(info, make_step, make_epoch, tmp_path, monkeypatch):
+    tracking = pytest.importorskip("mlflow.tracking")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    for resumed, ending in ((None, "failed"), (2, "finished")):
+        loggers = Loggers(["mlflow"], logged(info, resumed_from=resumed))
+        loggers.put(make_step(3 if resumed else 1))
+        loggers.put(make_epoch(0, step=3))
+        loggers.close(ending, seconds=60)
+        (news,) = loggers.news()
+        assert news.startswith("mlflow   run ")
+    client = tracking.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"lr": "0.1", "model": "plain"}
+    assert run.data.metrics["test_accuracy"] == 0.875
+    assert [one.step for one in client.get_metric_history(run.info.run_id, "loss")] == [1, 3]
+
+
+def test_wandb_writes_offline_where_there_is_no_key(info, make_step, monkeypatch, tmp_path):
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    given = []
+    start = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **options: given.append(options) or start(**options))
+    for resumed in (None, 1):
+        loggers = Loggers(["wandb"], logged(info, resumed_from=resumed))
+        loggers.put(make_step(1 if resumed is None else 2))
+        loggers.close("finished", seconds=60)
+        (news,) = loggers.news()
+        assert "no API key" in news
+        assert "wandb sync" in news
+    assert given[0]["id"] == given[1]["id"]
+    assert given[0]["config"] == {"lr": 0.1, "model": "plain"}
+    assert len(list(info.run_dir.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+
+def test_what_is_logged_is_what_the_guide_says():
+    logger_names(["none"])
+    text = GUIDE.read_text()
+    part = text[text.index("### Loggers") : text.index("## Runs and checkpoints")]
+    rows = dict(re.findall(r"^\| (of a step|of an epoch) \| (.*) \|$", part, flags=re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", rows["of a step"])) == set(STEP_FIGURES)
+    assert set(re.findall(r"`(\w+)`", rows["of an epoch"])) == set(EPOCH_FIGURES)
+    assert {name for name in LOGGERS if f"| {name} |" in part} >= {"tensorboard", "wandb", "mlflow"}
