@@ -17,7 +17,7 @@ from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
 from tests.train.test_engine import blocks, make_trainer, normless, state_of
-from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank
+from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank, weights
 
 STEPS = 5
 
@@ -54,6 +54,20 @@ def test_the_loss_is_that_of_the_whole_batch():
 def test_uneven_shares_and_micro_batches():
     options = {"double_buffer": "delay", "micro_batches": 2}
     close(run(options, cut=[8, 4])[1]["weights"], delayed_oracle(STEPS))
+
+
+def _freezing(world, frozen):
+    with Trainer(make_net(), config=config(double_buffer="delay"), world=world) as trainer:
+        for step in range(6):
+            trainer.model[1].requires_grad_(step not in frozen)
+            trainer.step(share(world, step))
+        return weights(trainer.model)
+
+
+def test_parameters_that_are_frozen_and_thawed_leave_the_others_what_waits():
+    ranks = run_ranks(_freezing, 2, [2, 3], shared_memory=False)
+    assert same(*ranks)
+    close(ranks[0], delayed_oracle(6, frozen=[2, 3]))
 
 
 @pytest.mark.parametrize("form", ["delay", "half"])
