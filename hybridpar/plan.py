@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -88,12 +88,24 @@ class StagePlacement(_Section):
     lane: int = Field(0, ge=0, description="compute lane on that device")
 
 
+_Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class Placement(_Section):
     """Which worker, device and lane each stage gets."""
 
     kind: Literal["linear", "loop", "v"] = "linear"
     replicas: int = Field(1, ge=1)
     stages: tuple[StagePlacement, ...] = Field(min_length=1)
+    shares: tuple[_Share, ...] | None = Field(
+        None, description="what each replica gets of a batch, by rank, in any unit; without them equal parts"
+    )
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Placement:
+        if self.shares is not None and (len(self.shares) != self.replicas or sum(self.shares) == 0):
+            raise ValueError(f"shares are {self.shares}; every replica has one of {self.replicas}, and not all are 0")
+        return self
 
     @classmethod
     def of_lanes(

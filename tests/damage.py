@@ -41,7 +41,9 @@ from hybridpar.machine import cluster
 from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster, write_cluster
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.observe import plots
+from hybridpar.observe.curves import charts_of
 from hybridpar.observe.metrics import MetricsTable, read_metrics
+from hybridpar.observe.page import page_json
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import summarize
 from hybridpar.observe.timeline import Timeline
@@ -54,6 +56,7 @@ from hybridpar.planner import calibrate, links, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
+from hybridpar.run.page_data import open_runs, page_data
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
@@ -129,6 +132,7 @@ def _use_timeline(timeline: Timeline) -> None:
 
 def _use_metrics(table: MetricsTable) -> None:
     summarize(INFO, table, seed=0, ended="finished")
+    charts_of([table])
 
 
 def _metrics() -> bytes:
@@ -189,6 +193,9 @@ def kinds(folder: Path) -> list[Kind]:
         Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
         Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _draw_title),
+        Kind(
+            "compress.csv", b"layer,kind,size,codec,bytes_before,bytes_after\nfc,linear,9,onebit,36,8\n", _page_of_run
+        ),
         Kind("kernels.jsonl", _database(), read_database, _use_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
         Kind("units-1.json", profile, lambda path: _with_folder(path, lambda: load_profile(PROFILE_KEY, path))),
@@ -217,6 +224,12 @@ def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
     rundir._place_of_job(path.parent, "7")
     facts = rundir.read_facts(path.parent)
     return rundir.recorded_config(facts, path.parent), ImageFacts.read(facts.get("images"))
+
+
+def _page_of_run(path: Path) -> None:
+    """The report page shows all files of a run."""
+    (path.parent / "run.json").write_bytes(RUN)
+    page_json(page_data(open_runs([path.parent])))
 
 
 def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:

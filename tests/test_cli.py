@@ -17,7 +17,7 @@ from PIL import Image
 from hybridpar import __version__
 from hybridpar.cli import main
 from hybridpar.commands import COMMANDS, HELP_ALL, load_commands
-from hybridpar.commands.train import GROUPS, SHOWN, Train
+from hybridpar.commands.train import GROUPS, SHOWN, NodeOptions, Train
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions
 from hybridpar.errors import UsageError
@@ -98,7 +98,7 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
 
 
 def test_every_option_of_train_is_in_one_group(capsys):
-    groups = [*GROUPS.values(), (FileOptions,)]
+    groups = [*GROUPS.values(), (FileOptions,), (NodeOptions,)]
     inside = [field.name for bases in groups for base in bases for field in fields(base)]
     assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
 

@@ -49,6 +49,8 @@ WITHOUT_TORCH = (
         "machine.cluster",
         "observe",
         "plan",
+        "run.page_data",
+        "run.watch",
     ),
     "schedule",
 )

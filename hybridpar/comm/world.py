@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
 from hybridpar.compress.group import TorchGroup, open_group
@@ -104,6 +105,7 @@ class World:
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
+        self._channel = FLIGHT.channel(self.members)
 
     @classmethod
     def join(
@@ -145,6 +147,8 @@ class World:
         try:
             world._roll_call = open_roll_call()
             world._open_control([world.members])
+            # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
+            lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
             world._open_sums(world, [world.members], lanes)
         except BaseException as error:
             world.close()
@@ -350,13 +354,18 @@ class World:
             answers[self.rank] = mine
         return answers
 
-    def named_errors(self, doing: str) -> _NamedErrors:
+    def named_errors(self, doing: str, *, transfer: tuple[int, int] | None = None) -> _NamedErrors:
         """Context that turns a backend's error into a `SyncError` that says who waited for what.
+
+        It is also noted in the flight record (`hybridpar.comm.flight`), so all workers of this world enter it in the
+        same order.
 
         Args:
             doing: What this worker does, as errors tell it.
+            transfer: Sender and receiver as ranks in the job, where not all workers of this world take part.
         """
-        return _NamedErrors(self, doing)
+        channel = self._channel if transfer is None else FLIGHT.channel(transfer, is_transfer=True)
+        return _NamedErrors(self, doing, channel)
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
         """The backend's error as one that says which worker is at fault, and which one waited for what.
@@ -416,16 +425,18 @@ class World:
 
 
 class _NamedErrors:
-    def __init__(self, world: World, doing: str) -> None:
+    def __init__(self, world: World, doing: str, channel: int) -> None:
         self._world = world
         self._doing = doing
+        self._noted = noted(doing, channel)
 
     def __enter__(self) -> None:
-        return None
+        self._noted.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._noted.__exit__()
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             raise self._world.peer_error(self._doing, error) from error
 

@@ -121,7 +121,7 @@ def _compare(what: CompareRuns) -> int:
     if len(what.runs) < 2:
         raise UsageError("one run cannot be compared", fix="Name another one: hybridpar runs compare RUN RUN.")
     runs = [read_run(path) for path in what.runs]
-    differing, figures = differing_options(runs), [run.figures for run in runs]
+    differing, figures = differing_options([run.options for run in runs]), [run.figures for run in runs]
     if what.json:
         print(json.dumps({"runs": [_plain(run) for run in runs], "differing": differing}, indent=2))
         return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from hybridpar.commands import register_command
-from hybridpar.errors import PlanError, ScheduleError, UsageError
+from hybridpar.errors import PlanError, ScheduleError
 from hybridpar.formats.file_reader import read_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hybridpar.observe import Timeline
     from hybridpar.plan import Plan
     from hybridpar.schedule.actions import Layout, Schedule
-    from hybridpar.schedule.costs import Costs
 
 _WIDTH = 80
 _ANY_WIDTH = 10**9
@@ -64,6 +63,8 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
     """
     from rich.console import Console
 
+    from hybridpar.run.plan_step import timeline_of_plan
+
     console = console or Console()
     if draw is not None:
         from hybridpar.observe.timeline_picture import require_drawing
@@ -72,14 +73,14 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
     timeline: Timeline | None
     if path.is_dir():
         plan = _show_run(path, console)
-        timeline, unit = (_timeline_of_plan(plan) if plan is not None and draw is not None else None), "ms"
+        timeline, unit = (timeline_of_plan(plan) if plan is not None and draw is not None else None), "ms"
     elif path.suffix == ".csv":
         timeline, unit = _show_schedule(path, console), "slots"
     elif "traceEvents" in (data := _read_object(path)):
         timeline, unit = _show_trace(data, path, console), "ms"
     else:
         plan = _show_plan(data, path, console)
-        timeline, unit = (_timeline_of_plan(plan) if draw is not None else None), "ms"
+        timeline, unit = (timeline_of_plan(plan) if draw is not None else None), "ms"
     if draw is not None and timeline is not None:
         from hybridpar.observe.timeline_picture import draw_timeline
 
@@ -102,16 +103,10 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
     from hybridpar.observe import print_report, read_metrics
     from hybridpar.observe.summary import read_summary
     from hybridpar.plan import read_plan
-    from hybridpar.run.directory import RUN_FILE, read_facts
+    from hybridpar.run.directory import run_facts
     from hybridpar.train.checkpoint_files import list_checkpoints
 
-    facts = read_facts(directory)
-    if "model" not in facts:
-        raise UsageError(
-            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
-            "`hybridpar train` leaves that file in every run directory.",
-            "Name such a directory, or a plan, a trace or a schedule.",
-        )
+    facts = run_facts(directory)
     summary, checkpoints = read_summary(directory), list_checkpoints(directory / "checkpoints")
     recorded = read_metrics(directory).steps["step"]
     done = int(recorded[-1]) if len(recorded) else 0
@@ -154,6 +149,7 @@ def _show_trace(data: dict[str, Any], path: Path, console: Console) -> Timeline:
 
 
 def _show_schedule(path: Path, console: Console) -> Timeline:
+    from hybridpar.run.plan_step import simulated
     from hybridpar.schedule.actions import read_schedule
     from hybridpar.schedule.check import check
     from hybridpar.schedule.costs import Costs
@@ -164,7 +160,7 @@ def _show_schedule(path: Path, console: Console) -> Timeline:
     proof = check(schedule, layout)
     # In unit time: what a pass takes is not in the file.
     costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages, (1.0,) * layout.stages, (1.0,) * layout.stages)
-    timeline = _simulated(schedule, layout, costs, {"schedule": schedule.name})
+    timeline = simulated(schedule, layout, costs, {"schedule": schedule.name})
     console.print(
         f"{schedule.name}: {layout.stages} stages on {layout.lanes} lanes, {schedule.micro_batches} micro-batches",
         style="bold",
@@ -220,21 +216,6 @@ def _layout_of(schedule: Schedule) -> Layout:
     )
 
 
-def _simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
-    """A step as it should run, without what takes no time."""
-    from hybridpar.observe import Timeline, TimelineRow
-    from hybridpar.schedule.program import lower
-    from hybridpar.schedule.simulate import simulate
-    from hybridpar.schedule.spans import StepSpans
-
-    spans = [span for span in simulate(lower(schedule, layout), costs).timeline if span.duration_ms > 0]
-    rows = [
-        TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
-        for worker in range(layout.workers)
-    ]
-    return Timeline(tuple(rows), 1, {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts})
-
-
 # -------------------------------------------------------------------------------------------------------------- plans
 
 
@@ -286,49 +267,3 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def _megabytes(size: int | None) -> float | None:
     return None if size is None else size / 1e6
-
-
-def _timeline_of_plan(plan: Plan) -> Timeline:
-    """A step of a plan, simulated from the times of its stages and its link, for drawing."""
-    from hybridpar.schedule.schedules import ScheduleRequest, make
-
-    stages = plan.partition.stages
-    forward = tuple(stage.forward_ms for stage in stages if stage.forward_ms is not None)
-    backward = tuple(stage.backward_ms for stage in stages if stage.backward_ms is not None)
-    if plan.pipeline is None or plan.placement is None or min(len(forward), len(backward)) < len(stages):
-        raise UsageError(
-            "this plan does not say how micro-batches flow, so there is no schedule to draw",
-            "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
-            "Draw the partition with `hybridpar plan MODEL --draw FILE`, or show the plan.json of a run with --stages.",
-        )
-    again = [ahead if index in plan.pipeline.recompute else 0.0 for index, ahead in enumerate(forward)]
-    backward = tuple(back + more for back, more in zip(backward, again, strict=True))
-    layout = _layout_of_plan(plan)
-    measured = plan.measured
-    latency = (measured.link_latency_ms if measured is not None else None) or 0.0
-    speed = measured.link_bytes_per_second if measured is not None else None
-    request = ScheduleRequest(
-        layout,
-        plan.pipeline.micro_batches,
-        forward_ms=forward,
-        backward_ms=backward,
-        latency_ms=latency,
-        bytes_per_second=speed,
-    )
-    schedule = make(plan.pipeline.schedule, request)
-    return _simulated(schedule, layout, request.costs, {"model": plan.model.name, "schedule": schedule.name})
-
-
-def _layout_of_plan(plan: Plan) -> Layout:
-    from hybridpar.schedule.actions import Edge, Layout
-
-    assert plan.placement is not None
-    stages = plan.partition.stages
-    return Layout(
-        plan.placement.lane_of,
-        tuple(worker for worker, _ in plan.placement.lanes),
-        tuple(
-            Edge(index, index + 1, stage.cut_bytes or 0, stage.cut_bytes or 1)
-            for index, stage in enumerate(stages[:-1])
-        ),
-    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -37,10 +37,23 @@ SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig, FileOptions):
+class NodeOptions:
+    """Several machines: torchrun lines, ssh, Slurm."""
+
+    hosts: Path | None = None
+    """Train on the machines that this file names, a line each such as `gpu-a slots=4`: print the torchrun lines."""
+    launch: Literal["print", "ssh"] = "print"
+    """With --hosts: only print the lines, or start them by `ssh`, show what they say, and stop all at Ctrl-C or when
+    one fails."""
+    slurm: Path | None = None
+    """Write a batch script for Slurm's sbatch, with a torchrun per node, and do not train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig, FileOptions, NodeOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
-    For all options: `hybridpar train --help-all`.
+    For all options, such as --hosts for several machines: `hybridpar train --help-all`.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -51,7 +64,7 @@ class Train(TrainConfig, FileOptions):
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups={"Configuration files": (FileOptions,), **GROUPS},
+    groups={"Configuration files": (FileOptions,), **GROUPS, "Parallelism": (*GROUPS["Parallelism"], NodeOptions)},
     shown=SHOWN,
     former=("channels_last",),
     expand=expand,
@@ -73,6 +86,8 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     named = named_options(arguments)
     if not in_job():
         check_names(command)
+        if command.hosts is not None or command.slurm is not None or command.launch != "print":
+            return _on_several_machines(command, arguments)
         from hybridpar.machine.cluster import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
@@ -104,6 +119,62 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         from hybridpar.run.run import run_training
 
     return run_training(command, command.model, named)
+
+
+def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
+    """Print or start what trains on the machines of a hosts file, or write the script for Slurm."""
+    from hybridpar.machine.cluster import default_workers, gpu_count
+    from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
+
+    if (command.hosts is None) == (command.slurm is None):
+        raise UsageError(
+            f"--launch {command.launch} without --hosts" if command.slurm is None else "--hosts with --slurm",
+            "A hosts file names the machines of a run; Slurm chooses them itself.",
+            "Name a file with --hosts, or leave --launch away." if command.slurm is None else "Leave one of them out.",
+        )
+    own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
+    if command.slurm is not None:
+        script = slurm_script(
+            command.model.rpartition("/")[2], command.workers or gpu_count() or None, own, servers=command.uses_servers
+        )
+        try:
+            command.slurm.write_text(script, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"--slurm {command.slurm}: {error.strerror}", fix="Name a file that can be written."
+            ) from error
+        print(f"written; look at its first lines, then: sbatch {command.slurm}")
+        return 0
+    assert command.hosts is not None
+    hosts, slots = read_hosts(command.hosts), command.workers or default_workers()
+    if command.launch == "print":
+        print(torchrun_lines(hosts, slots, own))
+        return 0
+    total = sum(host.slots or slots for host in hosts)
+    names = ", ".join(host.name for host in hosts)
+    print(
+        f"hybridpar {__version__}: training {command.model} on {command.data}, {total} workers on {names}", flush=True
+    )
+    return launch_by_ssh(hosts, slots, own)
+
+
+def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
+    """A command line without some options and their values.
+
+    Args:
+        arguments: The command line.
+        names: Options that take one value, without dashes.
+    """
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        option, joined, _ = word.partition("=")
+        if option.startswith("--") and option[2:].replace("_", "-") in names:
+            if not joined:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
 
 
 def check_names(command: Train) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -36,6 +37,22 @@ class Phase(enum.Enum):
     WIRE = "wire"
     #: Reading messages; at the owner of a stripe also adding them and writing the sum.
     DECODE = "decode"
+
+
+def named_range(coder: Coder, doing: str) -> AbstractContextManager[object]:
+    """A range of torch's profiler for what a coder does; nothing where no profiler runs.
+
+    Args:
+        coder: The coder.
+        doing: What it does, in a word.
+    """
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return _NOTHING
+    work = coder.at_work
+    return torch.profiler.record_function(f"{doing} {type(getattr(work, 'quantiser', work)).__name__}")
+
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -233,7 +250,8 @@ class _Stage:
         parts = self._parts.get(id(coder))
         if parts is None:
             return False
-        coder.write(self.index, parts)
+        with named_range(coder, "encode"):
+            coder.write(self.index, parts)
         return True
 
     def _note_parts(self, parts: Sequence[Sequence[Tensor]]) -> None:
@@ -248,7 +266,8 @@ class _Stage:
                 coders.append(coder.at_work)
                 parts.append(self._parts[id(coder)])
             for kind, (coders, parts) in kinds.items():
-                kind.write_together(coders, self.index, parts)
+                with named_range(coders[0], "encode"):
+                    kind.write_together(coders, self.index, parts)
             timer.end(Phase.ENCODE)
         yield from self._requests(timer)
         timer.end(Phase.DECODE)
@@ -275,7 +294,8 @@ class _Fused(_Stage):
         yield AllReduce(self._buffer, self._collective)
         timer.end(Phase.WIRE)
         for coder in self._coders:
-            coder.read(self.index, self._parts[id(coder)])
+            with named_range(coder, "decode"):
+                coder.read(self.index, self._parts[id(coder)])
 
 
 class _Sharded(_Stage):
@@ -308,12 +328,14 @@ class _Sharded(_Stage):
         yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
         timer.end(Phase.WIRE)
         for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
-            coder.merge(self.index, parts, out)
+            with named_range(coder, "merge"):
+                coder.merge(self.index, parts, out)
         timer.end(Phase.DECODE)
         yield AllGather(self._gathered, self._own)
         timer.end(Phase.WIRE)
         for coder, parts in zip(self._coders, self._all_merged, strict=True):
-            coder.read(self.index, parts)
+            with named_range(coder, "decode"):
+                coder.read(self.index, parts)
 
 
 class _Gathered(_Stage):
@@ -368,9 +390,11 @@ class _Gathered(_Stage):
             for other in self._terms[2:]:
                 self._sum.add_(other)
         for coder, part in self._added:
-            coder.read(self.index, (part,))
+            with named_range(coder, "decode"):
+                coder.read(self.index, (part,))
         for coder, views in self._gathered:
-            coder.read(self.index, views)
+            with named_range(coder, "decode"):
+                coder.read(self.index, views)
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:

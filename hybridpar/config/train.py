@@ -6,6 +6,7 @@ imports torch, so that the command line is read at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -73,6 +74,9 @@ class PipelineConfig:
     """Stages that the model is cut into: lanes of one worker, or spread over the workers."""
     replicas: int | None = None
     """Copies of the whole pipeline, which share each batch; default: as many as the workers allow."""
+    shares: str = "equal"
+    """What each replica gets of a batch, for workers of unequal speed: `equal`; numbers such as `1,2`, by rank, in any
+    unit; or `auto`: from equal parts on, as measured while training, and again when speeds change."""
     micro_batches: int = 1
     """Micro-batches per replica and step; their gradients are added up."""
     schedule: str | None = None
@@ -83,6 +87,28 @@ class PipelineConfig:
     where there are more stages than workers."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs, and compute their activations again in the backward pass."""
+
+    @property
+    def share_list(self) -> tuple[float, ...] | None:
+        """The numbers of `shares`; None for `equal` and `auto`.
+
+        Raises:
+            UsageError: It is neither a word nor a list of numbers, or they sum to nothing.
+        """
+        said = self.shares.strip()
+        if said in ("equal", "auto"):
+            return None
+        try:
+            shares = tuple(float(part) for part in said.split(","))
+        except ValueError:
+            shares = ()
+        if not shares or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+            raise UsageError(
+                f"--shares is {self.shares}",
+                "It must be equal, auto, or a number for each replica: none below 0, and not all of them 0.",
+                "Write for instance --shares 1,2 where the second worker is twice as fast.",
+            )
+        return shares
 
     @property
     def workers_wanted(self) -> int | None:
@@ -170,7 +196,9 @@ class RunConfig:
     """Send figures to `tensorboard`, `wandb` or `mlflow`; several joined by commas or repeated, or `none`. Default:
     tensorboard, where it is installed."""
     timeline: Path | None = None
-    """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
+    """Write when everything ran in some steps, beside what was predicted, as a trace for Perfetto."""
+    profile: bool = False
+    """Write a trace of torch.profiler of some steps of every worker, for Perfetto, to profile/ in the run directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +322,7 @@ class TrainConfig(
                 "A graph runs as a whole, so the actions inside it have no times of their own.",
                 "Leave out one of them.",
             )
+        self._check_shares()
         if self.channels_last and self.memory_format == "contiguous":
             raise UsageError(
                 "--channels-last with --memory-format contiguous",
@@ -303,6 +332,26 @@ class TrainConfig(
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
         check_recipe(self)
+
+    def _check_shares(self) -> None:
+        """Refuse what cannot be done with shares that change, or that are empty."""
+        shares = self.share_list
+        tuned = self.shares.strip() == "auto"
+        for other, refused, why in (
+            ("--cuda-graph", tuned and self.cuda_graph, "A captured step has one size."),
+            (
+                f"--select-batch {self.select_batch}",
+                tuned and bool(self.select_batch),
+                "Both change batches by trials.",
+            ),
+            (
+                "--batch-norm sync",
+                self.batch_norm == "sync" and shares is not None and 0 in shares,
+                "Every replica must have samples to normalise.",
+            ),
+        ):
+            if refused:
+                raise refuse(f"--shares {self.shares}", other, why)
 
     def _check_with_servers(self) -> None:
         """Refuse what needs all gradients in one place, or all workers in one step.
@@ -325,8 +374,10 @@ class TrainConfig(
             ),
             ("--select-batch", bool(self.select_batch), whole),
             ("--replicas", self.replicas is not None, whole),
+            (f"--shares {self.shares}", self.shares.strip() != "equal", whole),
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--profile", self.profile, "It is of workers that make one step together."),
             (
                 f"--optimizer {self.optimizer}",
                 self.optimizer.startswith("timm/kron"),
@@ -450,6 +501,7 @@ def _check_local(config: TrainConfig, local: str) -> None:
         (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
+        (f"--shares {config.shares}", config.shares.strip() != "equal", "All workers' parameters count alike."),
     ):
         if given:
             raise refuse(local, option, why)

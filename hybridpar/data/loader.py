@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,16 @@ from torch.utils.data import DataLoader, Dataset
 from hybridpar.data.augment import normalise
 from hybridpar.data.erasing import NoiseErasing
 from hybridpar.data.repeats import RepeatedImages
-from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order, repeated
+from hybridpar.data.sampling import (
+    FEWEST_PER_PART,
+    AugmentKey,
+    IntArray,
+    allot,
+    cut_epoch,
+    divide,
+    epoch_order,
+    repeated,
+)
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
 from hybridpar.errors import DataError
 from hybridpar.lanes import Lane, Lanes
@@ -52,7 +61,7 @@ class Batch:
 
     Args:
         micro_batches: Images (float32, NCHW) and labels of each micro-batch, in order: int64, or float32 of shape
-            (n, classes) of a data set whose images have several labels.
+            (n, classes) of a data set whose images have several labels. None where this worker has no sample.
         samples: Samples of this worker in this step.
         global_samples: Samples of all workers in this step. Sums of losses are divided by it.
     """
@@ -79,6 +88,11 @@ class TrainBatches:
         channels_last: Give images in the channels-last memory format.
         in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
         repeats: Copies of a sample in a step, each augmented by itself; an epoch has that many times fewer samples.
+        shares: What each worker gets of a step, in any unit; None for equal parts. See `allot`.
+        idle: A worker may get no sample in a step.
+
+    Attributes:
+        shares: As given. Other ones count from the next call of `epoch` on, for all workers alike.
 
     Raises:
         UsageError: The batch or the data set is too small, see `cut_epoch`.
@@ -98,8 +112,12 @@ class TrainBatches:
         channels_last: bool = False,
         in_pairs: bool = False,
         repeats: int = 1,
+        shares: Sequence[float] | None = None,
+        idle: bool = True,
     ) -> None:
         _check_rank(rank, workers)
+        self.shares = shares
+        self._idle = idle
         self._in_pairs = in_pairs
         self._repeats = repeats
         self.seed = seed
@@ -137,23 +155,31 @@ class TrainBatches:
         order = epoch_order(self._samples, self.seed, epoch)
         order = repeated(order, self._steps, self._repeats, self._samples)
         steps = self._steps[start_step:]
-        mine = slice(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
-        jobs = [
-            order[first:last]
-            for start, stop in steps
-            for first, last in divide(start, stop, self.workers * self.micro_batches, in_pairs=self._in_pairs)[mine]
-        ]
+        parts = [self._own_parts(start, stop) for start, stop in steps]
+        jobs = [order[first:last] for step in parts for first, last in step]
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
-        for start, stop in steps:
-            parts = tuple(islice(loaded, self.micro_batches))
-            with self._reader.lent(*parts):
-                yield Batch(parts, sum(len(labels) for _, labels in parts), stop - start)
+        for (start, stop), own in zip(steps, parts, strict=True):
+            read = tuple(islice(loaded, len(own)))
+            with self._reader.lent(*read):
+                yield Batch(read, sum(len(labels) for _, labels in read), stop - start)
+
+    def _own_parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where this worker's micro-batches of a step are; none where it has no sample."""
+        each = self.micro_batches
+        if self.shares is None:
+            parts = divide(start, stop, self.workers * each, in_pairs=self._in_pairs)
+            return parts[self.rank * each : (self.rank + 1) * each]
+        options = {"idle": self._idle, "in_pairs": self._in_pairs}
+        ends = [*accumulate(allot(stop - start, self.shares, FEWEST_PER_PART * each, **options), initial=start)]
+        first, last = ends[self.rank : self.rank + 2]
+        return divide(first, last, each, in_pairs=self._in_pairs) if last > first else []
 
 
 class TestBatches:
     """One worker's share of the test images: together, the workers test every image exactly once.
 
-    Shares are consecutive and differ by at most one image; a share is empty where there are more workers than images.
+    Shares are consecutive. Equal ones differ by at most one image, and are empty where there are more workers than
+    images.
     Images that cannot be read are left out, with a warning.
 
     Args:
@@ -164,6 +190,7 @@ class TestBatches:
         loader_workers: As in `TrainBatches`.
         device: Where batches are wanted.
         channels_last: Give images in the channels-last memory format.
+        shares: What each worker gets, in any unit; None for equal parts.
     """
 
     __test__ = False  # Not a test case, whatever pytest makes of its name.
@@ -178,13 +205,16 @@ class TestBatches:
         loader_workers: int | None = None,
         device: torch.device | str | None = None,
         channels_last: bool = False,
+        shares: Sequence[float] | None = None,
     ) -> None:
         _check_rank(rank, workers)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         #: Test images of all workers.
         self.total = len(data.test)
-        start, stop = divide(0, self.total, workers)[rank]
+        counts = allot(self.total, shares or [1.0] * workers, 1)
+        start = sum(counts[:rank])
+        stop = start + counts[rank]
         self.samples = stop - start
         self._jobs = [
             np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in range(start, stop, batch_size)

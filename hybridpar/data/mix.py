@@ -143,7 +143,7 @@ def mix_step(
     """Mix this worker's share of a global batch, by one draw for the step.
 
     Args:
-        micro_batches: Images and targets, cut at even positions of the global batch.
+        micro_batches: Images and targets, cut at even positions of the global batch; none where this worker has none.
         config: Options of mixing; after `mix_off_epoch` nothing is mixed.
         seed: Seed of the run.
         step: Number of the step, from 0.
@@ -155,6 +155,8 @@ def mix_step(
         Mixed images, and targets of shape (n, classes), float32.
     """
     draw = MixDraw()
+    if not micro_batches:
+        return []
     if not config.mix_off_epoch or epoch < config.mix_off_epoch:
         height, width = micro_batches[0][0].shape[-2:]
         draw = draw_mix(config, seed, step, (height, width))

@@ -165,6 +165,42 @@ def divide(start: int, stop: int, parts: int, *, in_pairs: bool = False) -> list
     return list(pairwise([*bounds, stop]))
 
 
+def allot(samples: int, shares: Sequence[float], least: int, *, idle: bool = True, in_pairs: bool = False) -> list[int]:
+    """Divide the samples of a step among workers by their shares: the method of largest remainders.
+
+    A worker whose share is too small for its micro-batches gets no sample in this step, and the others get its samples.
+
+    Args:
+        samples: Samples of the step.
+        shares: What each worker gets, in any unit; at least one is positive.
+        least: Fewest samples that a worker can compute with.
+        idle: A worker may get no sample; else every worker gets `least` at the least.
+        in_pairs: Give even numbers, but for the odd last sample of the step, as `divide` does.
+
+    Returns:
+        Samples of each worker.
+    """
+    unit = 2 if in_pairs else 1
+    fewest, counts = -(-least // unit), [0] * len(shares)
+    free, left = [worker for worker, share in enumerate(shares) if share > 0 or not idle], samples // unit
+    while free:
+        whole = sum(shares[worker] for worker in free) or 1.0
+        exact = {worker: left * shares[worker] / whole for worker in free}
+        counts = [int(exact[worker]) if worker in exact else count for worker, count in enumerate(counts)]
+        by_remainder = sorted(free, key=lambda worker: counts[worker] - exact[worker])  # stable: lower ranks first
+        for worker in by_remainder[: left - sum(counts[worker] for worker in free)]:
+            counts[worker] += 1
+        small = min(free, key=lambda worker: (counts[worker], shares[worker]))
+        if counts[small] >= fewest or len(free) == 1:
+            break
+        free.remove(small)
+        counts[small] = 0 if idle else fewest
+        left -= counts[small]
+    counts = [unit * count for count in counts]
+    counts[max((worker for worker, count in enumerate(counts) if count), default=0)] += samples % unit
+    return counts
+
+
 def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, samples: int) -> IntArray:
     """The order of an epoch in which every batch has several copies of fewer samples.
 

@@ -232,6 +232,20 @@ class ClusterSpec(_Part):
             hosts.append(host.model_copy(update={"count": 1, "devices": devices, "memory": memory}))
         return self.model_copy(update={"hosts": tuple(hosts)})
 
+    @property
+    def is_unequal(self) -> bool:
+        """Whether hosts differ in speed."""
+        return len({host.throughput for host in self.hosts}) > 1
+
+    def without(self, host: Hosts) -> ClusterSpec | None:
+        """The cluster without hosts of one kind; None where there are no others.
+
+        Args:
+            host: One of `hosts`.
+        """
+        hosts = tuple(one for one in self.hosts if one != host)
+        return self.model_copy(update={"hosts": hosts}) if hosts else None
+
     def faster_links(self, factor: float) -> ClusterSpec:
         """The same cluster with so many times the bandwidth on the level that leaves a worker the least."""
         most = max(host.devices for host in self.hosts)

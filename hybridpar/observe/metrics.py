@@ -172,52 +172,90 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     Returns:
         Steps and epochs, in order.
     """
-    columns = {name: array("d") for name in STEP_COLUMNS}
-    epochs: dict[int, EpochRecord] = {}
-    path = Path(run_dir) / METRICS_FILE
-    for _, row in _rows(path) if path.exists() else ():
-        if row.get("event") == "epoch":
-            epoch = row.get("epoch")
-            if not isinstance(epoch, int):
-                continue
-            epochs[epoch] = EpochRecord(
-                epoch=epoch,
-                step=row["step"],
-                test_accuracy=_if_number(row.get("test_accuracy")),
-                test_loss=_if_number(row.get("test_loss")),
-                train_loss=_number(row.get("train_loss")),
-                seconds=_number(row.get("seconds")),
-                ema_test_accuracy=_if_number(row.get("ema_test_accuracy")),
-                ema_test_loss=_if_number(row.get("ema_test_loss")),
-            )
-        elif "event" not in row:
-            for name, column in columns.items():
-                column.append(_number(row.get(name)))
-    tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
-    _, from_end = np.unique(tables["step"][::-1], return_index=True)
-    keep = len(tables["step"]) - 1 - from_end
-    return MetricsTable(
-        steps={name: values[keep] for name, values in tables.items()},
-        epochs=tuple(epochs[epoch] for epoch in sorted(epochs)),
+    return MetricsReader(run_dir).read()
+
+
+class MetricsReader:
+    """Reads the metrics of a run that goes on: only what was written since the last time is read.
+
+    Args:
+        run_dir: Directory of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = Path(run_dir) / METRICS_FILE
+        self._forget(None)
+
+    def _forget(self, file: int | None) -> None:
+        self._file, self._done = file, 0
+        self._columns = {name: array("d") for name in STEP_COLUMNS}
+        self._epochs: dict[int, EpochRecord] = {}
+
+    def read(self) -> MetricsTable:
+        """All steps and epochs so far, as `read_metrics` returns them."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            self._forget(None)
+        else:
+            if found.st_ino != self._file or found.st_size < self._done:  # a resumed run writes its file anew
+                self._forget(found.st_ino)
+            self._read_on()
+        tables = {name: np.array(column, dtype=np.float64) for name, column in self._columns.items()}
+        for values in tables.values():
+            values[~np.isfinite(values)] = math.nan  # JSON has no infinity, so we never wrote one
+        # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
+        _, from_end = np.unique(tables["step"][::-1], return_index=True)
+        keep = len(tables["step"]) - 1 - from_end
+        return MetricsTable(
+            steps={name: values[keep] for name, values in tables.items()},
+            epochs=tuple(self._epochs[epoch] for epoch in sorted(self._epochs)),
+        )
+
+    def _read_on(self) -> None:
+        columns = [(name, column.append) for name, column in self._columns.items()]
+        for line, row in _rows(self._path, self._done):
+            self._done += len(line)
+            if row.get("event") == "epoch":
+                if isinstance(row.get("epoch"), int):
+                    self._epochs[row["epoch"]] = _epoch(row)
+            elif "event" not in row and row:
+                for name, append in columns:
+                    value = row.get(name)
+                    append(math.nan if value is None else value if type(value) is float else _number(value))
+
+
+def _epoch(row: Mapping[str, Any]) -> EpochRecord:
+    return EpochRecord(
+        epoch=row["epoch"],
+        step=row["step"],
+        test_accuracy=_if_number(row.get("test_accuracy")),
+        test_loss=_if_number(row.get("test_loss")),
+        train_loss=_number(row.get("train_loss")),
+        seconds=_number(row.get("seconds")),
+        ema_test_accuracy=_if_number(row.get("ema_test_accuracy")),
+        ema_test_loss=_if_number(row.get("ema_test_loss")),
     )
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a metrics file, raw and parsed; others are skipped."""
+def _rows(path: Path, start: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a metrics file from a place on, raw and parsed; others come with an empty row."""
     with open(path, "rb") as file:
+        file.seek(start)
         while line := file.readline(_LONGEST_LINE):
             try:
                 row = parse_json(line)
             except Unreadable:  # cut by a crash, or being written right now
-                continue
-            if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and line.endswith(b"\n"):
                 yield line, row
+            elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:
+                yield line, {}
 
 
 def _drop_after(path: Path, step: int) -> None:
     """Rewrite the file without the lines past a step; the old file stays until the new one is whole."""
-    replace_file(path, (line for line, row in _rows(path) if row["step"] <= step))
+    replace_file(path, (line for line, row in _rows(path) if row and row["step"] <= step))
 
 
 def _finite(value: Any) -> Any:
@@ -236,5 +274,4 @@ def _if_number(value: object) -> float | None:
 
 
 def _number(value: object) -> float:
-    # JSON has no infinity, so we never wrote one.
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+    return float(value) if isinstance(value, int | float) else math.nan

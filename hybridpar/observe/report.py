@@ -6,6 +6,7 @@ Everything shown comes from the summary, so the screen and `summary.json` cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,16 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
     rows += _step_rows(summary)
     rows += _prediction_rows(summary)
-    rows += _pipeline_rows(summary)
-    rows += _kernel_rows(summary)
+    return rows + fact_rows(summary)
+
+
+def fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, text and style of rows on pipeline, kernels, servers and gradients; an empty label goes on with the last.
+
+    Args:
+        summary: Of the run.
+    """
+    rows = _pipeline_rows(summary) + _kernel_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
     rows += _server_rows(summary)
@@ -105,18 +114,32 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _step_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """A step and where its time went: shares of its wall time, which add up to 100 %."""
+    parts = step_parts(summary)
+    if parts is None:
+        return []
+    return [
+        ("step", f"{summary['step_ms_median']:9.2f} ms  (median)", ""),
+        *(("", f"{value:9.2f} ms  {share:3}%  {name}", "") for name, value, share in parts),
+    ]
+
+
+def step_parts(summary: Mapping[str, Any]) -> list[tuple[str, float, int]] | None:
+    """Where the time of a step went: name, milliseconds and per cent of each part, which add up to 100 %.
+
+    Args:
+        summary: Of the run.
+
+    Returns:
+        The parts; None without a step.
+    """
     step_ms = summary["step_ms_median"]
     if not step_ms:
-        return []
+        return None
     parts = [(name, summary[key]) for key, name in zip(STEP_PARTS, _PARTS, strict=True) if summary[key] is not None]
     if parts and (rest := step_ms - sum(value for _, value in parts)) >= 0.005:
         parts.append(("other", rest))
     shares = percentages([value for _, value in parts])
-    return [
-        ("step", f"{step_ms:9.2f} ms  (median)", ""),
-        *(("", f"{value:9.2f} ms  {share:3}%  {name}", "") for (name, value), share in zip(parts, shares, strict=True)),
-    ]
+    return [(name, value, share) for (name, value), share in zip(parts, shares, strict=True)]
 
 
 def percentages(values: Sequence[float]) -> list[int]:
@@ -216,20 +239,49 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What was predicted, beside what was measured of it."""
+    rows: list[tuple[str, str, str]] = []
+    for one in predictions(summary):
+        beside = f"{one.told(one.predicted):>9}  measured {one.told(one.measured):>9}  {one.apart:>5}  {one.name}"
+        rows.append(("" if rows else "predicted", beside, ""))
+    return rows
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted, beside what was measured of it.
+
+    Attributes:
+        name: What it is of.
+        predicted: The prediction.
+        measured: What was measured.
+        apart: By how much that missed the prediction, as a percentage; empty where that would say nothing.
+        told: Writes either of the values.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+    apart: str
+    told: Callable[[float], str]
+
+
+def predictions(summary: Mapping[str, Any]) -> list[Prediction]:
+    """All that was predicted and measured of a run; empty where no step was predicted.
+
+    Args:
+        summary: Of the run.
+    """
     if summary.get("predicted_step_ms") is None:
         return []
     measured = {**summary, "step_ms": step_without_data_ms(summary) or None}
-    rows: list[tuple[str, str, str]] = []
+    found = []
     for key, name, told in _PREDICTED:
-        predicted, found = summary.get(f"predicted_{key}"), measured.get(key)
-        if predicted is None or found is None:
-            continue
-        is_part = key in STEP_PARTS
-        apart = "" if key == "bubble" else _apart(predicted, found, measured["step_ms"] if is_part else None)
-        beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
-        rows.append(("" if rows else "predicted", beside, ""))
-    return rows
+        predicted, value = summary.get(f"predicted_{key}"), measured.get(key)
+        if predicted is not None and value is not None:
+            step_ms = measured["step_ms"] if key in STEP_PARTS else None
+            apart = "" if key == "bubble" else _apart(predicted, value, step_ms)
+            found.append(Prediction(name, predicted, value, apart, told))
+    return found
 
 
 def _count(number: int, noun: str) -> str:

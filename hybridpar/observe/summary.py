@@ -19,6 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.errors import RunDirectoryError
+from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import MetricsTable
 from hybridpar.observe.records import RunInfo
@@ -112,6 +114,7 @@ def summarize(
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
         "recipe": "none",
         "double_buffer": "off",
+        "shares": "equal",
         "final_batch_size": info.batch_size,
         "staleness": _ages(steps["staleness"]),
         "versions": _installed_versions() | dict(versions or {}),
@@ -177,10 +180,10 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         run_dir: Directory of the run.
     """
     try:
-        summary = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = read_json(Path(run_dir) / SUMMARY_FILE, "the summary", RunDirectoryError)
         summary = dict.fromkeys(summary_schema()["required"]) | summary
         validate_summary(summary)
-    except (OSError, ValueError, TypeError):
+    except (RunDirectoryError, ValueError, TypeError):
         return None
     return dict(summary)
 

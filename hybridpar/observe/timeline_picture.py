@@ -31,7 +31,8 @@ _COLOURS = {
     Kind.SYNC: "#009E73",
     Kind.STEP: "#CC79A7",
 }
-_NAMES = (
+#: Kinds of actions in the order of the legend, with their names.
+KIND_NAMES = (
     (Kind.FORWARD, "forward"),
     (Kind.BACKWARD, "backward"),
     (Kind.BACKWARD_INPUT, "input gradient"),
@@ -48,7 +49,7 @@ _THICK, _THIN, _GAP = 1.0, 0.34, 0.34
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """An action, in milliseconds since the beginning of the step.
 
     Attributes:
@@ -67,15 +68,24 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class _Line:
-    """One row of the picture: where it is, its name, and its boxes."""
+class Line:
+    """One row of the picture.
+
+    Attributes:
+        bottom: Where it begins, from the top, in heights of a compute lane.
+        height: How high it is.
+        name: What kind of queue it is.
+        worker: Rank of its worker.
+        queue: Kind of its queue.
+        boxes: What was done in it.
+    """
 
     bottom: float
     height: float
     name: str
     worker: int
     queue: str
-    boxes: tuple[_Box, ...]
+    boxes: tuple[Box, ...]
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = None, unit: str = "ms") -> None:
@@ -97,7 +107,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
 
     step = timeline.typical_step() if step is None else step
     panels = [rows for predicted in (True, False) if (rows := timeline.at(step, predicted=predicted))]
-    lines = [list(_lines(rows, timeline.replicas)) for rows in panels]
+    lines = [list(picture_lines(rows, timeline.replicas)) for rows in panels]
     end = max(box.end for panel in lines for line in panel for box in line.boxes)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a caller's own style could hide what is thin
@@ -110,7 +120,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
         for axes, rows, panel in zip(all_axes, panels, lines, strict=True):
             name = ("predicted" if rows[0].predicted else "measured") if len(panels) > 1 else ""
             _draw_panel(axes, panel, end, length_ms(rows))
-            axes.set_title(_panel_title(timeline, rows, panel, name, unit), fontsize=10, loc="left", pad=4)
+            axes.set_title(panel_title(timeline, rows, panel, name, unit), fontsize=10, loc="left", pad=4)
         all_axes[-1].set_xlabel("milliseconds" if unit == "ms" else unit)
         _draw_legend(figure, lines)
         try:
@@ -142,7 +152,13 @@ def _title(timeline: Timeline, step: int) -> str:
     return headline(timeline) + (f"; step {step}, the one of median length" if several else "")
 
 
-def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[_Line]:
+def picture_lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[Line]:
+    """The rows of the picture, from top to bottom.
+
+    Args:
+        rows: All workers in one step, all measured or all predicted.
+        replicas: Copies of the pipeline.
+    """
     zero = begin_of(rows)
     joined = joined_at(rows, replicas)
     top = 0.0
@@ -157,8 +173,8 @@ def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[_Line]:
                 start, end = max(0.0, shift + span.start_ms), max(0.0, shift + span.end_ms)
                 when = joined.get((row.worker, span.action))
                 ready = start if when is None else min(max(start, 1e3 * (when - zero)), end)
-                boxes.append(_Box(span.action, start, ready, end, stages.index(span.action.stage)))
-            yield _Line(top, height, _line_name(queue, lane, lanes), row.worker, queue, tuple(boxes))
+                boxes.append(Box(span.action, start, ready, end, stages.index(span.action.stage)))
+            yield Line(top, height, _line_name(queue, lane, lanes), row.worker, queue, tuple(boxes))
             top += height + 0.08
         top += _GAP
 
@@ -180,14 +196,14 @@ def _line_name(queue: str, lane: int, lanes: int) -> str:
     return f"sync {lane}" if queue == "sync" else queue
 
 
-def _times(lines: Sequence[_Line]) -> tuple[float, float]:
+def _times(lines: Sequence[Line]) -> tuple[float, float]:
     """When the last pass of any worker ended, and its last sum of gradients."""
     computed = max((box.end for line in lines for box in line.boxes if box.action.kind in COMPUTE), default=0.0)
     summed = max((box.end for line in lines for box in line.boxes if box.action.kind is Kind.SYNC), default=0.0)
     return computed, summed
 
 
-def _draw_panel(axes: Any, lines: Sequence[_Line], end: float, length: float) -> None:
+def _draw_panel(axes: Any, lines: Sequence[Line], end: float, length: float) -> None:
     from matplotlib.patches import Rectangle
 
     computed, summed = _times(lines)
@@ -204,20 +220,35 @@ def _draw_panel(axes: Any, lines: Sequence[_Line], end: float, length: float) ->
     axes.set_xlim(-0.004 * end, 1.012 * end)
     axes.set_yticks(
         [line.bottom + line.height / 2 for line in lines],
-        [_label(lines, number) for number in range(len(lines))],
+        [line_label(lines, number) for number in range(len(lines))],
         fontsize=8.5,
     )
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _label(lines: Sequence[_Line], number: int) -> str:
+def line_label(lines: Sequence[Line], number: int) -> str:
+    """What stands in front of a row: the worker in front of its first one, and what kind of queue it is.
+
+    Args:
+        lines: All rows.
+        number: Which one.
+    """
     line = lines[number]
     first = number == 0 or lines[number - 1].worker != line.worker
     return f"worker {line.worker}  {line.name}".rstrip() if first else line.name
 
 
-def _panel_title(timeline: Timeline, rows: Sequence[TimelineRow], lines: Sequence[_Line], name: str, unit: str) -> str:
+def panel_title(timeline: Timeline, rows: Sequence[TimelineRow], lines: Sequence[Line], name: str, unit: str) -> str:
+    """A step in figures: its length, its bubble, and the sums of gradients that computation did not hide.
+
+    Args:
+        timeline: What the rows are of.
+        rows: All workers in one step.
+        lines: The same as rows of the picture.
+        name: What stands in front.
+        unit: Unit of time.
+    """
     computed, summed = _times(lines)
     parts = [f"step {length_ms(rows):,.1f} {unit}", f"bubble {100 * timeline.bubble(rows):.0f} %"]
     if summed > 0:
@@ -225,7 +256,7 @@ def _panel_title(timeline: Timeline, rows: Sequence[TimelineRow], lines: Sequenc
     return f"{name}:  {',  '.join(parts)}" if name else ",  ".join(parts)
 
 
-def _draw_box(axes: Any, line: _Line, box: _Box, end: float) -> None:
+def _draw_box(axes: Any, line: Line, box: Box, end: float) -> None:
     from matplotlib.patches import Rectangle
 
     thick = line.queue == "compute"
@@ -262,12 +293,12 @@ def _shade(colour: str, turn: int) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _draw_legend(figure: Any, lines: Sequence[Sequence[_Line]]) -> None:
+def _draw_legend(figure: Any, lines: Sequence[Sequence[Line]]) -> None:
     from matplotlib.patches import Patch
 
     boxes = [(line, box) for panel in lines for line in panel for box in line.boxes]
     kinds = {box.action.kind for _, box in boxes}
-    handles = [Patch(facecolor=_COLOURS[kind], label=name) for kind, name in _NAMES if kind in kinds]
+    handles = [Patch(facecolor=_COLOURS[kind], label=name) for kind, name in KIND_NAMES if kind in kinds]
     if any(box.turn for line, box in boxes if line.queue == "compute"):
         handles.insert(0, Patch(facecolor="white", label="numbers are micro-batches; paler: later stages of a lane"))
     handles.append(Patch(label="bubble", **_BUBBLE))

@@ -89,7 +89,8 @@ class BorderTable:
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
         self._parameters = [parameter for stage in stages for parameter in module_of(stage).parameters()]
-        self._trainable: tuple[bool, ...] = ()
+        #: Which parameters are trained, of which the facts are known.
+        self.trainable: tuple[bool, ...] = ()
         self._is_whole = isinstance(stages[0], WholeModel)  # has no borders
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
@@ -107,8 +108,8 @@ class BorderTable:
         if self._is_whole:
             return
         trainable = tuple(parameter.requires_grad for parameter in self._parameters)
-        if trainable != self._trainable:
-            self._trainable = trainable
+        if trainable != self.trainable:
+            self.trainable = trainable
             self._known.clear()
 
     def knows(self, inputs: Mapping[str, Tensor]) -> bool:

@@ -22,7 +22,7 @@ from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
 from hybridpar.pipeline.split_cost import keep_whole
@@ -248,6 +248,7 @@ class PipelineEngine:
             mailbox,
             self.grid.senders if self.grid is not None else {},
             self.grid.receivers if self.grid is not None else {},
+            self.micro_batches,
             sync_lanes=max(1, len(sync_lanes)),
             whole=self.is_whole,
             on_device=on_device,
@@ -485,9 +486,9 @@ class PipelineEngine:
 
     # ---------------------------------------------------------------- programs
 
-    def _make_program(self, micro_batches: int, facts: BorderFacts, buckets: Mapping[int, int]) -> Program:
+    def _make_program(self, micro_batches: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self.options
-        layout = options.layout(len(self._all_stages), self.borders.edges(facts))
+        layout = options.layout(len(self._all_stages), edges)
         schedule = make(options.schedule, options.request(layout, micro_batches))
         if not options.split_backward:
             schedule = keep_whole(schedule)

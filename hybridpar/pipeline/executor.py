@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,7 +28,7 @@ from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind
+from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Edge, Kind
 from hybridpar.schedule.program import Program
 from hybridpar.sync.reducer import Flight
 
@@ -58,8 +58,8 @@ class Executor:
     Args:
         stages: This worker's stages by number.
         borders: What crosses the borders of all stages.
-        make_program: Makes the program for a number of micro-batches, the facts of a full-sized one, and the number of
-            gradient buckets of every stage of this worker.
+        make_program: Makes the program for a number of micro-batches, what flows between stages for a full-sized one,
+            and the number of gradient buckets of every stage of this worker.
         position: This worker's place among those of its replica.
         world: All workers.
         replicas: Those that hold the same stages.
@@ -67,6 +67,7 @@ class Executor:
         mailbox: Where its stages leave tensors for each other.
         senders: Where messages to other positions go.
         receivers: Where those from other positions come from.
+        micro_batches: Usual number of a replica and step.
         sync_lanes: Number of lanes that gradients are summed on.
         whole: The model is not cut: the stage's lane is the caller's.
         on_device: Leave the decision on the device, where the optimizers read it.
@@ -77,7 +78,7 @@ class Executor:
         self,
         stages: Mapping[int, LocalStage],
         borders: BorderTable,
-        make_program: Callable[[int, BorderFacts, Mapping[int, int]], Program],
+        make_program: Callable[[int, tuple[Edge, ...], Mapping[int, int]], Program],
         position: int,
         world: World,
         replicas: World,
@@ -85,6 +86,7 @@ class Executor:
         mailbox: Mailbox,
         senders: Mapping[int, SendEnd],
         receivers: Mapping[int, ReceiveEnd],
+        micro_batches: int,
         *,
         sync_lanes: int = 1,
         whole: bool = False,
@@ -97,6 +99,7 @@ class Executor:
         self._position = position
         self._world = world
         self._replicas = replicas
+        self._micro_batches = micro_batches
         self._lanes = lanes
         self._mailbox = mailbox
         self._senders = {peer: (end, lanes.open(f"send to {peer}", priority=-1)) for peer, end in senders.items()}
@@ -147,7 +150,8 @@ class Executor:
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
             self.wait()  # the example run uses the buffers that the step before still writes to
         facts = [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
-        self.program, issues = self._program(request, facts[0])
+        idle = not facts
+        self.program, issues = self._program(request, None if idle else facts[0])
         flights = {index: stage.gradients.new_flight() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
@@ -170,7 +174,10 @@ class Executor:
                     self._agreement.reach(step)
                 self._apply(step, one, began)
                 continue
-            self._issue(step, one)
+            if not idle:
+                self._issue(step, one)
+            elif one.action.kind is Kind.SYNC or one.is_last:
+                self._issue_idle(step, one)
             if one.is_last_forward:
                 self._agreement.share_forward(step, one.action.stage)
         self._ends = list(step.ends)
@@ -248,11 +255,19 @@ class Executor:
             for reducer in reducers:
                 reducer.rebuild_buckets()
 
-    def _program(self, request: StepRequest, facts: BorderFacts) -> tuple[Program, list[_Issue]]:
+    def _program(self, request: StepRequest, facts: BorderFacts | None) -> tuple[Program, list[_Issue]]:
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
-        key = (len(request.micro_batches), tuple(buckets.items()), frozenset(facts.gradients))
+        # A replica without samples follows the program of the others, who have the usual number of micro-batches.
+        count = len(request.micro_batches) or self._micro_batches
+        key = (count, tuple(buckets.items()), self.borders.trainable)
         if key not in self._programs:
-            program = self._make_program(len(request.micro_batches), facts, buckets)
+            edges = () if facts is None else self.borders.edges(facts)
+            if not self._whole and self._replicas.size > 1:
+                # Micro-batches of replicas may differ in size, and the order of their sums must not.
+                self.wait()
+                answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
+                edges = next((one for one in answers if one), ())
+            program = self._make_program(count, edges, buckets)
             self._programs[key] = program, self._own_part(program)
         return self._programs[key]
 
@@ -276,11 +291,9 @@ class Executor:
     # ----------------------------------------------------------------- issuing
 
     def _issue(self, step: StepState, one: _Issue) -> None:
-        action, stage = one.action, self.stages[one.action.stage]
+        action = one.action
         if action.kind is Kind.SYNC:
-            assert stage.reducer is not None
-            assert action.index is not None
-            step.events[action] = stage.reducer.issue(action.index, step.flights[action.stage])
+            self._issue_sync(step, action)
             return
         lane, work = self._work(step, action)
         for need in one.needs:
@@ -292,6 +305,19 @@ class Executor:
         else:
             lane.submit(step.spans.timed(one.queue, action, work))
         step.events[action] = lane.record()
+
+    def _issue_sync(self, step: StepState, action: Action) -> None:
+        reducer = self.stages[action.stage].reducer
+        assert reducer is not None
+        assert action.index is not None
+        step.events[action] = reducer.issue(action.index, step.flights[action.stage])
+
+    def _issue_idle(self, step: StepState, one: _Issue) -> None:
+        """Of a replica that has no sample in the step: its gradients are zero, and added to those of the others."""
+        if one.action.kind is Kind.SYNC:
+            self._issue_sync(step, one.action)
+        else:
+            self._issue_last(step, one, lambda: None)
 
     def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
         """Work whose lack of memory is told as what the user can change."""
@@ -367,6 +393,7 @@ class Executor:
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
         other = self.program.layout.home(peer)
+        other_rank = other * self._replicas.size + self._replicas.rank
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         producer = min(action.stage, peer)
         user = max(action.stage, peer)
@@ -387,7 +414,7 @@ class Executor:
                     for part, tensor in zip(parts, tensors, strict=True)
                 ]
                 lane.keep(*whole)
-                with self._world.named_errors(place):
+                with self._world.named_errors(place, transfer=(self._world.job_rank, other_rank)):
                     sender.send(whole, parts)
 
             step.bytes_sent += sum(facts.bytes_of(name) for name in names)
@@ -396,7 +423,7 @@ class Executor:
         place = f"waiting in stage {action.stage} for {what} from stage {peer}"
 
         def receive() -> None:
-            with self._world.named_errors(place):
+            with self._world.named_errors(place, transfer=(other_rank, self._world.job_rank)):
                 tensors = receiver.receive(parts)
             for name, tensor in zip(names, tensors, strict=True):
                 box[name, index, user] = tensor

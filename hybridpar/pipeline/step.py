@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.flight import noted
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Event
@@ -133,13 +134,20 @@ class SpanRecorder:
             action: What it is.
             work: What to do.
         """
+        name = str(action)
         if not self.enabled:
-            return work
+
+            def only_noted() -> None:
+                with noted(name):
+                    work()
+
+            return only_noted
 
         def whole() -> None:
-            start = self._now()
-            work()
-            self._notes.append((queue, action, start, self._now()))
+            with noted(name):
+                start = self._now()
+                work()
+                self._notes.append((queue, action, start, self._now()))
 
         return whole
 

@@ -24,6 +24,7 @@ from hybridpar.schedule.costs import BucketCost, Costs, Link
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
+from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 from hybridpar.schedule.simulate import Simulation, simulate
 
 #: What a pass takes at least, so that what it keeps is kept for some time.
@@ -113,6 +114,7 @@ class Evaluator:
         self._schedule = cache(self._make_schedule)
         self._peaks = cache(self._make_peaks)
         self._throughput = cache(self._make_throughput)
+        self.shares = cache(self._make_shares)
 
     def samples(self, shape: Shape) -> int:
         """Samples of the largest micro-batch.
@@ -269,11 +271,14 @@ class Evaluator:
             own[home] += size
             lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
             largest[home] = max(largest[home], figures.largest_bytes[stage])
-        needs = [kept + held for kept, held in zip(lasting, saved, strict=True)]
+        shares = self.shares(shape)
+        # A faster replica has larger micro-batches.
+        larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
+        needs = [kept + larger * held for kept, held in zip(lasting, saved, strict=True)]
         if self._workers[0][1].kind == "cpu":
             for home, size in enumerate(largest):
                 needs[home] += (
-                    _PROCESS_BYTES + _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
+                    _PROCESS_BYTES + larger * _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
                 )
         gathered = lasting[0] + inputs.optimizer_copies * (sum(own) - own[0]) if layout.workers > 1 else 0
         return inputs.memory_margin * max(*needs, gathered)
@@ -307,12 +312,50 @@ class Evaluator:
     # ---------------------------------------------------------------- made once
 
     def _make_throughput(self, shape: Shape, coded: bool | None) -> float:
-        """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down."""
+        """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down.
+
+        With shares replicas take equally long, as many devices of one speed in between would with equal parts.
+        """
         used = self._workers[: shape.workers]
         beside = max(Counter(host for host, _ in used).values())
         profile = self._inputs.profile
         slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
-        return used[-1][1].throughput / slower
+        shares = self.shares(shape)
+        if shares is None:
+            return used[-1][1].throughput / slower
+        fixed, sample = self._work(shape)
+        equal = fixed + sample * self._inputs.batch / shape.replicas
+        return equal / longest_time(self._costs_of_replicas(shape), shares) / slower
+
+    def speeds(self, shape: Shape) -> list[float]:
+        """Of each replica the throughput of its slowest device; rank = position * replicas + replica.
+
+        Args:
+            shape: How workers are divided.
+        """
+        used = [host.throughput for _, host in self._workers[: shape.workers]]
+        return [min(used[replica :: shape.replicas]) for replica in range(shape.replicas)]
+
+    def _make_shares(self, shape: Shape) -> tuple[float, ...] | None:
+        """Samples of each replica, where they differ in speed; None for equal parts.
+
+        With BatchNorm parts stay equal: others would be normalised by other samples.
+        """
+        if self._inputs.profile.batch_norm or len(set(self.speeds(shape))) == 1:
+            return None
+        return tuple(round(part, 2) for part in best_division(self._costs_of_replicas(shape), self._inputs.batch))
+
+    def _costs_of_replicas(self, shape: Shape) -> list[WorkCost]:
+        fixed, sample = self._work(shape)
+        return [WorkCost(fixed / speed, sample / speed) for speed in self.speeds(shape)]
+
+    def _work(self, shape: Shape) -> WorkCost:
+        """What a step takes the device of the profile, whatever its samples are, and for each of them."""
+        profile, count = self._inputs.profile, shape.micro_batches
+        samples = self._inputs.batch / (shape.replicas * count)
+        whole, half = (sum(map(sum, profile.variants[0].unit_ms(part * samples))) for part in (1.0, 0.5))
+        sample = max((whole - half) / (0.5 * samples), _LEAST_MS)
+        return WorkCost(count * max(0.0, whole - sample * samples) + (profile.update_ms or 0.0), sample)
 
     def _core_seconds(self, workers: int) -> tuple[float, float]:
         """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import PlanError
+from hybridpar.machine.cluster_file import Hosts
 from hybridpar.planner.codecs import left_out, planned_codecs
 from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
@@ -98,6 +99,8 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
+    if (shares := answer.evaluator.shares(shape)) is not None:
+        parts.append(f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}")
     return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
@@ -172,7 +175,9 @@ def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps
 
 
 def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
-    """What a looser fidelity, a faster link and another device would gain, each by a search of its own.
+    """What a looser fidelity, a faster link, another device, and leaving out hosts of one speed would gain.
+
+    Each is a search of its own.
 
     Args:
         inputs: Of the search.
@@ -190,6 +195,10 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
     asked.append(
         ("a link 10 times as fast", inputs.on(inputs.cluster.faster_links(10)) if linked else None, "there is no link")
     )
+    for one in inputs.cluster.hosts if inputs.cluster.is_unequal else ():
+        left = inputs.cluster.without(one)
+        if left is not None:
+            asked.append((f"without {_name_of(one)}", inputs.on(left), ""))
     more, alike = inputs.cluster.with_another(), inputs.same_result()
     name = "another host" if inputs.cluster.between is not None else "another device"
     asked.append((name, alike.on(more) if more is not None else None, "nothing says what would lie between devices"))
@@ -227,10 +236,52 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
+    lines += contributions(inputs, answer)
     lines += caveats(inputs)
     if missing := left_out(inputs.fidelity):
         lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
     return lines
+
+
+def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
+    """What each kind of host adds to the chosen plan, where they differ in speed.
+
+    Args:
+        inputs: Of the search.
+        answer: Of the search.
+    """
+    cluster, evaluator, shape = inputs.cluster, answer.evaluator, answer.chosen.candidate.shape
+    if not cluster.is_unequal:
+        return []
+    shares = evaluator.shares(shape) or (1.0,) * shape.replicas
+    lines = []
+    for host in sorted(cluster.hosts, key=lambda one: -one.throughput):
+        ranks = [rank for rank, (_, own) in enumerate(cluster.by_worker[: shape.workers]) if own == host]
+        told = f"{_name_of(host)}, throughput {host.throughput:g}"
+        if not ranks:
+            lines.append(f"{told}: left out, as a step with it would take no less time")
+            continue
+        part = sum(shares[rank % shape.replicas] for rank in ranks) / (sum(shares) * shape.positions)
+        lines.append(f"{told}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}, {100 * part:.0f} % of the work of a step")
+    speeds = evaluator.speeds(shape)
+    if inputs.profile.batch_norm and min(speeds) < max(speeds):
+        gain = sum(speeds) / len(speeds) / min(speeds)
+        lines.append(
+            "BatchNorm: parts of a batch stay equal, as others would be normalised by other samples; `--shares auto` "
+            f"divides them by speed, and computing then takes up to {gain:.2f} times less"
+        )
+    return lines
+
+
+def _name_of(host: Hosts) -> str:
+    """A kind of host in words."""
+    devices = host.count * host.devices
+    return f"{host.name or host.kind} ({devices} device{'s' * (devices > 1)})"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Ranks that follow each other."""
+    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:

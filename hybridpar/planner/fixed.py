@@ -88,7 +88,6 @@ def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
         f"--schedule {config.schedule}": "schedule" in named and config.schedule is not None,
         f"--placement {config.placement}": "placement" in named and config.placement is not None,
         f"--recompute {' '.join(map(str, config.recompute))}": "recompute" in named and bool(config.recompute),
-        f"--timeline {config.timeline}": "timeline" in named and config.timeline is not None,
     }
     return next((option for option, set_ in asked.items() if set_), "")
 

@@ -70,6 +70,9 @@ def resolve(
     """
     decided = decided_options(config) if decided is None else decided
     placement = _place(config, workers, plan, decided, device)
+    shares = plan.placement.shares if plan is not None and plan.placement is not None else None
+    if shares is not None and "shares" not in decided and len(shares) == placement.replicas:
+        placement = placement.model_copy(update={"shares": shares})
     count = len(placement.stages)
     pipeline = plan.pipeline if plan is not None else None
     micro_batches, schedule, recompute = config.micro_batches, config.schedule or "greedy", config.recompute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -65,7 +65,12 @@ def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> t
 
 
 def batch_maker(
-    data: ImageData, config: TrainConfig, plan: ResolvedPlan, device: torch.device, replica: int
+    data: ImageData,
+    config: TrainConfig,
+    plan: ResolvedPlan,
+    device: torch.device,
+    replica: int,
+    shares: Sequence[float] | None = None,
 ) -> Callable[[int], TrainBatches]:
     """What makes this worker's batches of any batch size.
 
@@ -75,6 +80,7 @@ def batch_maker(
         plan: The plan of the run.
         device: Where batches are put.
         replica: Which share of a batch is this worker's; workers of one replica are given the same samples.
+        shares: What each replica gets; None for equal parts.
 
     Returns:
         Called with a batch size, returns the batches.
@@ -93,9 +99,33 @@ def batch_maker(
             channels_last=plan.channels_last,
             in_pairs=config.mixes,
             repeats=config.repeats,
+            shares=shares,
+            idle=plan.sync.batch_norm != "sync",
         )
 
     return make
+
+
+def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
+    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts.
+
+    Args:
+        config: Options.
+        plan: The plan of the run.
+
+    Raises:
+        UsageError: There are more or fewer shares than replicas.
+    """
+    shares, replicas = config.share_list, plan.placement.replicas
+    if shares is None and config.shares.strip() == "equal":
+        return plan.placement.shares
+    if shares is not None and len(shares) != replicas:
+        raise UsageError(
+            f"--shares {config.shares} has {len(shares)} numbers, for {replicas} replica(s)",
+            "Every replica has a share of the batch: every worker, where the model is not cut.",
+            "Give as many numbers as there are replicas.",
+        )
+    return None if shares is None or len(set(shares)) == 1 else shares
 
 
 def test_batches(
@@ -105,7 +135,8 @@ def test_batches(
     device: torch.device,
     workers: int,
     share: int,
-    shares: int,
+    count: int,
+    shares: Sequence[float] | None,
 ) -> TestBatches:
     """This worker's share of the test set.
 
@@ -116,13 +147,15 @@ def test_batches(
         device: Where batches are put.
         workers: Of the job, which a batch is divided among.
         share: Which share is this worker's.
-        shares: How many there are.
+        count: How many there are.
+        shares: What each gets, where there are as many; None for equal parts.
     """
     return TestBatches(
         data,
         batch_size=max(2, config.batch_size // workers),
         rank=share,
-        workers=shares,
+        workers=count,
+        shares=shares if shares is not None and len(shares) == count else None,
         loader_workers=config.loader_workers,
         device=device,
         channels_last=plan.channels_last,

@@ -12,6 +12,8 @@
       tensorboard/   events; of other loggers the id that they gave the run, and their own files
       staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.train.checkpoint
+      profile/       traces of torch's profiler (`--profile`)
+      flight/        what each worker does, while the run goes on (hybridpar.comm.flight)
 
 A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
 both of which the user must ask for. Only files that a run writes are ever deleted.
@@ -44,7 +46,7 @@ _OWN_FILES = (
     *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
     *("staleness.png", "wandb.id", "mlflow.id"),
 )
-_OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb")
+_OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")
 
 #: Options that a resumed run must have as it began, and why.
 _SAMPLES = "A resumed run goes on at the same place in the same order of samples."
@@ -59,7 +61,7 @@ _FIXED = {
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
-_NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline"}
+_NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
 _AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
 
@@ -94,7 +96,7 @@ class RunPlace:
         return self.directory / "checkpoints"
 
 
-def find_place(config: TrainConfig, model: str) -> RunPlace:
+def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None) -> RunPlace:
     """Decide on the run directory; called by one worker, the others are told.
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
@@ -102,6 +104,7 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
     Args:
         config: Options of the run.
         model: What the command line calls the model.
+        restarted: Whether the launcher of any worker has started the job again; default: that of this process.
 
     Returns:
         The directory, and what of it is continued or replaced.
@@ -113,14 +116,15 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
     """
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
-    if job is not None and _restarted() and (mine := _place_of_job(base, job)) is not None:
+    again = was_restarted() if restarted is None else restarted
+    if job is not None and again and (mine := _place_of_job(base, job)) is not None:
         checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
         return RunPlace(mine, checkpoint, restarted=True)
     _check_writable(base)
     if config.resume_from is not None:
         read_manifest(resolve_checkpoint(config.resume_from))
     if config.resume:
-        directory = _resumed(config, model)
+        directory = resumed_directory(config, model)
         if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
             raise CheckpointError(
                 f"there is nothing to resume in {directory}",
@@ -156,7 +160,7 @@ def before_the_start() -> Iterator[None]:
     try:
         yield
     except (DataError, CheckpointError, RunDirectoryError) as error:
-        if not _restarted():
+        if not was_restarted():
             error.exit_code = UsageError.exit_code
         raise
 
@@ -187,7 +191,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
     """
     if not config.resume:
         return config, ()
-    directory = _resumed(config, model)
+    directory = resumed_directory(config, model)
     checkpoint = latest_checkpoint(directory / "checkpoints")
     facts = read_facts(directory)
     began = facts.get("options")
@@ -288,12 +292,18 @@ def _base(config: TrainConfig, model: str) -> Path:
     return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data)}"
 
 
-def _resumed(config: TrainConfig, model: str) -> Path:
-    """The directory of the run that `--resume` goes on with."""
+def resumed_directory(config: TrainConfig, model: str) -> Path:
+    """The directory of the run that `--resume` goes on with.
+
+    Args:
+        config: Options of the run.
+        model: What the command line calls the model.
+    """
     return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
 
 
-def _restarted() -> bool:
+def was_restarted() -> bool:
+    """Whether the launcher of this process has started the workers again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -324,6 +334,40 @@ def read_facts(directory: Path) -> dict[str, Any]:
     except RunDirectoryError:
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def run_facts(directory: Path) -> dict[str, Any]:
+    """What the `run.json` of a run says; it names a model at least.
+
+    Args:
+        directory: Of the run.
+
+    Raises:
+        UsageError: It is no run directory.
+    """
+    facts = read_facts(directory)
+    if not isinstance(facts.get("model"), str):
+        raise UsageError(
+            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
+            "`hybridpar train` leaves that file in every run directory.",
+            "Name such a directory.",
+        )
+    return facts
+
+
+def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of a `run.json` that are not as they are by default.
+
+    Args:
+        began: All of them.
+    """
+    usual = {field.name: _plain(field.default) for field in dataclasses.fields(TrainConfig)}
+    skipped = OPTIONS_OF_THE_COMMAND | {"model"}
+    return {
+        name: value
+        for name, value in began.items()
+        if name not in skipped and (usual[name] != value if name in usual else value not in (None, [], False))
+    }
 
 
 def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:

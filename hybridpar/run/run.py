@@ -9,17 +9,21 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.machine.launch import StopRequest, record_failure
+from hybridpar.errors import HybridparError
+from hybridpar.machine.launch import StopRequest, in_job, record_failure
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
@@ -35,12 +39,14 @@ from hybridpar.run.data import (
     example_batch,
     load_data,
     make_model,
+    shares_of,
     start_from_weights,
     steps_of,
     test_batches,
     with_images_of_model,
 )
-from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
+from hybridpar.run.directory import before_the_start, claim_place, recall_options
+from hybridpar.run.fetch import place_of_all
 from hybridpar.run.figures import (
     WorkerFigures,
     buffering_news,
@@ -52,7 +58,9 @@ from hybridpar.run.figures import (
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
+from hybridpar.run.profile import StepProfile
 from hybridpar.run.save_rule import SaveRule
+from hybridpar.run.shares import ShareTuner
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
 from hybridpar.run.timings import StepClock, StepTimes, Timings
@@ -83,19 +91,32 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         HybridparError: Whatever ends the run before its time.
     """
     config.check()
-    config, changes = recall_options(config, model_name, given)
-    config.check()
-    if os.environ.get("RANK", "0") == "0":
-        logger_names(config.log)
-    config = with_images_of_model(config, model_name)
-    if config.uses_servers:
+    asked, problem = config, None
+    try:
+        config, changes = recall_options(asked, model_name, given)
+        config.check()
+        if os.environ.get("RANK", "0") == "0":
+            logger_names(config.log)
+    except HybridparError as error:
+        if not in_job():
+            raise
+        problem, changes = error, ()  # told once the workers have joined: another host may have no such run
+    if problem is None and config.uses_servers:
         from hybridpar.run.served_run import run_served
 
-        return run_served(config, model_name, changes)
+        return run_served(with_images_of_model(config, model_name), model_name, changes)
     rule = SaveRule.parse(config.checkpoint_every)
     given = given or ()
     world = join_workers(config, given)
     try:
+
+        def decided() -> tuple[TrainConfig, tuple[str, ...]]:
+            if problem is not None:
+                raise problem
+            return config, tuple(changes)
+
+        config, changes = world.from_main(decided)
+        config = with_images_of_model(config, model_name)
         tune_worker(config, world)
         with open_progress() if world.is_main else Progress() as progress:
             with before_the_start():
@@ -103,7 +124,9 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
                 data = load_data(config, world)
                 run = Run(config, model_name, world, data, rule, progress, given, changes)
             with run.trainer:
-                return run.say_finished() if run.is_over else run.execute()
+                code = run.say_finished() if run.is_over else run.execute()
+        FLIGHT.close()  # after an error it stays, for `hybridpar doctor --hang`
+        return code
     except BaseException as error:
         record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
         raise
@@ -144,11 +167,11 @@ class Run(RunLoop):
         torch.manual_seed(config.seed)
         model = world.on_all(lambda: make_model(config, model_name, data, world.device))
         self.data_line = world.from_main(lambda: describe_data(data))
-        self.place = world.from_main(lambda: find_place(config, model_name))
+        self.place, fetched = place_of_all(config, model_name, world)
         check_batch(config, len(data.train), world.size)
-        self.weights_lines: list[str] = []
+        self.weights_lines: list[str] = [] if fetched is None else [fetched]
         if self.place.checkpoint is None and config.weights is not None:
-            self.weights_lines = world.from_main(lambda: start_from_weights(config, model_name, model))
+            self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
             if world.size > 1:
                 broadcast_state(model, 0, world)
         self.planned = plan_run(
@@ -166,12 +189,15 @@ class Run(RunLoop):
         # What planning left behind is not for training; the model is, and is there already.
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
-        world.from_main(lambda: check_timeline(config, plan, torch.cuda.device_count() if alone_on_gpus else 1))
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
-        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas)
+        shares = shares_of(config, plan)
+        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas, shares)
         self.batches = batches_of(config.batch_size)
-        self.test = test_batches(data, config, plan, world.device, world.size, world.rank, world.size)
+        place = data, config, plan, world.device, world.size, world.rank, world.size
+        self._make_test = partial(test_batches, *place)
+        self.test = self._make_test(shares)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
@@ -191,6 +217,14 @@ class Run(RunLoop):
             from hybridpar.run.batch_search import BatchSelector
 
             self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train))
+        self.shares: ShareTuner | None = None
+        if config.shares.strip() == "auto" and self.replicas > 1:
+            self.shares = ShareTuner(
+                *(world, self.replicas, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                idle=plan.sync.batch_norm != "sync",
+                in_pairs=config.mixes,
+                wait=self.trainer.wait,
+            )
         self.kernels: KernelUse | None = None
         if plan.kernels is not None:
             from hybridpar.run.kernels import prepare_kernels
@@ -208,9 +242,15 @@ class Run(RunLoop):
         recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
         self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, versions, given, **recorded))
         self.at.directory = self.place.directory
+        FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
         self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
+        self.profile: StepProfile | None = None
+        if config.profile:
+            trace = self.place.directory / "profile" / f"rank-{world.rank}.json.gz"
+            settle = self.trainer.engine.wait
+            self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
         self._stopping = False
@@ -228,6 +268,9 @@ class Run(RunLoop):
             if self.selector is not None:
                 self.selector.restore(extra.get("batch_sizes"))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
+            if self.shares is not None:
+                self.shares.restore(extra.get("shares"))
+                self._divide_by(self.shares.shares)
             # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
             self.at.epoch_step = min(self.at.epoch_step, self.batches.steps_per_epoch)
         return self.trainer.steps_done
@@ -264,6 +307,8 @@ class Run(RunLoop):
     def _describe(self) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [*self._opening_notes(), *self.weights_lines, *self.planned.lines]
+        if (shares := self.batches.shares) is not None:
+            notes.append(f"shares   {' : '.join(f'{share:g}' for share in shares)} of every batch")
         if self.place.restarted:
             since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
@@ -321,6 +366,7 @@ class Run(RunLoop):
                     self.watch.take(result.step, spans, progress.message)
                 if (news := buffering_news(self.trainer)) is not None:
                     progress.message(news)
+                self._tune_shares(result, record)
                 if result.outcome.stop:
                     self._stopping = True
                 elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
@@ -328,7 +374,7 @@ class Run(RunLoop):
             if self._stopping:
                 self._save()
                 break
-            with self.clock.away():
+            with self.clock.away(), noted("testing"):
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
@@ -339,7 +385,30 @@ class Run(RunLoop):
                 self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
+            if self.profile is not None:
+                self._say(self.profile.finish())
         return self._stopping
+
+    def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
+        """Change the shares of the steps to come, where it was measured that other ones are faster."""
+        if self.shares is None:
+            return
+        busy_ms = record.compute_ms + record.data_ms
+        if self.world.device.type == "cuda" and result.outcome.spans.spans:
+            busy_ms = result.outcome.spans.step_ms - result.outcome.spans.exposed_sync_ms
+        with self.clock.away():
+            if (news := self.shares.note(busy_ms, record.samples)) is not None:
+                self._divide_by(self.shares.shares)
+                self.progress.message(news)
+
+    def _divide_by(self, shares: Sequence[int] | None) -> None:
+        """Divide the steps to come, and the test set, by other shares."""
+        self.batches.shares = shares
+        self.test = self._make_test(shares)
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.progress.message(line)
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""
@@ -357,14 +426,21 @@ class Run(RunLoop):
         behind = self.world.device.type == "cuda" or self.trainer.engine.late
         held: tuple[StepResult, float] | None = None
         done = first
-        batches = iter(self.batches.epoch(epoch, first))
+        batches, shares = iter(self.batches.epoch(epoch, first)), self.batches.shares
         while self.trainer.steps_done < self.total and not self._stopping:
+            if self.batches.shares != shares:
+                batches, shares = iter(self.batches.epoch(epoch, done)), self.batches.shares
             asked = time.perf_counter()
-            batch: Batch | None = next(batches, None)
+            with noted("waiting for the next batch"):
+                batch: Batch | None = next(batches, None)
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
-            current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
+            if self.profile is not None:
+                with self.clock.away():
+                    self._say(self.profile.take(self.trainer.steps_done))
+            with noted(f"step {self.trainer.steps_done + 1}"):
+                current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
             self.at.epoch, self.at.epoch_step = epoch, done
             ready, held = (held, current) if behind else (current, None)
@@ -375,11 +451,14 @@ class Run(RunLoop):
 
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
-        spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        spans, exposed = result.outcome.spans, result.outcome.exposed_sync_ms
+        recorded = spans
         sync = result.outcome.sync
-        if spans.spans:
-            times, spans = self.clock.divide(spans, data_ms)
+        if result.staged and spans.spans:
+            times, recorded = self.clock.divide(spans, data_ms)
+            spans = recorded
         else:
+            spans = StepSpans(0.0, ())
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
         self.timings.add(times, result.outcome.bytes_sent, spans, sync)
         record = StepRecord(
@@ -398,7 +477,7 @@ class Run(RunLoop):
             staleness=result.staleness,
             **sync_fields(sync, exposed),
         )
-        return record, spans
+        return record, recorded
 
     def _save(self) -> None:
         step = self.trainer.steps_done
@@ -407,7 +486,9 @@ class Run(RunLoop):
         extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
-        with self.clock.away():
+        if self.shares is not None:
+            extra["shares"] = self.shares.state()
+        with self.clock.away(), noted("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
 
@@ -430,6 +511,9 @@ class Run(RunLoop):
         summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        shares = self.batches.shares if self.shares is None else self.shares.counts
+        if shares is not None:
+            summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)
         if self.selector is not None:  # steps of an epoch were not always the same number
             summary["epochs"] = self.at.epoch
         plan = self.watch.plan
@@ -438,15 +522,11 @@ class Run(RunLoop):
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         timeline = self.config.timeline
+        problems = [self.watch.problem, None if self.profile is None else self.profile.problem]
         shown = timeline is not None and self.watch.problem is None and timeline.exists()
         self._report(
             summary,
             self.trainer.steps_done if stopped else None,
             files=[timeline] if timeline is not None and shown else [],
-            warnings=[*warnings, *([self.watch.problem] if self.watch.problem is not None else [])],
+            warnings=[*warnings, *(one for one in problems if one is not None)],
         )
-
-
-def _spans(result: StepResult) -> StepSpans:
-    """What this worker did in a step, where that is recorded."""
-    return result.outcome.spans if result.staged else StepSpans(0.0, ())

@@ -6,7 +6,7 @@ Everything is read from the files that runs leave, also from runs that still tra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,21 +134,21 @@ def _last_change(run: PastRun) -> float:
     return files[0].stat().st_mtime if files else 0.0
 
 
-def differing_options(runs: Sequence[PastRun]) -> dict[str, list[Any]]:
+def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The options in which runs differ.
 
     Args:
-        runs: The runs.
+        runs: The options of each run, by name.
 
     Returns:
         By name the value in each run; where its version did not know the option, the default of this one.
     """
     usual = vars(TrainConfig())
-    names = dict.fromkeys(name for run in runs for name in run.options if name not in OPTIONS_OF_THE_COMMAND)
+    names = dict.fromkeys(name for run in runs for name in run if name not in OPTIONS_OF_THE_COMMAND)
     found = {}
     for name in names:
         default = usual.get(name)
-        values = [run.options.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
+        values = [run.get(name, list(default) if isinstance(default, tuple) else default) for run in runs]
         if any(value != values[0] for value in values):
             found[name] = values
     return found

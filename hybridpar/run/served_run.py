@@ -158,7 +158,7 @@ class ServedRun(RunLoop):
         self.batches = batch_maker(data, config, plan, self.device, place.rank)(config.batch_size)
         # Without a barrier worker 0 tests alone while the others go on.
         share = (place.rank, place.workers) if self.rules.barrier else (0, 1)
-        self.test = test_batches(data, config, plan, self.device, place.workers, *share)
+        self.test = test_batches(data, config, plan, self.device, place.workers, *share, None)
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
         self.sample_shape, self.classes = data.sample_shape, data.classes

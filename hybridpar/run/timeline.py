@@ -1,4 +1,4 @@
-"""Records the first steps of a pipeline, predicts a step from them, and writes the timeline.
+"""Records the first steps of a run, predicts a step of a pipeline from them, and writes the timeline.
 
 After the first steps all workers bring together what they recorded; rank 0 predicts a step from it and completes
 `plan.json`. The steps that follow are what the prediction is held against: with `--timeline` they are written, beside
@@ -17,7 +17,7 @@ from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
-from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.plan import Plan
 from hybridpar.run.plan import Forecast, forecast_step, with_forecast
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.engine import Engine
@@ -27,12 +27,11 @@ from hybridpar.train.trainer import Trainer
 TIMELINE_STEPS = 3
 
 
-def check_timeline(config: TrainConfig, plan: ResolvedPlan, devices: int = 1) -> None:
+def check_timeline(config: TrainConfig, devices: int = 1) -> None:
     """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it.
 
     Args:
         config: Options.
-        plan: The plan of the run.
         devices: How many devices a worker has.
 
     Raises:
@@ -41,17 +40,11 @@ def check_timeline(config: TrainConfig, plan: ResolvedPlan, devices: int = 1) ->
     path = config.timeline
     if path is None:
         return
-    if not plan.is_staged:
-        raise UsageError(
-            f"--timeline {path} without stages",
-            "A timeline shows the passes of stages on their lanes; without stages the host runs the model as a whole.",
-            "Add --stages 2, or profile a plain run with torch.profiler.",
-        )
     if devices > 1:
         raise UsageError(
             f"--timeline {path} with {devices} GPUs under one worker",
             "The times of events on different GPUs cannot be compared.",
-            f"Use --workers {devices}, one for each, or look at them with torch.profiler or Nsight Systems.",
+            f"Use --workers {devices}, one for each, or look at them with --profile or Nsight Systems.",
         )
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -63,7 +56,7 @@ def check_timeline(config: TrainConfig, plan: ResolvedPlan, devices: int = 1) ->
 
 
 class StageWatch:
-    """Watches the steps of a run; does nothing where the run has no stages.
+    """Watches the steps of a run; does nothing where it has no stages and no timeline is asked for.
 
     All methods are collectives: every worker calls them after the same steps.
 
@@ -76,7 +69,8 @@ class StageWatch:
     """
 
     def __init__(self, trainer: Trainer, config: TrainConfig, plan: Plan, total: int, plan_file: Path) -> None:
-        self._engine = trainer.engine if trainer.plan.is_staged else None
+        is_staged = trainer.plan.is_staged
+        self._engine = trainer.engine if is_staged or config.timeline is not None else None
         self._world = trainer.world
         self._config = config
         #: The plan of the run, with its prediction as soon as there is one.
@@ -87,7 +81,7 @@ class StageWatch:
         self._predict_after = min(done + WARM_UP_STEPS, max(done + 1, total - 1))
         self._show_after = min(self._predict_after + TIMELINE_STEPS, total)
         self._recorded: dict[int, StepSpans] = {}
-        self._predicted = False
+        self._predicted = not is_staged
         self._shown = config.timeline is None
         #: What a step was predicted to take; None until then, or where nothing can be predicted.
         self.forecast: Forecast | None = None
@@ -150,6 +144,9 @@ class StageWatch:
         self._shown = True
         path = self._config.timeline
         assert path is not None
+        if not any(spans.spans for spans in self._recorded.values()):
+            self.problem = "there is no timeline: in this way to train the passes of a step are not recorded"
+            return
         shown = {step: spans for step, spans in self._recorded.items() if step > self._predict_after}
         recording = gather_spans(self._world, shown or self._recorded)
         if not self._world.is_main:

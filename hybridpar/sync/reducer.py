@@ -249,6 +249,7 @@ class GradientReducer(LocalGradients):
         self.compression = make_compression(codec, replicas, [group for _, group in sync_lanes], seed, nodes)
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
+        self._loaded_at = 0  # the step after which a state was loaded
         self._trainable: tuple[bool, ...] = ()
         self._places: dict[str, tuple[Bucket, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
@@ -305,7 +306,7 @@ class GradientReducer(LocalGradients):
 
     def is_due(self) -> bool:
         """Whether the buckets must be rebuilt before the next step."""
-        return not self.is_cut() or (bool(self.buckets) and self._steps > 0 and self._observed is not None)
+        return not self.is_cut() or (bool(self.buckets) and self._has_observed)
 
     def rebuild_buckets(self) -> None:
         """With all lanes idle: rebuild the buckets for the parameters that are trained now.
@@ -313,9 +314,14 @@ class GradientReducer(LocalGradients):
         After the first step, in the order in which gradients were computed.
         """
         self._flight = None
-        if self._observed:
-            self._adopt_observed_order(self._observed)
+        if self._has_observed:
+            self._adopt_observed_order(self._observed or [])
         self.follow_trainable()
+
+    @property
+    def _has_observed(self) -> bool:
+        """Whether an order is to be agreed on; it is also where this worker had no sample, and saw none."""
+        return self._observed is not None and self._steps > self._loaded_at
 
     def measure(self, flight: Flight) -> None:
         """Sync lanes take the squares, bucket by bucket."""
@@ -517,7 +523,7 @@ class GradientReducer(LocalGradients):
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
-        self._trainable = ()
+        self._trainable, self._loaded_at = (), self._steps
         if self.compression is not None:
             self.compression.load_state_dict(state.get("codec", {}) if fits else {})
 

@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path
     """Write `directory/step-N`; a collective, called by every worker.
 
     Args:
-        directory: The run's checkpoint directory, on a file system that all workers share.
+        directory: The run's checkpoint directory. Worker 0 writes the parts of those that do not see it.
         data: What to save; `model` and `training` are taken from rank 0 (`average`, too), `local` from every rank.
         world: The workers.
 
@@ -76,11 +77,17 @@ def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path
     """
     final = directory / f"step-{data.step}"
     aside = directory / f"step-{data.step}.partial"
-    made = _attempt(lambda: _fresh(aside)) if world.is_main else None
-    problem = _first_problem(world.gather(made))
+    token = f".{secrets.token_hex(8)}"  # another host may have a directory of this name on a disk of its own
+    made = _attempt(lambda: _fresh(aside, token)) if world.is_main else None
+    answers = world.gather((made, token))
+    problem = _first_problem([answer[0] for answer in answers])  # type: ignore[index]
     written: dict[str, dict[str, Any]] = {}
     if problem is None:
-        files = {f"rank-{world.rank}.pt": data.local or {}}
+        far = world.gather(not (aside / answers[0][1]).exists())  # type: ignore[index]
+        sent = [rank for rank, is_far in enumerate(far) if is_far]
+        parts = world.gather_on_main(data.local or {}, sent) if sent else None
+        files = {} if far[world.rank] else {f"rank-{world.rank}.pt": data.local or {}}
+        files |= {f"rank-{rank}.pt": part for rank, part in zip(sent, parts or (), strict=world.is_main)}
         if world.is_main:
             files |= {"model.pt": data.model, "training.pt": data.training}
             if data.average is not None:
@@ -281,9 +288,10 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _fresh(directory: Path) -> None:
+def _fresh(directory: Path, token: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    (directory / token).touch()
 
 
 def _publish(aside: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -291,6 +299,8 @@ def _publish(aside: Path, final: Path, manifest: dict[str, Any]) -> None:
         json.dump(manifest, stream, indent=2)
         stream.flush()
         os.fsync(stream.fileno())
+    for token in aside.glob(".*"):
+        token.unlink()
     replaced = final.with_name(final.name + ".replaced")
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)

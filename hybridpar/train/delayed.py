@@ -159,7 +159,7 @@ class DoubleBufferEngine(Engine):
             UsageError: This worker's batch cannot be cut in halves, or another worker refuses the step.
             SyncError: A worker died or did not answer in time.
         """
-        if self._halves and len(given.micro_batches) < 2:
+        if self._halves and len(given.micro_batches) == 1:
             self.refuse()
             raise UsageError(
                 "a batch that cannot be cut in two halves",

@@ -137,7 +137,13 @@ class Engine:
                 options = pipeline_options(plan, self._stages, example, config, sync, world, self._lanes.device)
         else:
             stages = [WholeModel(self.model)]
-            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync)
+            options = replace(
+                WHOLE,
+                compile=config.compile,
+                capture=config.cuda_graph,
+                record=config.timeline is not None or config.shares.strip() == "auto",
+                sync=sync,
+            )
 
         def time_backward() -> float:
             from hybridpar.partition.profile import measure_backward_ms
@@ -268,8 +274,8 @@ class Engine:
         if counted is None:
             counted = self.pipeline.count_samples(given.samples)
             # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
-            # other workers, who may have refused the step.
-            if self.plan.is_staged or self.plan.sync.batch_norm == "sync":
+            # other workers, who may have refused the step. Without samples there is no pass that would ask.
+            if self.plan.is_staged or self.plan.sync.batch_norm == "sync" or not given.micro_batches:
                 counted = counted()
         return self.pipeline.step(
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save

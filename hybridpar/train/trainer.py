@@ -264,7 +264,8 @@ class Trainer:
 
         Args:
             batch: Inputs and targets, first dimension samples, which are divided into nearly equal
-                `plan.pipeline.micro_batches`; or micro-batches made by a loader. Shares may differ between workers.
+                `plan.pipeline.micro_batches`; or micro-batches made by a loader. Shares may differ between workers, and
+                be empty on some of them.
             stop: Ask all workers to stop after this step; `result.outcome.stop` is then true on all of them.
             save: Likewise for a checkpoint.
 
@@ -297,6 +298,8 @@ class Trainer:
             return batch.micro_batches, batch.samples, batch.global_samples
         inputs, targets = batch
         samples, parts = int(targets.shape[0]), self.config.parts_per_step(self.plan.pipeline.micro_batches)
+        if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
+            return [], 0, None
         if samples < (2 * parts if self.config.mixes else parts):
             with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
                 self.engine.refuse()
@@ -435,7 +438,7 @@ class Trainer:
         """Write `directory/step-N`; a collective, called by every worker after the same step.
 
         Args:
-            directory: On a file system that all workers share.
+            directory: Where worker 0 can write.
             extra: More plain values and tensors to keep, read back by `load`.
 
         Returns:

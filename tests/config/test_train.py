@@ -79,3 +79,29 @@ def test_nesterov_needs_momentum():
     with pytest.raises(UsageError, match="Nesterov's method needs momentum"):
         TrainConfig(nesterov=True, momentum=0.0).check()
     TrainConfig(nesterov=True).check()
+
+
+@pytest.mark.parametrize("said", ["0,0", "1,-1", "nan,1", "1;2", "", "fast"])
+def test_shares_that_are_no_shares_are_one_error(said):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(shares=said).check()
+    assert caught.value.what == f"--shares is {said}"
+    assert caught.value.fix
+    assert TrainConfig(shares="1, 0,2.5").share_list == (1.0, 0.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("shares", "options", "other"),
+    [
+        ("auto", {"cuda_graph": True}, "--cuda-graph"),
+        ("auto", {"select_batch": 2}, "--select-batch 2"),
+        ("0,1", {"batch_norm": "sync"}, "--batch-norm sync"),
+        ("1,2", {"sync": "local:4"}, "--sync local:4"),
+        ("auto", {"sync": "ps"}, "--sync ps"),
+    ],
+)
+def test_what_cannot_have_shares_is_refused_by_name(shares, options, other):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(shares=shares, **options).check()
+    assert f"--shares {shares}" in caught.value.what
+    assert other in caught.value.what

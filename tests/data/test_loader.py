@@ -133,6 +133,38 @@ def test_workers_see_the_slices_that_one_worker_with_as_many_micro_batches_sees(
     assert same(alone, [batch.micro_batches[0] for step in zip(*together, strict=True) for batch in step])
 
 
+@pytest.mark.parametrize(
+    ("micro_batches", "options"),
+    [(1, {}), (2, {}), (1, {"in_pairs": True}), (2, {"in_pairs": True}), (1, {"repeats": 2})],
+)
+def test_shares_change_within_an_epoch_and_every_sample_comes_once(data, micro_batches, options):
+    reference = read_steps(data, 1, 1, batch_size=10, **options)
+    assert [len(labels) for _, labels in reference] == [10, 10, 9]
+    views = []
+    for rank in range(2):
+        batches = train_batches(data, 2, micro_batches, rank, batch_size=10, shares=(2, 3), **options)
+        first = next(iter(batches.epoch(0)))
+        batches.shares = (20, 1)
+        views.append([first, *batches.epoch(0, 1)])
+    assert [next(batch.samples for batch in view) for view in views] == [4, 6]
+    assert [batch.samples for batch in views[1][1:]] == [0, 0]
+    assert views[1][2].micro_batches == ()
+    assert views[1][2].global_samples == 9
+    steps = []
+    for batches in zip(*views, strict=True):
+        parts = [part for batch in batches for part in batch.micro_batches]
+        assert sum(batch.samples for batch in batches) == batches[0].global_samples
+        steps.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    assert same(steps, reference)
+
+
+def test_unequal_shares_of_the_test_set_are_all_of_it(data):
+    views = [TestBatches(data, batch_size=3, rank=rank, workers=3, shares=(1, 0, 4)) for rank in range(3)]
+    assert [view.samples for view in views] == [2, 0, TESTED - 2] if len(data.test) == TESTED else True
+    labels = torch.cat([labels for view in views for _, labels in view])
+    assert torch.equal(labels, torch.as_tensor(data.test.labels))
+
+
 def test_an_image_is_augmented_by_seed_epoch_and_index_alone(data):
     alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU)
     among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU)

@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hybridpar.data.sampling import (
     FEWEST_PER_PART,
     Draw,
+    allot,
     bounded,
     counter_hash,
     cut_epoch,
@@ -176,3 +178,47 @@ def test_split_by_class_is_fixed_and_exact():
     other, _ = split_by_class(labels, [2, 3, 8], seed=2)
     assert np.array_equal(train, again)
     assert not np.array_equal(train, other)
+
+
+@given(
+    samples=st.integers(8, 400),
+    shares=st.lists(st.floats(0, 50), min_size=1, max_size=4).filter(lambda shares: sum(shares) > 0.01),
+    least=st.integers(1, 2),
+    idle=st.booleans(),
+    in_pairs=st.booleans(),
+)
+def test_shares_are_whole_numbers_of_all_samples(samples, shares, least, idle, in_pairs):
+    counts = allot(samples, shares, least, idle=idle, in_pairs=in_pairs)
+    assert sum(counts) == samples
+    assert all(count >= least or (idle and count == 0) for count in counts)
+    ends = np.cumsum(counts)
+    assert not in_pairs or all(end % 2 == 0 or end == samples for end in ends)
+    small = [share * samples / sum(shares) < 2 * least + 2 for share in shares]
+    for count, share in zip(counts, shares, strict=True):
+        if not any(small):
+            assert abs(count - samples * share / sum(shares)) < (3 if in_pairs else 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "shares", "least", "options", "counts"),
+    [
+        (64, [1, 2], 2, {}, [21, 43]),
+        (10, [1, 1, 1], 2, {}, [4, 3, 3]),
+        (5, [1, 99], 2, {}, [0, 5]),
+        (9, [1, 3, 1], 4, {}, [0, 9, 0]),
+        (9, [1, 0, 1], 2, {}, [5, 0, 4]),
+        (7, [1, 3], 2, {"in_pairs": True}, [2, 5]),
+        (5, [0, 1, 0], 2, {"in_pairs": True}, [0, 5, 0]),
+        (20, [1, 30], 4, {"idle": False}, [4, 16]),
+        (0, [1, 1], 1, {}, [0, 0]),
+    ],
+)
+def test_shares_of_some_steps(samples, shares, least, options, counts):
+    assert allot(samples, shares, least, **options) == counts
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("samples", [7, 20, 64])
+def test_equal_shares_are_equal_parts(samples, parts):
+    ends = [0, *np.cumsum(allot(samples, [1.0] * parts, 1)).tolist()]
+    assert [*itertools.pairwise(ends)] == divide(0, samples, parts)

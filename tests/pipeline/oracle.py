@@ -109,6 +109,7 @@ class Setting:
         loss: Mean loss.
         sync: How gradients are synchronised.
         shares: Samples of every replica; empty for one replica that has all.
+        others: Such shares of batches of other sizes.
         autocast: Run forward passes in bfloat16 where that is allowed.
     """
 
@@ -117,11 +118,15 @@ class Setting:
     loss: Loss = F.cross_entropy
     sync: SyncOptions = field(default_factory=lambda: SyncOptions(bucket_bytes=1024))
     shares: tuple[int, ...] = ()
+    others: tuple[tuple[int, ...], ...] = ()
     autocast: bool = False
 
     def of_replica(self, batch: Batch, replica: int) -> list[Batch]:
-        """The micro-batches of a replica."""
-        shares = self.shares or (len(batch[1]),)
+        """The micro-batches of a replica; none where it has no sample."""
+        size = len(batch[1])
+        shares = next((one for one in self.others if sum(one) == size), self.shares or (size,))
+        if shares[replica] == 0:
+            return []
         start = sum(shares[:replica])
         mine = slice(start, start + shares[replica])
         parts = (tensor[mine].tensor_split(self.micro_batches) for tensor in batch)

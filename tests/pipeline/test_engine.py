@@ -23,6 +23,7 @@ from hybridpar.pipeline.step import StepState
 from tests.pipeline.oracle import (
     MODELS,
     MORE_MODELS,
+    Batch,
     Places,
     Residuals,
     Run,
@@ -48,10 +49,17 @@ def train_rank(
 ) -> Run:
     """One worker's part. Workers build their models from different seeds: those of rank 0 count."""
     model = seeded(MORE_MODELS[name], seed=7 + world.rank)
-    batches = batches_of(samples)
-    parts = cut(model, setting.of_replica(batches[0], 0)[0][0], stages)
+    batches = batches_for(setting, samples)
+    first = setting.of_replica(batches[0], 0) or setting.of_replica(batches[0], 1)
+    parts = cut(model, first[0][0], stages)
     check = Checker(world.rank, max_delay=0.001) if options.pop("checked", False) else None
     return train_stages(model, parts, batches, setting, where, world=world, check=check, **options)
+
+
+def batches_for(setting: Setting, samples: int) -> list[Batch]:
+    """Three batches of so many samples, and before them one of each other size."""
+    others = [images(sum(shares), seed=10 + index) for index, shares in enumerate(setting.others)]
+    return [*others, *batches_of(samples)]
 
 
 def on_workers(
@@ -75,7 +83,7 @@ def on_workers(
 
 
 def check_runs(runs: list[Run], name: str, setting: Setting, samples: int, *, exact: bool) -> None:
-    oracle = train_whole(seeded(MORE_MODELS[name]), batches_of(samples), setting)
+    oracle = train_whole(seeded(MORE_MODELS[name]), batches_for(setting, samples), setting)
     for run in runs:
         assert_equal(run, oracle, exact=exact, whole=False)
     states = [{key for key in run.state if "/" in key} for run in runs]
@@ -162,6 +170,22 @@ def test_late_gradients_are_ordered_where_they_are_compressed() -> None:
 def test_uneven_micro_batches_in_uneven_replicas(shared_memory: bool) -> None:
     setting = Setting(3, shares=(10, 4, 7))
     on_workers(3, "residual", 2, places(2), setting, samples=21, exact=False, shared_memory=shared_memory)
+
+
+@pytest.mark.parametrize("shared_memory", TRANSPORTS)
+@pytest.mark.parametrize(("stages", "kind", "schedule"), [(1, "linear", "accumulate"), (4, "v", "greedy")])
+def test_shares_that_change_and_replicas_without_samples(
+    stages: int, kind: str, schedule: str, shared_memory: bool
+) -> None:
+    # Rank 0, whose order of gradients counts for all, has none in the first step.
+    setting = Setting(2, shares=(4, 8), others=((0, 9), (7, 0), (5, 5)))
+    where = places(stages, kind)
+    on_workers(2, "residual", stages, where, setting, samples=12, schedule=schedule, shared_memory=shared_memory)
+
+
+def test_stages_on_workers_in_replicas_one_of_them_idle() -> None:
+    setting = Setting(2, shares=(4, 8), others=((0, 9), (7, 0)))
+    on_workers(4, "residual", 2, places(2, workers=2), setting, samples=12, together=True, bytes_per_second=1e6)
 
 
 @pytest.mark.parametrize(

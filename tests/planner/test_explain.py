@@ -53,6 +53,34 @@ def test_a_plan_that_lost_is_told_by_how_much_and_to_what():
     assert "more steps to the target +11.2" in why_lost(chosen, other, 1.0, 1.1)
 
 
+def test_what_each_machine_contributes_and_what_leaving_it_out_would_cost():
+    def told(*throughputs: float, bandwidth: float = 1e12, norm: bool = False) -> tuple[list[str], list[str], str]:
+        hosts = [{"throughput": one, "name": f"x{one:g}", "kind": "cuda"} for one in throughputs]
+        profile = chain([(1, 2), (2, 4)], [(64, 64), (64, 64)], batch_norm=norm)
+        spec = parse_cluster({"hosts": hosts, "between": {"bandwidth": bandwidth, "latency_ms": 0.01}})
+        asked = inputs(profile, spec, batch=24, most_stages=1)
+        answer = find_plan(asked)
+        own = [one for one in notes(asked, answer) if one.startswith(("x", "BatchNorm: parts"))]
+        left = [one.told() for one in what_ifs(asked, answer) if one.name.startswith("without")]
+        return own, left, describe(answer.chosen.candidate, answer)
+
+    own, left, name = told(1, 3)
+    assert own == ["x3 (1 device), throughput 3: rank 0, 75 % of the work of a step", own[1]]
+    assert own[1] == "x1 (1 device), throughput 1: rank 1, 25 % of the work of a step"
+    assert left[0].startswith("without x1 (1 device): loses")
+    assert left[1].startswith("without x3 (1 device): loses")
+    assert "shares 75% to 25%" in name
+    own, left, _ = told(1, 3, bandwidth=1e4)  # exchanging takes longer than the slow one could spare
+    assert own == ["x3 (1 device), throughput 3: rank 0, 100 % of the work of a step", own[1]]
+    assert own[1].startswith("x1 (1 device), throughput 1: left out")
+    assert left[0] == "without x1 (1 device): gains nothing"
+    own, _, name = told(2, 3, norm=True)
+    assert own[-1].startswith("BatchNorm: parts of a batch stay equal")
+    assert own[-1].endswith("up to 1.25 times less")
+    assert "shares" not in name
+    assert told(2, 2)[0] == []
+
+
 def test_the_table_holds_the_chosen_plan_the_runners_up_and_the_baselines():
     answer = find_plan(inputs(spec=cluster(2, 1e7)))
     table = rows(answer, most=2)

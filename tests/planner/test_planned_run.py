@@ -264,7 +264,7 @@ def test_the_command_line_knows_which_options_were_named():
 
 #: Options that act on what replicas exchange, and on stages.
 ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"batch_norm": "sync"}]
-ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}, {"timeline": Path("trace.json")}]
+ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}]
 
 
 @pytest.mark.parametrize("options", [*ON_REPLICAS, *ON_STAGES])

@@ -14,14 +14,16 @@ from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
-from hybridpar.machine.cluster_file import CoreUse, parse_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster
+from hybridpar.plan import parse_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import find_plan, lower_bound_ms
-from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.space import Candidate, Shape, Space
 from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
 
@@ -125,11 +127,11 @@ def test_more_devices_are_never_worse_where_the_micro_batch_is_free():
 def test_slow_devices_are_left_out_where_the_fast_ones_do_better_alone():
     spec = parse_cluster(
         {
-            "hosts": [{"count": 4, "throughput": 0.5}, {"count": 10, "throughput": 8.0}],
+            "hosts": [{"count": 4, "throughput": 0.02}, {"count": 10, "throughput": 8.0}],
             "between": {"bandwidth": 1e10},
         }
     )
-    found = find_plan(inputs(spec=spec, batch=960))
+    found = find_plan(inputs(replace(inputs().profile, update_ms=2.0), spec, batch=960))
     assert found.fastest.candidate.shape.workers == 10
 
 
@@ -334,6 +336,65 @@ def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for()
     found = find_plan(inputs(spec=spec))
     assert found.chosen.candidate.shape.workers == 1
     assert found.chosen.step_ms == pytest.approx(18 * 8 / 4)
+
+
+def unequal(*throughputs: float, bandwidth: float = 1e12) -> ClusterSpec:
+    hosts = [{"throughput": one, "name": f"x{one:g}", "kind": "cuda"} for one in throughputs]
+    return parse_cluster({"hosts": hosts, "between": {"bandwidth": bandwidth}})
+
+
+def test_replicas_of_unequal_speed_take_shares_and_equally_long():
+    found = find_plan(inputs(spec=unequal(1, 3, 2), batch=24, most_stages=1))
+    shape = found.chosen.candidate.shape
+    assert shape.replicas == 3
+    plan = plan_of(found)
+    assert plan.placement is not None
+    assert plan.placement.shares == (12, 8, 4)
+    assert is_as_recorded(plan)
+    # A chain of 18 ms for 4 samples: each takes 24 / (3 + 2 + 1) samples of a device of speed 1.
+    costs = found.evaluator.costs(found.chosen.candidate)
+    passes = sum(costs.forward_ms) + sum(costs.backward_ms)
+    assert shape.micro_batches * passes == pytest.approx(18 / 4 * 24 / 6)
+    equal = plan.model_copy(update={"placement": plan.placement.model_copy(update={"shares": None})})
+    assert not is_as_recorded(equal)
+
+
+def test_fixed_times_of_a_step_make_shares_less_equal():
+    sizes = tuple(SizedTimes(count, (4.0 + count,), (0.0 + count,)) for count in (2, 32))
+    profile = chain([(1, 2)], [(64, 64)], variants=(Variant("contiguous", "stock", sizes, 0.0),))
+    asked = inputs(profile, unequal(2, 1), batch=24, most_stages=1, most_micro_batches=1)
+    evaluator = find_plan(asked).evaluator
+    shape = Shape(1, 2, 1, 1, "linear", 1)
+    fast, slow = evaluator.shares(shape)  # T = (4 + 2 n) / v
+    assert (fast + slow, (4 + 2 * fast) / 2) == (pytest.approx(24), pytest.approx(4 + 2 * slow, rel=1e-2))
+    candidate = Candidate(shape, evaluator.space.library.cuts(1)[0], "accumulate")
+    costs = evaluator.costs(candidate)
+    assert costs.forward_ms[0] + costs.backward_ms[0] == pytest.approx(4 + 2 * slow, rel=1e-2)
+
+
+def test_shares_in_a_plan_are_of_its_replicas():
+    spec = unequal(1, 3)
+    plan = plan_of(find_plan(inputs(spec=spec, batch=24, most_stages=1)))
+    data = plan.model_dump(mode="json", exclude_none=True)
+    for shares in ([1.0], [0.0, 0.0], [1.0, -1.0]):
+        data["placement"]["shares"] = shares
+        with pytest.raises(PlanError, match="shares"):
+            parse_plan(data)
+
+
+def test_with_batch_norm_parts_stay_equal():
+    profile = chain([(1, 2), (2, 4)], [(64, 64), (64, 64)], batch_norm=True)
+    found = find_plan(inputs(profile, unequal(1, 3), batch=24, most_stages=1))
+    assert found.evaluator.shares(found.chosen.candidate.shape) is None
+
+
+def test_larger_shares_take_more_memory():
+    equal, shared = (
+        find_plan(inputs(spec=unequal(*speeds), batch=24, most_stages=1, most_micro_batches=1)).chosen
+        for speeds in ((2, 2), (3, 1))
+    )
+    assert shared.candidate.shape == equal.candidate.shape
+    assert shared.memory_bytes > equal.memory_bytes
 
 
 def test_the_progress_is_told():

@@ -48,7 +48,11 @@ def test_runs_are_found_wherever_they_lie_once_each(runs):
 
 def test_what_differs_and_what_runs_came_to(runs):
     both = find_runs([runs])
-    assert differing_options(both) == {"lr": [0.05, 0.01], "keep": [2, 9], "keep_best": ["1", "train_loss:1"]}
+    assert differing_options([one.options for one in both]) == {
+        "lr": [0.05, 0.01],
+        "keep": [2, 9],
+        "keep_best": ["1", "train_loss:1"],
+    }
     for run in both:
         summary = json.loads((run.directory / "summary.json").read_text())
         assert {key: run.figures[key] for key in ("steps", "test_accuracy", "images_per_second")} == {
@@ -68,7 +72,7 @@ def test_options_that_a_version_did_not_know_have_their_default(runs):
     facts = json.loads((runs / "a" / RUN_FILE).read_text())
     del facts["options"]["stop_early"], facts["options"]["log"]
     (runs / "a" / RUN_FILE).write_text(json.dumps(facts))
-    assert set(differing_options(find_runs([runs]))) == {"lr", "keep", "keep_best", "log"}
+    assert set(differing_options([one.options for one in find_runs([runs])])) == {"lr", "keep", "keep_best", "log"}
 
 
 def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):

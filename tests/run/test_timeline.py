@@ -13,7 +13,6 @@ from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.observe import read_metrics, read_timeline
 from hybridpar.plan import read_plan
-from hybridpar.planner.resolve import resolve
 from hybridpar.run import loop
 from hybridpar.run.timeline import check_timeline
 from hybridpar.schedule.actions import COMPUTE, Kind
@@ -93,6 +92,18 @@ def test_a_short_run_shows_what_it_has(tmp_path, steps, shown):
     assert check_run(tmp_path / "run", steps=steps)["predicted_step_ms"] > 0
 
 
+def test_a_model_that_is_not_cut_has_a_timeline_without_a_prediction(tmp_path):
+    options = {"steps": 6, "timeline": tmp_path / "trace.json"}
+    assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
+    check_events(json.loads((tmp_path / "trace.json").read_text()))
+    timeline = read_timeline(tmp_path / "trace.json")
+    assert timeline.steps == [4, 5, 6]
+    for row in (row for step in timeline.steps for row in timeline.at(step, predicted=False)):
+        assert {str(span.action) for span in row.spans.spans} == {"0F0", "0B0", "0SYNC0", "0STEP"}
+    assert not any(row.predicted for row in timeline.rows)
+    assert check_run(tmp_path / "run").get("predicted_step_ms") is None
+
+
 class StopsBeforeStep4(StopRequest):
     """A signal that comes when the fourth step is about to begin."""
 
@@ -120,7 +131,6 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "devices", "said"),
     [
-        ({"stages": 1}, 1, ["without stages", "--stages 2"]),
         ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
         ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
         ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "trace.json"]),
@@ -130,7 +140,7 @@ def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, de
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(**{"timeline": Path("trace.json"), **options})
     with pytest.raises(UsageError) as caught:
-        check_timeline(config, resolve(config, 1), devices)
+        check_timeline(config, devices)
     for part in said:
         assert part in str(caught.value)
     assert str(config.timeline) in caught.value.what
@@ -139,8 +149,6 @@ def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, de
 def test_it_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(UsageError, match="no directory"):
         train(tmp_path / "run", timeline=tmp_path / "nowhere" / "trace.json", **PIPELINE)
-    with pytest.raises(UsageError, match="without stages"):
-        train(tmp_path / "run", timeline=tmp_path / "trace.json")
     assert not list(tmp_path.iterdir())
 
 

@@ -19,6 +19,7 @@ from hybridpar.optim.build import build_optimizer
 from hybridpar.train.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.small_nets import SmallNet
+from tests.train import training
 
 
 def make_batch(seed: int = 0, samples: int = 12) -> tuple[Tensor, Tensor]:
@@ -394,3 +395,56 @@ def test_options_freeze_parameters_in_a_loop_of_ones_own_too():
         trainer.step((torch.randn(4, 4), torch.tensor([0, 1, 0, 1])))
         assert torch.equal(trainer.model[0].weight, frozen)
         assert not any(one.requires_grad for one in trainer.model[0].parameters())
+
+
+def empty_on_some(world, options, cuts):
+    with Trainer(
+        training.make_net(), config=training.config(**options), world=world, classes=5, total_steps=20
+    ) as trainer:
+        results = [trainer.step(training.share(world, step, cut)) for step, cut in enumerate(cuts)]
+        trainer.wait()
+        return training.weights(trainer.model), [(result.outcome.samples, result.loss) for result in results]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_worker_without_samples_takes_part(micro_batches, shared_memory):
+    args = {"micro_batches": micro_batches, "clip_norm": 0.5}, [(0, 12), (12, 0), (4, 8), (0, 12)]
+    first, second = run_ranks(empty_on_some, 2, *args, shared_memory=shared_memory)
+    assert training.same(first[0], second[0])
+    (alone,) = run_ranks(empty_on_some, 1, args[0], [(12,)] * 4)
+    training.close(first[0], alone[0])
+    assert first[1] == [(12, pytest.approx(loss)) for _, loss in alone[1]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compress": "onebit"},
+        {"compress": "powersgd:rank=2"},
+        {"compress": "topk"},
+        {"recipe": "onebit-sgd"},
+        {"double_buffer": "half"},
+        {"double_buffer": "delay"},
+        {"mixup": 0.5, "cutmix": 0.5, "amp": "fp16"},
+    ],
+)
+def test_a_worker_without_samples_and(options):
+    first, second = run_ranks(empty_on_some, 2, options, [(0, 12), (12, 0), (4, 8), (0, 12)], shared_memory=False)
+    assert training.same(first[0], second[0])
+    assert first[1] == second[1]
+    assert all(samples == 12 for samples, _ in first[1])
+
+
+@pytest.mark.parametrize(("options", "shared_memory"), [({}, True), ({}, False), ({"compress": "onebit"}, False)])
+def test_a_bad_step_is_rolled_back_where_there_were_no_samples_too(options, shared_memory):
+    args = (options, 3)
+    kinds = {"cut": (12, 0), "spoil": 1}
+    first, second = run_ranks(spoiled, 2, *args, kinds, shared_memory=shared_memory)
+    assert first["skipped"] == second["skipped"] == [False, True, False]
+    assert training.same(first["weights"], second["weights"])
+    assert all(bool(weight.isfinite().all()) for weight in first["weights"])
+
+
+def spoiled(world, options, steps, kinds):
+    return training.train_rank(world, options, steps, **kinds)

@@ -1,27 +1,34 @@
-"""`hybridpar doctor`: shows what this machine offers, what hybridpar will use, and how to mend what is missing."""
+"""`hybridpar doctor`: shows what this machine offers and hybridpar will use, or why a run stands still."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hybridpar.commands import register_command
 
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Show what this machine offers, what hybridpar will use, and how to mend what is missing."""
+    """Show what this machine offers, what hybridpar will use, and how to mend what is missing; or why a run hangs."""
 
     fresh: bool = False
     """Measure again instead of using cached figures."""
     json: bool = False
     """Print JSON."""
+    hang: Path | None = None
+    """Directory of a run that stands still: show what every worker waits for, and who has not come."""
 
 
 @register_command(
-    "doctor", "Show what this machine offers, what hybridpar will use, and how to mend what is missing.", Doctor
+    "doctor", "Show what this machine offers, and how to mend what is missing; or why a run hangs (--hang RUN).", Doctor
 )
 def _run(command: Doctor, _: Sequence[str]) -> int:
+    if command.hang is not None:
+        from hybridpar.commands.doctor.hang import run_hang
+
+        return run_hang(command.hang, command.json)
     from hybridpar.commands.doctor.diagnosis import run_doctor
 
     return run_doctor(command.fresh, command.json)

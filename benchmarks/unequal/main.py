@@ -1,0 +1,267 @@
+"""Times `--shares auto` against equal parts of a batch, on two workers of which one has a part of a core.
+
+Worker 0 is in a control group that may use a core for a half or a third of the time; worker 1 has a whole core. The
+same two processes take, in interleaved rounds, steps with equal parts, with parts that `auto` finds and goes on
+checking, and steps of DistributedDataParallel, which has equal parts.
+
+    python -m benchmarks.unequal.main                     # as root, for the quota
+    python -m benchmarks.unequal.main --emulated          # workers wait instead of computing; also shares of a plan
+    python -m benchmarks.unequal.main --speeds 2 --quick  # small, and nothing is written: does it run?
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import LOOPBACK, Network
+from hybridpar.errors import HybridparError, UsageError
+
+RESULTS = Path(__file__).parent / "results" / "unequal.csv"
+#: How many times as fast worker 1 is: time over that of equal parts, at most, and part of the ideal speed-up, at least.
+TARGETS = {1: (1.03, None), 2: (1 / 1.4, 0.95), 3: (1 / 1.9, 0.93)}
+#: Length of a period of the quota, in microseconds: far below a step.
+_PERIOD = 10_000
+_TOLD = "UNEQUAL_BENCH"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure shares on unequal workers."""
+
+    speeds: tuple[int, ...] = (1, 2, 3)
+    """How many times as fast worker 1 is as worker 0."""
+    batch_size: int = 128
+    """Samples of a step."""
+    rounds: int = 30
+    """Rounds to keep."""
+    emulated: bool = False
+    """Workers wait for as long as a device of their own would compute; needs no quota, and no core of its own."""
+    quick: bool = False
+    """Small steps, busy rounds kept, nothing written."""
+    output: Path = RESULTS
+    """Table to add the rows to."""
+
+
+def main(options: Options) -> int:
+    """Start the ranks for every ratio of speeds."""
+    for speed in options.speeds:
+        if speed not in TARGETS:
+            raise UsageError(f"--speeds {speed}", f"One of {', '.join(map(str, TARGETS))}.")
+        with Network(2, LOOPBACK) as network, _slowed(1 if options.emulated else speed) as group:
+            told = {
+                "speed": speed,
+                "group": group,
+                "emulated": options.emulated,
+                "batch_size": 32 if options.quick else options.batch_size,
+                "rounds": options.rounds,
+                "output": None if options.quick else str(options.output.resolve()),
+            }
+            launch(["-m", "benchmarks.unequal.main"], network, timeout=3600, environment={_TOLD: json.dumps(told)})
+    return 0
+
+
+@contextlib.contextmanager
+def _slowed(speed: int) -> Iterator[str | None]:
+    """A control group that may use one core for 1 / speed of the time; the name of the file that processes join by."""
+    if speed == 1:
+        yield None
+        return
+    name, quota = f"hybridpar-unequal-{os.getpid()}", _PERIOD // speed
+    old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    if (old / "cpu.cfs_quota_us").exists():
+        group = old / name
+        limits = {"cpu.cfs_period_us": str(_PERIOD), "cpu.cfs_quota_us": str(quota)}
+    else:
+        group, limits = new / name, {"cpu.max": f"{quota} {_PERIOD}"}
+    try:
+        group.mkdir()
+    except OSError as error:
+        raise UsageError(
+            f"no control group for a CPU quota: {error.strerror}", "One worker is slowed by one.", "Run it as root."
+        ) from error
+    try:
+        for file, limit in limits.items():
+            (group / file).write_text(limit)
+        yield str(group / "cgroup.procs")
+    finally:
+        group.rmdir()
+
+
+def measure(speed: int, group: str | None, emulated: bool, batch_size: int, rounds: int, output: str | None) -> None:
+    """Measure one ratio of speeds in this rank, and write the rows in rank 0."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from benchmarks.rig.paired import FOREIGN_LOAD, paired
+    from benchmarks.rig.rank import process_group
+    from benchmarks.rig.rows import row
+    from benchmarks.rig.table import append_rows, check_csv, print_rows
+    from hybridpar.comm.world import World
+    from hybridpar.config import TrainConfig
+    from hybridpar.data import Batch
+    from hybridpar.machine.process import available_cores
+    from hybridpar.models import build_model, seed_everything
+    from hybridpar.run.shares import LEFT_OUT, WATCHED, ShareTuner
+    from hybridpar.train.step_result import StepResult
+    from hybridpar.train.trainer import Trainer
+
+    class Waiting(nn.Module):
+        """A model whose forward pass takes a time for every sample, and no core."""
+
+        def __init__(self, sample_ms: float) -> None:
+            super().__init__()
+            self.linear, self.sample_ms = nn.Linear(3 * 32 * 32, 10), sample_ms
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(self.sample_ms * len(x) / 1e3)
+            return self.linear(x.flatten(1))
+
+    def build() -> nn.Module:
+        seed_everything(0)
+        if emulated:
+            return Waiting(2.0 if world.rank else 2.0 * speed)
+        return build_model("resnet18", 10)
+
+    with process_group() as (rank, ranks):
+        if len(available_cores()) >= ranks:  # a core for each
+            os.sched_setaffinity(0, {available_cores()[rank]})
+        if rank == 0 and group is not None:
+            Path(group).write_text(str(os.getpid()))
+        world = World.join(lanes=2)
+        seed_everything(1)
+        images, labels = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
+        criterion = nn.CrossEntropyLoss()
+
+        def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+        trainer = Trainer(build(), optimizer_for, criterion, TrainConfig(), world=world)
+        tuner = ShareTuner(world, ranks, batch_size, 1, idle=True, in_pairs=False, wait=trainer.wait)
+        busy: list[float] = []
+
+        def step(counts: list[int]) -> StepResult:
+            start = sum(counts[:rank])
+            mine = slice(start, start + counts[rank])
+            parts = ((images[mine], labels[mine]),) if counts[rank] else ()
+            return trainer.step(Batch(parts, counts[rank], batch_size))
+
+        def equal() -> None:
+            busy.append(step([batch_size // ranks] * ranks).compute_ms)
+
+        def auto() -> None:
+            tuner.note(step(tuner.counts).compute_ms, batch_size)
+
+        peer = DistributedDataParallel(build(), gradient_as_bucket_view=True)
+        optimizer = optimizer_for(peer)
+        half = slice(rank * batch_size // ranks, (rank + 1) * batch_size // ranks)
+
+        def ddp() -> None:
+            optimizer.zero_grad()
+            criterion(peer(images[half]), labels[half]).backward()
+            optimizer.step()
+
+        for _ in range(3 * LEFT_OUT + 7 * WATCHED):  # three decisions
+            auto()
+        methods: dict[str, Callable[[], object]] = {"equal": equal, "auto": auto, "ddp": ddp}
+        predicted: dict[str, float] = {}
+        if emulated:
+            parameters = sum(one.numel() for one in trainer.model.parameters())
+            counts, predicted["planned_ms"] = plan_for(speed, parameters, batch_size)
+            methods["planned"] = lambda: step(counts)
+        result = paired(methods, rounds, foreign_load=FOREIGN_LOAD if output is not None else 99.0)
+        trainer.close()
+        rates = [1 / float(time) for time in world.gather(statistics.median(busy[3:]))]  # type: ignore[arg-type]
+        if rank == 0:
+            ideal = statistics.mean(rates) / min(rates)
+            reached = 1 / result.ratio("auto", "equal").median
+            most, part = TARGETS[speed]
+            facts = {
+                "samples": list(tuner.counts),
+                "speeds": round(rates[1] / rates[0], 3),
+                "speed_up": round(reached, 3),
+                "ideal": round(ideal, 3),
+                "of_ideal": round(reached / ideal, 3),
+                "of_ideal_promised": part,
+            }
+            rows = [
+                row(
+                    *(result, name, "equal"),
+                    claim="unequal",
+                    setting=f"{'2 ms a sample' if emulated else 'resnet18, 32x32 images'}, batch {batch_size}, "
+                    f"worker 0 has 1/{speed} of {'that speed' if emulated else 'a core'}",
+                    link=LOOPBACK,
+                    ranks=ranks,
+                    target=most if name == "auto" else None,
+                    extra=facts | predicted | {"transport": world.transport},
+                )
+                for name in methods
+            ]
+            if output is not None:
+                append_rows(Path(output), rows)
+                check_csv(Path(output))
+            print_rows(rows)
+            print(facts, flush=True)
+
+
+def plan_for(speed: int, parameters: int, batch_size: int) -> tuple[list[int], float]:
+    """The plan for a cluster of two devices of unequal speed that is described: samples of each worker, and its step.
+
+    Args:
+        speed: Of the faster one, over the slower one.
+        parameters: Elements of the model, which takes the slower device 2 ms times `speed` a sample.
+        batch_size: Samples of a step.
+
+    Returns:
+        Samples by rank, the slower device first, and predicted milliseconds.
+    """
+    from hybridpar.data.sampling import allot
+    from hybridpar.machine.cluster_file import parse_cluster
+    from hybridpar.partition.graph import Unit, UnitGraph, Value
+    from hybridpar.plan import ModelInfo
+    from hybridpar.planner.fixed import Fixed
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.search import find_plan
+
+    hosts = [{"throughput": one, "kind": "cuda"} for one in {1.0, float(speed)}] if speed > 1 else [{"count": 2}]
+    times = SizedTimes(1, (2.0 * speed,), (0.0,))  # on the slower device
+    profile = ModelProfile(
+        ModelInfo(name="waiting", fingerprint="0" * 16, parameters=parameters),
+        UnitGraph((Unit("linear", parameter_bytes=4 * parameters),), (Value("y", 0, (), 40, 40, True),), ()),
+        1,
+        (Parameter("linear.weight", (parameters,), 0),),
+        (Variant("contiguous", "stock", (times,), 0.0),),
+        False,
+    )
+    cluster = parse_cluster({"hosts": hosts, "between": {"bandwidth": 1e10, "latency_ms": 0.05}})
+    fixed = Fixed(workers=2, micro_batches=1)
+    plan = plan_of(find_plan(PlannerInputs(profile, cluster, batch_size, fixed=fixed)))
+    assert plan.placement is not None
+    assert plan.predicted is not None
+    assert plan.predicted.step_ms is not None
+    shares = plan.placement.shares or (1.0, 1.0)
+    return allot(batch_size, shares[::-1], 2), plan.predicted.step_ms
+
+
+if __name__ == "__main__":
+    try:
+        if _TOLD in os.environ:
+            measure(**json.loads(os.environ[_TOLD]))
+            sys.exit(0)
+        sys.exit(main(tyro.cli(Options)))
+    except HybridparError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,350 @@
+"""The flight record of a process: what each of its lanes did last, readable from outside while the process hangs.
+
+A lane notes when it begins something and when it has done it: collectives and transfers, with their number among those
+of the same workers, and passes. The notes of a lane are a ring of `DEPTH` entries in memory that is mapped to a file of
+the run directory. So they are there whatever becomes of the process, also where it is stopped, killed, or holds the
+interpreter's lock; a dump on a signal would need it to run. Taking a note is a few copies and no system call.
+
+`hybridpar doctor --hang` reads the files of all workers (`read_flights`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Folder of a run directory that holds a file per worker.
+FOLDER = "flight"
+#: Entries of a lane, lanes of a process, and bytes of an entry.
+DEPTH, LANES = 16, 64
+_ENTRY = struct.Struct("<QQddH94s")
+_NUMBER, _END = struct.Struct("<Q"), struct.Struct("<d")
+_END_AT = 24
+_TEXT = 94
+#: The header is JSON behind its length.
+_HEADER = 1 << 16
+_LENGTH = struct.Struct("<I")
+_BYTES = _HEADER + LANES * DEPTH * _ENTRY.size
+_VERSION = 1
+
+
+class Channel(NamedTuple):
+    """Between which workers something is exchanged.
+
+    Attributes:
+        members: Their ranks in the job; of a transfer sender and receiver.
+        is_transfer: One of two workers sends to the other.
+    """
+
+    members: tuple[int, ...]
+    is_transfer: bool = False
+
+
+@dataclass
+class _LaneNotes:
+    """Where a lane's notes go.
+
+    Attributes:
+        base: Offset of its ring.
+        count: Notes so far.
+        orders: Notes so far on each channel.
+    """
+
+    base: int
+    count: int = 0
+    orders: dict[int, int] = field(default_factory=dict)
+
+
+class FlightRecorder:
+    """Takes the notes of this process: in its own memory, and from `open` on in a file.
+
+    Attributes:
+        names_ranges: What is noted is also a named range of torch's profiler.
+    """
+
+    def __init__(self) -> None:
+        self.names_ranges = False
+        self._memory: bytearray | mmap.mmap = bytearray(_BYTES)
+        self._path: Path | None = None
+        self._facts: dict[str, Any] = {}
+        self._lanes: dict[str, _LaneNotes] = {}
+        self._channels: dict[Channel, int] = {}
+        self._own = threading.local()
+        self._lock = threading.Lock()
+
+    def channel(self, members: Sequence[int], *, is_transfer: bool = False) -> int:
+        """The number of a channel, for `noted`; 0 where nobody else is on it.
+
+        Args:
+            members: Ranks in the job; of a transfer sender and receiver.
+            is_transfer: One of two workers sends to the other.
+        """
+        if len(members) < 2:
+            return 0
+        key = Channel(tuple(members), is_transfer)
+        known = self._channels.get(key)
+        if known is None:
+            with self._lock:
+                known = self._channels.setdefault(key, len(self._channels) + 1)
+                self._write_header()
+        return known
+
+    def noted(self, doing: str, channel: int = 0) -> _Noted:
+        """Context of something that the current thread does.
+
+        Args:
+            doing: What it is.
+            channel: Where others take part, the channel.
+        """
+        return _Noted(self, doing, channel)
+
+    def open(self, directory: Path, rank: int, size: int) -> None:
+        """Move the notes to `directory/rank-N`. Where that cannot be written they stay in memory.
+
+        Args:
+            directory: The folder for the files of all workers.
+            rank: This worker.
+            size: Number of workers of the job.
+        """
+        path = directory / f"rank-{rank}"
+        aside = path.with_name(f".{path.name}.tmp")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with open(aside, "w+b") as file:
+                # Reserve the blocks now: a full disk would kill the process when it takes a note.
+                os.posix_fallocate(file.fileno(), 0, _BYTES)
+                memory = mmap.mmap(file.fileno(), _BYTES)
+            aside.replace(path)
+        except (AttributeError, OSError):  # AttributeError: not on macOS
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            return
+        with self._lock:
+            self._facts = {
+                "version": _VERSION,
+                "rank": rank,
+                "size": size,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": process_start(os.getpid()),
+                "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+            }
+            memory[:] = bytes(self._memory)
+            self._memory, self._path = memory, path
+            self._write_header()
+
+    def close(self) -> None:
+        """Delete the file: the run has ended in an orderly way, and nobody needs to ask where it stands."""
+        path, self._path = self._path, None
+        if path is not None:
+            self._memory = bytearray(self._memory)
+            with contextlib.suppress(OSError):
+                path.unlink()
+                path.parent.rmdir()  # by the last one
+
+    def begin(self, doing: str, channel: int) -> tuple[int, int]:
+        """Note that the current thread begins something.
+
+        Args:
+            doing: What it is.
+            channel: Its channel, or 0.
+
+        Returns:
+            The entry, for `end`.
+        """
+        lane: _LaneNotes | None = getattr(self._own, "lane", None) or self._enter_lane()
+        if lane is None:
+            return 0, 0
+        lane.count = count = lane.count + 1
+        order = 0
+        if channel:
+            lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
+        offset = lane.base + count % DEPTH * _ENTRY.size
+        _ENTRY.pack_into(self._memory, offset, count, order, time.time(), 0.0, channel, doing.encode()[:_TEXT])
+        return offset, count
+
+    def end(self, entry: tuple[int, int]) -> None:
+        """Note that something has been done, unless its entry is another one's by now.
+
+        Args:
+            entry: What `begin` returned.
+        """
+        offset, count = entry
+        if count and _NUMBER.unpack_from(self._memory, offset)[0] == count:
+            _END.pack_into(self._memory, offset + _END_AT, time.time())
+
+    def _enter_lane(self) -> _LaneNotes | None:
+        """The notes of the current thread, which go on where an earlier thread of the same name has left them."""
+        name = threading.current_thread().name.removeprefix("lane ")
+        with self._lock:
+            lane = self._lanes.get(name)
+            if lane is None:
+                if len(self._lanes) >= LANES:
+                    return None
+                lane = self._lanes[name] = _LaneNotes(_HEADER + len(self._lanes) * DEPTH * _ENTRY.size)
+                self._write_header()
+        self._own.lane = lane
+        return lane
+
+    def _write_header(self) -> None:
+        facts = {**self._facts, "lanes": list(self._lanes), "channels": list(self._channels)}
+        text = json.dumps(facts).encode()
+        if len(text) <= _HEADER - _LENGTH.size:
+            self._memory[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
+
+
+class _Noted:
+    __slots__ = ("_channel", "_doing", "_entry", "_range", "_recorder")
+
+    def __init__(self, recorder: FlightRecorder, doing: str, channel: int) -> None:
+        self._recorder = recorder
+        self._doing = doing
+        self._channel = channel
+        self._range: Any = None
+
+    def __enter__(self) -> None:
+        self._entry = self._recorder.begin(self._doing, self._channel)
+        if self._recorder.names_ranges:
+            from torch.profiler import record_function
+
+            self._range = record_function(self._doing)
+            self._range.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._recorder.end(self._entry)
+
+
+#: Of this process.
+FLIGHT = FlightRecorder()
+noted = FLIGHT.noted
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a lane did, or is doing.
+
+    Attributes:
+        number: Among all notes of the lane.
+        order: Among those of its channel; 0 without one.
+        begin: When it began, in seconds since the epoch.
+        end: When it was done; None where it is not.
+        channel: Who takes part; None where nobody else does.
+        doing: What it is.
+    """
+
+    number: int
+    order: int
+    begin: float
+    end: float | None
+    channel: Channel | None
+    doing: str
+
+
+@dataclass(frozen=True)
+class Flight:
+    """The record of one worker.
+
+    Attributes:
+        rank: Its number in the job.
+        size: Number of workers of the job.
+        host: Its host's name.
+        pid: Its process.
+        started: When that process started, as `process_start` tells it.
+        job: What the launcher calls the job.
+        lanes: The last notes of each lane by name, oldest first.
+    """
+
+    rank: int
+    size: int
+    host: str
+    pid: int
+    started: str
+    job: str | None
+    lanes: dict[str, tuple[Note, ...]]
+
+    @property
+    def changed(self) -> float:
+        """When the last note was taken."""
+        moments = [note.end or note.begin for notes in self.lanes.values() for note in notes]
+        return max(moments, default=0.0)
+
+    def open_notes(self, lane: str) -> list[Note]:
+        """What a lane has begun and not done, the innermost last.
+
+        Args:
+            lane: Its name.
+        """
+        return [note for note in self.lanes[lane] if note.end is None]
+
+
+def process_start(pid: int) -> str:
+    """When a process started, in clock ticks of its machine; empty where there is none.
+
+    Args:
+        pid: The process.
+    """
+    fields = process_fields(pid)
+    return fields[19] if len(fields) > 19 else ""
+
+
+def process_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none where there is no such process.
+
+    Args:
+        pid: The process.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def read_flights(directory: Path) -> list[Flight]:
+    """The records of all workers that left one, by rank.
+
+    Args:
+        directory: The folder of their files.
+    """
+    found = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
+    return sorted((flight for flight in found if flight is not None), key=lambda flight: flight.rank)
+
+
+def _read(path: Path) -> Flight | None:
+    try:
+        data = path.read_bytes()
+        (length,) = _LENGTH.unpack_from(data)
+        facts = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+        if facts.get("version") != _VERSION:
+            return None
+        channels = [None, *(Channel(tuple(members), pair) for members, pair in facts["channels"])]
+        lanes = {name: _notes(data, place, channels) for place, name in enumerate(facts["lanes"])}
+        return Flight(lanes=lanes, **{key: facts[key] for key in ("rank", "size", "host", "pid", "started", "job")})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None  # not ours, or of a process that was killed while it wrote the header
+
+
+def _notes(data: bytes, place: int, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
+    notes = []
+    for slot in range(DEPTH):
+        number, order, begin, end, channel, text = _ENTRY.unpack_from(
+            data, _HEADER + (place * DEPTH + slot) * _ENTRY.size
+        )
+        if number and channel < len(channels):
+            doing = text.rstrip(b"\0").decode(errors="replace")
+            notes.append(Note(number, order, begin, end or None, channels[channel], doing))
+    return tuple(sorted(notes, key=lambda note: note.number))

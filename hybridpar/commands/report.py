@@ -1,0 +1,53 @@
+"""`hybridpar report`: writes one HTML page about one or several runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hybridpar.commands import register_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Run directories."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
+    """The file to write; an earlier report is replaced."""
+
+
+@register_command("report", "Write one HTML page about a run, or several of them side by side.", Report)
+def run_report(command: Report, _: Sequence[str]) -> int:
+    """Write the page.
+
+    Args:
+        command: The options.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        HybridparError: A directory holds no run, or the file cannot be written.
+    """
+    from hybridpar.errors import UsageError
+    from hybridpar.observe.page import check_page_file, write_page
+    from hybridpar.observe.text import format_bytes
+    from hybridpar.run.page_data import open_runs, page_data
+
+    if not command.runs:
+        raise UsageError("no run is named", fix="Name a run directory: hybridpar report runs/resnet18-digits")
+    runs = open_runs(command.runs)
+    check_page_file(command.output)
+    data = page_data(runs)
+    write_page(command.output, data)
+    for run in data["runs"]:
+        for note in run["notes"]:
+            print(f"{run['name']}: {note}")
+    print(f"report written to {command.output}, {format_bytes(command.output.stat().st_size)}")
+    return 0

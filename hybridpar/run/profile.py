@@ -1,0 +1,118 @@
+"""`--profile`: a trace of torch.profiler of some steps after the first, of every worker, for ui.perfetto.dev.
+
+It has all threads of the process, by the names of the lanes, and beside torch's operators what the flight record notes
+(passes, transfers, sums of gradients and other exchanges) and the encoding and decoding of codecs. It goes to
+`profile/rank-N.json.gz` in the run directory, on each host's own disk where that is not shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar.comm.flight import FLIGHT
+from hybridpar.errors import RunDirectoryError
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.running import WARM_UP_STEPS
+
+#: Steps in a trace, where the run has so many after the first ones.
+PROFILED_STEPS = 3
+
+
+class StepProfile:
+    """Profiles some steps of this worker.
+
+    Args:
+        path: Where the trace goes.
+        done: Steps that are done before the first one.
+        total: Number of the last step.
+        settle: Called before the profiler starts and stops: waits until the lanes are idle.
+    """
+
+    def __init__(self, path: Path, done: int, total: int, settle: Callable[[], object]) -> None:
+        self._path = path
+        self._settle = settle
+        self._after = min(done + WARM_UP_STEPS, total - 1)
+        self._until = min(self._after + PROFILED_STEPS, total)
+        self._profiler: Any = None
+        self._over = False
+        #: What could not be written, for the end of the run.
+        self.problem: str | None = None
+
+    def take(self, issued: int) -> str | None:
+        """Begin or end where that is due; called between two steps.
+
+        Args:
+            issued: Steps that have been issued.
+
+        Returns:
+            A line on what was written.
+        """
+        if self._over:
+            return None
+        if self._profiler is None and self._after <= issued < self._until:
+            self._begin()
+        elif self._profiler is not None and issued >= self._until:
+            return self.finish()
+        return None
+
+    def finish(self) -> str | None:
+        """End a profile that is under way, at the end of a run that ended early.
+
+        Returns:
+            A line on what was written.
+        """
+        profiler, self._profiler, self._over = self._profiler, None, True
+        if profiler is None:
+            return None
+        self._settle()
+        FLIGHT.names_ranges = False
+        profiler.stop()
+        aside = self._path.with_name(f".{self._path.stem}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(aside))
+            trace = json.loads(aside.read_bytes())
+            name_threads(trace, {one.native_id or 0: one.name for one in threading.enumerate()})
+            replace_file(self._path, [gzip.compress(json.dumps(trace).encode(), 5)])
+        except (OSError, RuntimeError, RunDirectoryError) as error:
+            self.problem = f"there is no profile: {error}"
+            return None
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+        return f"profile written to {self._path.parent}, a file per worker; open one in ui.perfetto.dev"
+
+    def _begin(self) -> None:
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import ProfilerActivity, profile
+
+        self._settle()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes of itself to standard error
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._profiler = profile(
+            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+        )
+        self._profiler.start()
+        FLIGHT.names_ranges = True
+
+
+def name_threads(trace: dict[str, Any], names: dict[int, str]) -> None:
+    """Give the threads of a trace the names that Python knows them by.
+
+    Args:
+        trace: As torch.profiler writes it; changed in place.
+        names: Of the threads, by the system's numbers of them.
+    """
+    for event in trace["traceEvents"]:
+        name = names.get(event.get("tid")) if event.get("ph") == "M" and event.get("name") == "thread_name" else None
+        if name is not None:
+            event["args"]["name"] = "main thread" if name == "MainThread" else name

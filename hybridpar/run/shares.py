@@ -1,0 +1,153 @@
+"""`--shares auto`: divides batches by what each replica was measured to compute.
+
+A run begins with equal parts. Every so many steps all workers tell each other how long they computed, without the time
+that they waited for each other; so all know the same numbers, and decide alike. A division is changed only where the
+step is expected to become shorter by more than times vary, within these steps and from one decision to the next; and
+there are more and more steps between two decisions. So noise does not move shares for ever, and a machine that becomes
+slower does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridpar.comm.world import World
+from hybridpar.data.sampling import FEWEST_PER_PART, allot
+from hybridpar.schedule.shares import WorkCost, best_division, longest_time
+
+#: Steps that are left out at first and after a change, and steps of the first and of the longest time of watching.
+LEFT_OUT, WATCHED, MOST_WATCHED = 3, 8, 128
+
+#: The part by which a step must become shorter for a change: the least, and what is enough however times vary.
+LEAST_GAIN, LARGE_GAIN = 0.03, 0.2
+
+#: Two numbers of samples must differ by this part to tell fixed times from those of samples.
+_APART = 0.15
+
+
+class ShareTuner:
+    """Decides on the samples of each replica.
+
+    Args:
+        world: All workers; rank = position * replicas + replica.
+        replicas: Number of replicas.
+        batch_size: Samples of a step.
+        micro_batches: Of a replica and step.
+        idle: A replica may have none.
+        in_pairs: As of `hybridpar.data.sampling.allot`.
+        wait: Waits for the step that may be under way, which uses the same process group.
+
+    Attributes:
+        counts: Samples of each replica in a whole batch.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replicas: int,
+        batch_size: int,
+        micro_batches: int,
+        *,
+        idle: bool,
+        in_pairs: bool,
+        wait: Callable[[], None],
+    ) -> None:
+        self._world, self._batch_size, self._wait = world, batch_size, wait
+        self._least, self._options = FEWEST_PER_PART * micro_batches, {"idle": idle, "in_pairs": in_pairs}
+        self.counts = self._equal = self._rounded([1.0] * replicas)
+        self._costs: list[WorkCost] = []
+        self._drift = 0.0
+        self._before: tuple[list[int], list[float]] | None = None
+        self._times: list[float] = []
+        self._left, self._watched = LEFT_OUT, WATCHED
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """`counts`, for loaders; None for equal parts."""
+        return None if self.counts == self._equal else tuple(self.counts)
+
+    def note(self, busy_ms: float, samples: int) -> str | None:
+        """Take a step into account, on all workers the same one; after some of them a collective.
+
+        Args:
+            busy_ms: How long this worker computed, and waited for its data.
+            samples: Of all workers.
+
+        Returns:
+            What to tell the user where `counts` has changed.
+        """
+        if self._left > 0 or samples != self._batch_size:
+            self._left -= samples == self._batch_size
+            return None
+        self._times.append(busy_ms)
+        if len(self._times) < self._watched:
+            return None
+        quarters = statistics.quantiles(self._times, n=4)
+        self._wait()
+        mine = max(quarters[1], 1e-6), quarters[2] - quarters[0]
+        answers: list[tuple[float, float]] = self._world.gather(mine)  # type: ignore[assignment]
+        replicas = len(self.counts)
+        times = [max(time for time, _ in answers[replica::replicas]) for replica in range(replicas)]
+        noise = max(spread / time for time, spread in answers) / len(self._times) ** 0.5
+        self._times, self._watched = [], min(2 * self._watched, MOST_WATCHED)
+        return self.decide(times, noise)
+
+    def decide(self, times: Sequence[float], noise: float = 0.0) -> str | None:
+        """Decide on the division that comes next.
+
+        Args:
+            times: Milliseconds for which each replica computed with `counts`.
+            noise: What the times are uncertain by, as a part of them.
+
+        Returns:
+            As `note`.
+        """
+        now, known = max(times), self._costs
+        self._costs = [self._cost(replica, time) for replica, time in enumerate(times)]
+        counts = self._rounded(best_division(self._costs, self._batch_size))
+        expected = longest_time(self._costs, counts)
+        self._drift /= 2
+        if known and self._before is None:  # after a change fixed times were not known
+            expectations = [cost.time(count) for cost, count in zip(known, self.counts, strict=True)]
+            drift = max(abs(time / before - 1) for time, before in zip(times, expectations, strict=True))
+            self._drift = max(drift, self._drift)
+        self._before = None
+        if expected > now * (1 - min(max(LEAST_GAIN, 2 * noise, self._drift), LARGE_GAIN)):
+            return None
+        self._before, self.counts, self._left = (self.counts, list(times)), counts, LEFT_OUT
+        parts = " + ".join(map(str, counts))
+        return f"shares: {parts} samples from now on; computing is expected to take {expected:.1f} ms and not {now:.1f}"
+
+    def _cost(self, replica: int, time: float) -> WorkCost:
+        """What a step takes a replica, from its last time and, right after a change, from the one before."""
+        samples = self.counts[replica]
+        known = self._costs[replica] if self._costs else None
+        if samples == 0 and known is not None:
+            return WorkCost(time, known.sample_ms)
+        fixed = 0.0 if known is None else known.fixed_ms
+        if self._before is not None:
+            former, took = self._before[0][replica], self._before[1][replica]
+            if former and abs(samples - former) >= _APART * former:
+                fixed = time - samples * (time - took) / (samples - former)
+        fixed = min(max(fixed, 0.0), 0.9 * time)
+        return WorkCost(fixed, max((time - fixed) / max(samples, 1), 1e-9))
+
+    def _rounded(self, shares: Sequence[float]) -> list[int]:
+        return allot(self._batch_size, shares, self._least, **self._options)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run with as many replicas goes on with."""
+        return {"counts": self.counts, "costs": [list(cost) for cost in self._costs]}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on with what was saved, where it is for as many replicas and samples; else begin with equal parts.
+
+        Args:
+            state: What `state` returned; None of a run without.
+        """
+        if state is None or len(state["counts"]) != len(self.counts) or sum(state["counts"]) != self._batch_size:
+            return
+        self.counts = [int(count) for count in state["counts"]]
+        self._costs = [WorkCost(*cost) for cost in state["costs"]]

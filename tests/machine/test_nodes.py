@@ -1,0 +1,283 @@
+"""Tests how a run is started on several machines: by hand, by ssh (a program of that name), and by Slurm's script.
+
+With network namespaces as machines, and mounts as their disks, the whole way is walked: `root` tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rig.network import Network, missing
+from hybridpar.cli import main
+from hybridpar.commands.train import without_options
+from hybridpar.errors import UsageError
+from hybridpar.machine.node import VERDICT_MARK, children_of
+from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script, torchrun_arguments
+from tests.runs import ROOT, check_run, small_arguments
+
+TRAIN = ["train", "resnet18", "--data", "digits"]
+
+
+def hosts_file(place: Path, text: str) -> Path:
+    path = place / "hosts"
+    path.write_text(text)
+    return path
+
+
+def program(place: Path, name: str, text: str) -> None:
+    place.mkdir(exist_ok=True)
+    (place / name).write_text("#!/bin/bash\n" + text)
+    (place / name).chmod(0o755)
+
+
+# --------------------------------------------------------------------------------------------------------- hosts file
+
+
+def test_hosts_are_in_the_order_in_which_torchrun_numbers_them(tmp_path):
+    text = "# ours\n\nme@zebra slots=2 address=10.0.0.9 port=2000  # the old one\nant\n10.0.0.10 slots=8\n"
+    assert read_hosts(hosts_file(tmp_path, text)) == [
+        Host("10.0.0.10", "10.0.0.10", 8),
+        Host("me@zebra", "10.0.0.9", 2, 2000),
+        Host("ant", "ant"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no host"),
+        ("a\na slots=2\n", "names a twice"),
+        ("a\nb slots=0\n", "line 2: slots=0"),
+        ("a slots=two\n", "line 1: slots=two"),
+        ("a port=70000\n", "port=70000"),
+        ("a gpus=4\n", "gpus=4"),
+        ("a address=\n", "address="),
+        ("-oProxyCommand=x\n", "no name of a host"),
+        ("a;b\n", "no name of a host"),
+    ],
+)
+def test_what_is_no_hosts_file_is_refused(tmp_path, text, said):
+    with pytest.raises(UsageError) as caught:
+        read_hosts(hosts_file(tmp_path, text))
+    assert said in str(caught.value)
+
+
+def test_a_hosts_file_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        read_hosts(tmp_path / "hosts")
+
+
+def test_the_lines_are_printed(tmp_path, capsys):
+    path = hosts_file(tmp_path, "b\na slots=4\n")
+    assert main([*TRAIN, "--hosts", str(path), "--workers=2", "--run-dir", "my runs"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    first, second = map(shlex.split, lines)
+    assert first[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]
+    assert second[:5] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]
+    assert first[first.index("--rdzv-conf") + 1 :][:3] == ["is_host=true", "--local-addr", "a"]
+    assert second[second.index("--rdzv-conf") + 1 :][:3] == ["is_host=false", "--local-addr", "b"]
+    for line in (first, second):
+        assert line[line.index("--rdzv-endpoint") + 1] == "a:29500"
+        assert line[line.index("hybridpar") + 1 :] == [*TRAIN, "--run-dir", "my runs"]
+    assert first[first.index("--rdzv-id") + 1] == second[second.index("--rdzv-id") + 1]
+
+
+def test_options_are_taken_out_in_both_spellings():
+    given = ["train", "m", "--hosts=x", "--lr", "0.1", "--launch", "ssh", "--slurm", "--workers"]
+    assert without_options(given, ("hosts", "launch", "slurm")) == ["train", "m", "--lr", "0.1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--launch", "ssh"], "--launch ssh without --hosts"),
+        (["--hosts", "x", "--slurm", "y"], "--hosts with --slurm"),
+        (["--slurm", "/nowhere/job"], "--slurm /nowhere/job"),
+    ],
+)
+def test_contradictions_are_refused(options, said, capsys):
+    assert main([*TRAIN, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- Slurm
+
+
+def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path, monkeypatch, capsys):
+    """Slurm is not here: two programs of the names of its own stand for it, and one for Python."""
+    monkeypatch.chdir(tmp_path)
+    bin_ = tmp_path / "bin"
+    program(bin_, "scontrol", "printf 'node7\\nnode8\\n'")
+    program(bin_, "srun", 'shift; for n in 0 1; do SLURM_NODEID=$n SLURMD_NODENAME=node$((7 + n)) "$@"; done')
+    program(bin_, "python", 'printf "%s|" "$@"; echo')
+    monkeypatch.setattr(sys, "executable", str(bin_ / "python"))
+    assert main([*TRAIN, "--workers", "4", "--slurm", "job.sbatch", "--run-dir", "my runs/one"]) == 0
+    assert "sbatch job.sbatch" in capsys.readouterr().out
+    script = (tmp_path / "job.sbatch").read_text()
+    assert "#SBATCH --gpus-per-node=4" in script
+    variables = {"SLURM_JOB_ID": "12345", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
+    done = subprocess.run(
+        ["bash", "job.sbatch"],
+        env={**os.environ, **variables, "PATH": f"{bin_}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    nodes = [line.split("|")[:-1] for line in done.stdout.splitlines()]
+    for place, words in enumerate(nodes):
+        assert words[:6] == ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "4"]
+        assert words[words.index("--rdzv-endpoint") + 1] == "node7:22345"
+        assert words[words.index("--rdzv-conf") + 1] == f"is_host={1 - place}"
+        assert words[words.index("--local-addr") + 1] == f"node{7 + place}"
+        assert words[-6:] == ["hybridpar", *TRAIN, "--run-dir", "my runs/one"][-6:]
+    assert len(nodes) == 2
+
+
+def test_servers_get_a_secret_of_the_job():
+    assert "export HYBRIDPAR_TOKEN=$(" in slurm_script("x", None, TRAIN, servers=True)
+    assert "HYBRIDPAR_TOKEN" not in slurm_script("x", None, TRAIN)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ssh
+
+
+@pytest.fixture
+def fake_ssh(tmp_path, monkeypatch):
+    """Have `ssh HOST COMMAND` run a script that is given instead of the command."""
+
+    def install(script: str) -> None:
+        program(tmp_path / "bin", "ssh", "while [[ $1 == -* ]]; do shift 2; done\nhost=$1\nread -r order\n" + script)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    return install
+
+
+TWO = [Host("a", "10.0.0.1"), Host("b", "10.0.0.2")]
+#: Waits for a word, as the other end does, and leaves a note of it.
+WAITS = 'read -r word; echo "$host: $word" >> {notes}; exit 1'
+
+
+def test_all_hosts_end_well(fake_ssh, capfd):
+    fake_ssh('echo "from $host"; echo "$order" | grep -o "is_host=[a-z]*" >&2')
+    assert launch_by_ssh(TWO, 1, TRAIN) == 0
+    out, error = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["from a", "from b"]
+    assert sorted(error.splitlines()) == ["[a] is_host=true", "[b] is_host=false"]
+
+
+def test_when_a_host_fails_the_others_are_told_to_stop(fake_ssh, tmp_path, capfd):
+    notes = tmp_path / "notes"
+    fake_ssh(f'if [ $host = b ]; then echo "last words" >&2; exit 3; fi; {WAITS.format(notes=notes)}')
+    assert launch_by_ssh(TWO, 1, TRAIN) == 3
+    error = capfd.readouterr().err
+    assert "[b] last words" in error
+    assert "error: b ended with 3; the other hosts were stopped" in error
+    assert notes.read_text() == "a: TERM\n"
+
+
+def test_a_host_that_cannot_be_reached(fake_ssh, tmp_path, capfd):
+    fake_ssh(f"if [ $host = b ]; then exit 255; fi; {WAITS.format(notes=tmp_path / 'notes')}")
+    assert launch_by_ssh(TWO, 1, TRAIN) == 1
+    assert "error: b cannot be reached by ssh" in capfd.readouterr().err
+
+
+def test_an_error_that_all_hosts_have_is_shown_once(fake_ssh, capfd):
+    fake_ssh(f"""echo '{VERDICT_MARK}"error: there is no such data set"' >&2; exit 2""")
+    assert launch_by_ssh(TWO, 1, TRAIN) == 2
+    assert "error: there is no such data set" in (error := capfd.readouterr().err)
+    assert error.count("error:") == 1
+
+
+def test_no_ssh(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="cannot run ssh"):
+        launch_by_ssh(TWO, 1, TRAIN)
+
+
+def test_a_signal_goes_to_all_hosts_as_a_word(fake_ssh, tmp_path, capfd):
+    notes = tmp_path / "notes"
+    fake_ssh(f"[ $host = a ] && kill -INT $PPID; {WAITS.format(notes=notes)}")
+    assert launch_by_ssh(TWO, 1, TRAIN) == 130
+    assert sorted(notes.read_text().splitlines()) == ["a: INT", "b: INT"]
+    assert "stopped on 2 hosts" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_children_are_found():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert child.pid in children_of(os.getpid())
+    finally:
+        child.kill()
+        child.wait()
+    assert child.pid not in children_of(os.getpid())
+
+
+def test_torchrun_gets_what_was_asked_for():
+    words = torchrun_arguments(TWO, 1, 3, "job", TRAIN)
+    assert words[words.index("--nproc-per-node") + 1] == "3"
+
+
+# ------------------------------------------------------------------------------------------------------ the whole way
+
+
+@pytest.mark.root
+@pytest.mark.skipif(bool(missing()), reason=missing() or "can make namespaces")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
+def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_path):
+    """Trains on two namespaces that share a run directory, then goes on where only the first one has it."""
+    runs = tmp_path / "runs"
+    for name in ("runs", "disk0", "disk1"):
+        (tmp_path / name).mkdir()
+    hosts = hosts_file(tmp_path, "node1 slots=1 address=10.77.0.2\nnode0 slots=1 address=10.77.0.1\n")
+    with Network(2, "1gbit") as network:
+        cases = [f"node{n}) run=({shlex.join(network.command(n, []))});;" for n in range(2)]
+        program(
+            tmp_path / "bin",
+            "ssh",
+            "while [[ $1 == -* ]]; do shift 2; done\n"
+            f"case $1 in {' '.join(cases)} esac\n"
+            f'mount=true; [ -n "$OWN_DISKS" ] && mount="mount --bind {tmp_path}/disk${{1#node}} {runs}"\n'
+            'exec "${run[@]}" unshare -m sh -c "$mount && $2"\n',
+        )
+        variables = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        variables |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+        def launch(*options: str, **more: str) -> str:
+            arguments = [*small_arguments(runs / "one", "--plan=none", *options), "--hosts", str(hosts), "--launch=ssh"]
+            done = subprocess.run(
+                [sys.executable, "-m", "hybridpar", *arguments],
+                cwd=ROOT,
+                env={**variables, **more},
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        assert "checkpoint saved at step 6" in launch("--epochs=1")
+        assert check_run(runs / "one", steps=6)["workers"] == 2
+        shutil.copytree(runs / "one", tmp_path / "disk0" / "one")
+        said = launch("--epochs=2", "--resume", OWN_DISKS="1")
+        assert "step-6 was fetched from the host of worker 0 by 1 other" in said
+        assert check_run(tmp_path / "disk0" / "one", steps=12)["resumed_from"] == 6
+        assert sorted(one.name for one in (tmp_path / "disk1" / "one" / "checkpoints").iterdir()) == ["step-6"]
+        parts = tmp_path / "disk0" / "one" / "checkpoints" / "step-12"
+        assert {"rank-0.pt", "rank-1.pt"} <= {one.name for one in parts.iterdir()}
+        deadline = time.monotonic() + 30
+        while any(
+            subprocess.run(["ip", "netns", "pids", network.command(n, [])[3]], capture_output=True).stdout
+            for n in range(2)
+        ):
+            assert time.monotonic() < deadline, "a process was left on a machine"
+            time.sleep(0.1)

@@ -1,0 +1,203 @@
+"""`--shares`: decisions of `auto` on times that are made up, and runs with shares beside one worker alone."""
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.observe.metrics import read_metrics
+from hybridpar.plan import read_plan
+from hybridpar.run import shares as tuning
+from hybridpar.run.shares import ShareTuner
+from hybridpar.schedule.shares import WorkCost, best_division, longest_time
+from hybridpar.train.checkpoint import load_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import check_run, saved_state, train, train_rank
+
+BATCH = 96
+
+
+class Made(World):
+    """Workers whose times are made up."""
+
+    def __init__(self, costs, noise=0.0):
+        super().__init__()
+        self.costs, self.noise, self.random = [WorkCost(*one) for one in costs], noise, random.Random(0)
+
+    def tuner(self, **options):
+        rules = {"idle": True, "in_pairs": False, "wait": lambda: None, **options}
+        self.tuned = ShareTuner(self, len(self.costs), BATCH, 1, **rules)
+        return self.tuned
+
+    def times(self):
+        pairs = zip(self.costs, self.tuned.counts, strict=True)
+        return [cost.time(count) * (1 + self.noise * (2 * self.random.random() - 1)) for cost, count in pairs]
+
+    def gather(self, item):
+        return [(time or 1e-6, 2 * self.noise * time) for time in self.times()]
+
+    def steps(self, count):
+        """The divisions after so many steps, where they changed."""
+        changes = []
+        for _ in range(count):
+            if self.tuned.note(10.0 + self.noise * self.random.random(), BATCH) is not None:
+                changes.append(list(self.tuned.counts))
+        return changes
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [(0, 2), (0, 1)],
+        [(0, 3), (0, 1)],
+        [(15, 2), (5, 1)],
+        [(10, 1), (2, 4), (30, 0.5)],
+    ],
+)
+def test_unequal_workers_come_to_the_best_division(costs):
+    world = Made(costs)
+    tuner = world.tuner()
+    assert tuner.counts == [BATCH // len(costs)] * len(costs)
+    changes = world.steps(400)
+    assert 1 <= len(changes) <= 4
+    assert sum(tuner.counts) == BATCH
+    best = longest_time(world.costs, best_division(world.costs, BATCH))
+    assert longest_time(world.costs, tuner.counts) <= 1.03 * best
+
+
+def test_a_worker_whose_fixed_time_is_long_gets_nothing_until_it_is_faster():
+    world = Made([(0, 1), (500, 5)])
+    world.tuner()
+    world.steps(400)
+    assert world.tuned.counts == [BATCH, 0]
+    world.costs[1] = WorkCost(0, 1)
+    world.steps(1500)
+    assert abs(world.tuned.counts[0] - BATCH // 2) <= 2
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
+def test_noise_does_not_move_the_shares_of_equal_workers(noise):
+    world = Made([(5, 1), (5, 1), (5, 1)], noise)
+    world.tuner()
+    assert len(world.steps(5000)) <= 4
+    assert max(world.tuned.counts) - min(world.tuned.counts) <= 8
+
+
+def test_shares_follow_a_machine_that_becomes_slower():
+    world = Made([(0, 1), (0, 1)], 0.02)
+    world.tuner()
+    assert not world.steps(300)
+    world.costs[0] = WorkCost(0, 2)
+    world.steps(600)
+    assert abs(world.tuned.counts[0] - BATCH // 3) <= 2
+
+
+def test_what_was_decided_is_restored_for_as_many_replicas_only():
+    world = Made([(0, 3), (0, 1)])
+    world.tuner()
+    world.steps(200)
+    state = world.tuned.state()
+    other = Made([(0, 3), (0, 1)])
+    other.tuner().restore(state)
+    assert other.tuned.counts == world.tuned.counts
+    assert not other.steps(100)
+    third = Made([(0, 1)] * 3)
+    third.tuner().restore(state)
+    assert third.tuned.counts == [32, 32, 32]
+
+
+def test_the_last_batch_of_an_epoch_is_not_measured():
+    world = Made([(0, 1), (0, 1)])
+    tuner = world.tuner()
+    for _ in range(1000):
+        assert tuner.note(1e6, BATCH - 1) is None
+    assert not tuner._times
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+#: The last batch has 4 samples. BatchNorm would normalise other parts of a batch in each layout.
+UNEVEN = {"synthetic_samples": 100, "batch_norm": "frozen"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("alone")
+    train(directory, **UNEVEN)
+    return saved_state(directory)
+
+
+def assert_close(directory, expected):
+    state = saved_state(directory)
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+# In the last batch the first worker gets no sample.
+@pytest.mark.parametrize(
+    "options", [{"shares": "1,6"}, {"shares": "0,1"}, {"shares": "1,6", "stages": 2, "replicas": 2}]
+)
+def test_a_run_with_shares_is_that_of_one_worker(alone, tmp_path, options):
+    run_ranks(train_rank, 2, tmp_path, "plain", None, {**UNEVEN, **options})
+    assert check_run(tmp_path)["shares"] == options["shares"]
+    assert_close(tmp_path, alone)
+
+
+def slow_rank(world, directory, model, fault, options):
+    """The first worker is three times as slow, as far as it knows, and decisions come early."""
+    note = ShareTuner.note
+
+    def told(tuner, busy_ms, samples):
+        return note(tuner, tuner.counts[world.rank] * (3.0 - 2 * world.rank), samples)
+
+    with (
+        mock.patch.multiple(tuning, LEFT_OUT=1, WATCHED=2),
+        mock.patch.object(ShareTuner, "note", told),
+    ):
+        return train_rank(world, directory, model, fault, options)
+
+
+def test_shares_change_within_an_epoch_and_resumption_goes_on_with_them(alone, tmp_path):
+    options = {**UNEVEN, "shares": "auto"}
+    run_ranks(slow_rank, 2, tmp_path, "plain", "TERM@0:5", options)
+    assert load_checkpoint(tmp_path).training["extra"]["shares"]["counts"] == [4, 12]
+    run_ranks(slow_rank, 2, tmp_path, "plain", None, {**options, "resume": True})
+    assert check_run(tmp_path)["shares"] == "auto:4,12"
+    assert_close(tmp_path, alone)
+    assert list(read_metrics(tmp_path).steps["samples"]) == 2 * [16, 16, 16, 16, 16, 16, 4]
+
+
+def test_another_number_of_workers_goes_on(alone, tmp_path):
+    options = {**UNEVEN, "shares": "auto"}
+    run_ranks(slow_rank, 2, tmp_path, "plain", "TERM@0:5", options)
+    train(tmp_path, resume=True, **options)
+    assert_close(tmp_path, alone)
+
+
+def test_the_shares_of_a_plan_are_followed(alone, tmp_path):
+    run_ranks(train_rank, 2, tmp_path / "equal", "plain", None, UNEVEN)
+    plan = read_plan(tmp_path / "equal" / "plan.json")
+    placed = plan.placement.model_copy(update={"shares": (0, 1)})
+    plan.model_copy(update={"placement": placed}).save(tmp_path / "plan.json")
+    options = {**UNEVEN, "plan": tmp_path / "plan.json"}
+    run_ranks(train_rank, 2, tmp_path / "followed", "plain", None, options)
+    assert check_run(tmp_path / "followed")["shares"] == "0,1"
+    assert read_plan(tmp_path / "followed" / "plan.json").placement.shares == (0, 1)
+    assert_close(tmp_path / "followed", alone)
+
+
+def refused(world, directory):
+    try:
+        train_rank(world, directory, "plain", None, {"shares": "1,2,3"})
+    except UsageError as error:
+        return error.what
+    return "passed"
+
+
+def test_a_list_of_another_length_is_one_error(tmp_path):
+    assert run_ranks(refused, 2, tmp_path) == ["--shares 1,2,3 has 3 numbers, for 2 replica(s)"] * 2
