@@ -53,7 +53,8 @@ def test_the_loss_is_that_of_the_whole_batch():
 
 def test_uneven_shares_and_micro_batches():
     options = {"double_buffer": "delay", "micro_batches": 2}
-    close(run(options, cut=[8, 4])[1]["weights"], delayed_oracle(STEPS))
+    for cut in ([8, 4], [0, 12]):
+        close(run(options, cut=cut)[1]["weights"], delayed_oracle(STEPS))
 
 
 def _freezing(world, frozen):
