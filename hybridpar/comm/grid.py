@@ -10,7 +10,7 @@ Whatever needs all workers to set up is set up here, in one order that is the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,7 +40,7 @@ class Grid:
     Making one is a collective over all workers of the job.
 
     Args:
-        world: All workers of the job. It stays its owner's, and open.
+        world: All workers of the job, or a party with one replica. It stays its owner's, and open.
         positions: P, the number of workers that share the stages of one replica.
         pairs: Which positions send to which: (from, to), each direction by itself. The same on all workers.
         lanes: Number of gradient sync lanes of each position.
@@ -180,7 +180,7 @@ class Grid:
         device = self.world.device
         first = MessagePart((1,))
         for source, target in channels:
-            group = open_group((source, target), self.world.timeout)
+            group = self._open_group((source, target))
             if group is None:
                 continue
             self._groups.append(group)
@@ -197,9 +197,15 @@ class Grid:
 
     def _own_group(self, parties: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of every party, and return this worker's."""
-        groups = [group for party in parties if (group := open_group(party, self.world.timeout)) is not None]
+        groups = [group for party in parties if (group := self._open_group(party)) is not None]
         self._groups += groups
         return groups[0]
+
+    def _open_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of some workers of the grid; where that is a part of the job, the others make none."""
+        world = self.world
+        part = world.size < world.job_size
+        return open_group([world.members[rank] for rank in ranks], world.timeout, members_only=part)
 
 
 def _check(world: World, positions: int, pairs: list[tuple[int, int]]) -> None:

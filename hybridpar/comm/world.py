@@ -164,7 +164,8 @@ class World:
     def split(self, parties: Sequence[Sequence[int]], lanes: int = 2, *, shared_memory: bool | None = None) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
-        The new world has its own sums and control group, and is closed apart from this one, which stays as it is.
+        The new world has its own sums and control group, and is closed apart from this one, which stays as it is. A
+        party can be divided further into single workers only, which need no groups.
 
         Args:
             parties: The ranks of every party, the same on all workers. In a party workers keep their order.
@@ -172,10 +173,14 @@ class World:
             shared_memory: Whether CPU workers of a party may share memory; default: as here.
 
         Raises:
-            UsageError: A worker is in no party or in several, or this world is a party itself.
+            UsageError: A worker is in no party or in several, or this world is a party itself, to be divided into
+                others than single workers.
             SyncError: A peer died or did not answer within the time-out.
         """
         divided = [tuple(sorted(party)) for party in parties]
+        if self.size < self.job_size and divided == [(rank,) for rank in range(self.size)]:
+            place = {"members": (self.job_rank,), "job_size": self.job_size, "_roll_call": self._roll_call}
+            return World(0, 1, self.device, self.timeout, share_memory=self.share_memory, **place)  # type: ignore[arg-type]
         if sorted(rank for party in divided for rank in party) != list(range(self.job_size)):
             raise UsageError(
                 f"{self.job_size} workers cannot be divided into {[list(party) for party in divided]}",

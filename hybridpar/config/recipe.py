@@ -31,8 +31,8 @@ class RecipeConfig:
     """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), by half a batch
     (`half`), or by a step if predicted faster (`auto`). Default: off; auto with --recipe onebit-sgd."""
     warm_start_steps: int | None = None
-    """First steps in full precision with a recipe, and with all gradients exchanged with --sync local:H. Default: 8 %
-    (onebit-sgd) or 20 % (onebit-adam) of the run; 0 with local:H."""
+    """First steps in full precision with a recipe, and with all gradients exchanged with --sync outer:H. Default: 8 %
+    (onebit-sgd) or 20 % (onebit-adam) of the run; 0 with outer:H and local:H."""
 
 
 def warm_steps(config: RecipeConfig, total: int | None) -> int:

@@ -7,17 +7,19 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 
-#: Values of `--sync`; `local` and `softsync` take a number.
-ALL_REDUCE, LOCAL, SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "allreduce", "local", "ps", "ps-async", "softsync"
+#: Values of `--sync`; `local`, `outer` and `softsync` take a number.
+ALL_REDUCE, LOCAL, OUTER = "allreduce", "local", "outer"
+SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "ps", "ps-async", "softsync"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How replicas are kept in step: by all-reduce, by averaging now and then, or by parameter servers."""
+    """How replicas are kept in step: by all-reduce, by an outer loop, or by parameter servers."""
 
     sync: str = ALL_REDUCE
-    """`allreduce`: sum the gradients of every step; `local:H`: average parameters every H steps; parameter servers:
-    `ps` waits for all workers, `ps-async` for none, `softsync:N` for W/N of W workers."""
+    """`allreduce`: sum the gradients of every step; `outer:H`: train alone for H steps, then exchange the progress, as
+    --outer-optimizer and --compress say; `local:H`: likewise, the plain mean; parameter servers: `ps` waits for all
+    workers, `ps-async` for none, `softsync:N` for W/N of W workers."""
     servers: int | None = None
     """Parameter server processes beside the workers; default: 1. With 0 every worker hosts one shard."""
     staleness: Literal["none", "inverse", "mean"] | None = None
@@ -31,26 +33,28 @@ class ServerConfig:
     @property
     def uses_servers(self) -> bool:
         """Whether gradients go to parameter servers, in processes of their own or in the workers."""
-        return self.sync != ALL_REDUCE and self.local_steps is None
+        return self.sync != ALL_REDUCE and self.outer_steps is None
 
     @property
-    def local_steps(self) -> int | None:
-        """Steps between averages of `local:H`; None otherwise.
+    def outer_steps(self) -> int | None:
+        """H, the steps between two exchanges of `outer:H` or `local:H`; None otherwise.
 
         Raises:
             UsageError: H is not a number of steps.
         """
         kind, _, steps = self.sync.partition(":")
-        if kind != LOCAL:
+        if kind not in (LOCAL, OUTER):
             return None
-        if not steps.isdigit() or int(steps) < 1:
-            raise UsageError(f"--sync {self.sync}", "It must be local:H with a number of steps H.", "Use local:8.")
+        if not (steps.isascii() and steps.isdigit()) or int(steps) < 1:
+            raise UsageError(
+                f"--sync {self.sync}", f"It must be {kind}:H with a number of steps H, at least 1.", f"Use {kind}:8."
+            )
         return int(steps)
 
     @property
     def waits_for_all(self) -> bool:
         """Whether every update takes a gradient of each worker."""
-        return self.sync in (ALL_REDUCE, SERVER_SYNC) or self.local_steps is not None
+        return self.sync in (ALL_REDUCE, SERVER_SYNC) or self.outer_steps is not None
 
     @property
     def server_processes(self) -> int:
@@ -88,11 +92,11 @@ class ServerConfig:
         """
         name, colon, number = self.sync.partition(":")
         softsync = name == SOFT_SYNC and bool(colon) and number.isdigit()
-        if not softsync and self.local_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
+        if not softsync and self.outer_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
             raise UsageError(
                 f"--sync is {self.sync!r}",
-                f"It must be {ALL_REDUCE}, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N, where H and N "
-                "are whole numbers.",
+                f"It must be {ALL_REDUCE}, {OUTER}:H, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N; "
+                "H and N are whole numbers.",
             )
         for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
             if value is not None and self.waits_for_all:

@@ -15,8 +15,9 @@ import tyro
 
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Rule, augment_rules, data_rules, model_rules
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
+from hybridpar.config.outer import OuterConfig
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
-from hybridpar.config.server import ServerConfig
+from hybridpar.config.server import LOCAL
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
 
@@ -230,7 +231,7 @@ class TrainConfig(
     PlanningConfig,
     KernelConfig,
     RecipeConfig,
-    ServerConfig,
+    OuterConfig,
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
@@ -405,7 +406,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "Model and data": (ModelConfig, DataConfig, AugmentConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
+    "Gradient exchange": (SyncConfig, OuterConfig, RecipeConfig),
     "Kernels and precision": (KernelConfig,),
     "Planning": (PlanningConfig,),
     "Run directory and checkpoints": (RunConfig,),
@@ -436,10 +437,11 @@ def check_recipe(config: TrainConfig) -> None:
         _check_knobs(config, f"--recipe {config.recipe}")
     if config.double_buffer in LATE:
         _check_late(config, f"--double-buffer {config.double_buffer}")
-    if config.local_steps is not None:
-        _check_local(config, f"--sync {config.sync}")
+    config.check_outer()
+    if config.outer_steps is not None:
+        _check_outer(config, f"--sync {config.sync}")
     elif config.warm_start_steps and config.recipe == "none":
-        why = "Only recipes, and --sync local:H, begin in another way than they go on."
+        why = "Only recipes, and --sync outer:H and local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
     if config.model_ema:
         _check_average(config)
@@ -452,7 +454,6 @@ def check_recipe(config: TrainConfig) -> None:
 def _check_loss_scale(config: TrainConfig) -> None:
     for option, given, why in (
         ("--no-guard", not config.guard, "A step whose gradients overflow is rolled back, and the loss scale falls."),
-        (f"--sync {config.sync}", config.local_steps is not None, "The scale follows steps that workers agree on."),
         (
             "--double-buffer",
             config.double_buffer not in (None, "off"),
@@ -475,13 +476,13 @@ def _check_knobs(config: TrainConfig, recipe: str) -> None:
         raise refuse(recipe, f"--optimizer {config.optimizer}", "The recipe is one of SGD.")
     if config.recipe == "onebit-adam" and config.momentum != TrainConfig.momentum:
         raise refuse(recipe, f"--momentum {config.momentum:g}", "Adam's moments have factors of their own.")
-    if config.local_steps is not None:
+    if config.outer_steps is not None:
         raise refuse(recipe, f"--sync {config.sync}", "The recipe exchanges gradients in every step.")
 
 
 def _check_late(config: TrainConfig, late: str) -> None:
     for option, given, why in (
-        (f"--sync {config.sync}", config.local_steps is not None, "Only gradients of every step are applied late."),
+        (f"--sync {config.sync}", config.outer_steps is not None, "Only gradients of every step are applied late."),
         ("--cuda-graph", config.cuda_graph, "A captured step ends with its own gradients."),
     ):
         if given:
@@ -491,25 +492,29 @@ def _check_late(config: TrainConfig, late: str) -> None:
         raise refuse(late, other, "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients.")
 
 
-def _check_local(config: TrainConfig, local: str) -> None:
+def _check_outer(config: TrainConfig, outer: str) -> None:
+    plain = config.sync.startswith(LOCAL)
     for option, given, why in (
         (
             f"--compress {config.compress}",
-            config.may_compress(config.compress),
-            "Parameters are averaged in full precision.",
+            plain and config.may_compress(config.compress),
+            "Parameters are averaged in full precision; outer:H sends them by a codec.",
         ),
-        (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
-        ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
+        ("--compress auto", config.chooses, "It measures the exchange of gradients in every step."),
+        ("--cuda-graph", config.cuda_graph, "Some steps end with an exchange, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
-        (f"--shares {config.shares}", config.shares.strip() != "equal", "All workers' parameters count alike."),
+        (
+            f"--shares {config.shares}",
+            config.shares.strip() != "equal",
+            "Shares are of steps that all workers make together.",
+        ),
     ):
         if given:
-            raise refuse(local, option, why)
+            raise refuse(outer, option, why)
 
 
 def _check_average(config: TrainConfig) -> None:
     for option, given, why in (
-        (f"--sync {config.sync}", config.local_steps is not None, "Between two means, each worker has other weights."),
         ("--double-buffer half", config.double_buffer == "half", "Each half of a batch would count as a step."),
         ("--cuda-graph", config.cuda_graph, "The decay of the average is not the same in every step."),
         (
@@ -525,7 +530,7 @@ def _check_average(config: TrainConfig) -> None:
 def _check_select(config: TrainConfig, select: str) -> None:
     for option, given, why in (
         (f"--steps {config.steps}", config.steps is not None, "How many steps there are depends on what is selected."),
-        (f"--sync {config.sync}", config.local_steps is not None, "Trials end with the same weights on all workers."),
+        (f"--sync {config.sync}", config.outer_steps is not None, "Trials end with the same weights on all workers."),
         ("--cuda-graph", config.cuda_graph, "A captured step has one size."),
         (
             f"--optimizer {config.optimizer}",

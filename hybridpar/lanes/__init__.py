@@ -99,6 +99,13 @@ class Lanes(Family):
         self._lanes[name] = lane
         return lane
 
+    def free_names(self) -> None:
+        """Let names be taken again; lanes that have them stay open."""
+        self._lanes = {
+            name if lane is self.caller else f"{name} #{number}": lane
+            for number, (name, lane) in enumerate(self._lanes.items())
+        }
+
     def others(self) -> list[Lane]:
         """All lanes but `caller`, in the order in which they were opened."""
         return [lane for lane in self._lanes.values() if lane is not self.caller]

@@ -76,7 +76,10 @@ def summarize(
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
     averaged = [epoch.ema_test_accuracy for epoch in table.epochs if epoch.ema_test_accuracy is not None]
-    sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
+    known = steps["bytes_sent"][steady]
+    known = known[np.isfinite(known)]
+    sent = float(np.mean(known)) if len(known) else None  # most steps may send nothing
+    pulled = _median(steps["bytes_pulled"][steady])
     step_ms = _median(steps["step_ms"][steady])
     return {
         **dict.fromkeys(summary_schema()["required"]),  # what metrics.jsonl does not hold; the run adds it

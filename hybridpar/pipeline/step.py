@@ -254,8 +254,10 @@ class StepOutcome(ABC):
     Attributes:
         exposed_sync_ms: Time in which the worker only waited for the sync of gradients.
         bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
+        is_agreed: Whether all workers know the same of it.
     """
 
+    is_agreed = True
     exposed_sync_ms: float
     bytes_sent: int
 

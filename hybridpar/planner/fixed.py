@@ -71,7 +71,7 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
     """
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
-        f"--sync {config.sync}": "sync" in named and config.local_steps is not None,
+        f"--sync {config.sync}": "sync" in named and config.outer_steps is not None,
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
     }
     return next((option for option, set_ in asked.items() if set_), "")

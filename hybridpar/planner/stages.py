@@ -108,7 +108,7 @@ def pipeline_options(
     )
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
-    count = torch.cuda.device_count() if device.type == "cuda" and world.size == 1 else 1
+    count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
         placement.lane_of,
         placement.worker_of,

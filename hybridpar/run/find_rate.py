@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -84,6 +85,7 @@ def find_rate(
 
 def _alone(config: TrainConfig, workers: int) -> TrainConfig:
     """The options of one worker that makes the steps of all of them."""
+    outer: dict[str, Any] = {one.name: one.default for one in fields(config) if one.name.startswith("outer_")}
     replicas = config.replicas or max(1, workers // config.stages)
     return replace(
         config,
@@ -96,6 +98,7 @@ def _alone(config: TrainConfig, workers: int) -> TrainConfig:
         recompute=(),
         plan="none",
         sync="allreduce",
+        **outer,
         compress="none",
         double_buffer="off" if config.recipe != "none" else None,
         select_batch=0,

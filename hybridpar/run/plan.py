@@ -39,20 +39,23 @@ class Forecast:
         simulation: The simulated step.
         link: The link between workers, as the first steps showed it; None where nothing travelled.
         source: Where the figures come from, in words.
+        is_all: Nothing is exchanged but in the step.
     """
 
     simulation: Simulation
     link: Link | None
     source: str
+    is_all: bool = True
 
     def section(self) -> Predicted:
         """The section of a plan."""
         simulation = self.simulation
+        sent = round(sum(simulation.bytes_sent) / len(simulation.bytes_sent)) if self.is_all else None
         return Predicted(
             step_ms=round(simulation.step_ms, 3),
             bubble=round(min(1.0, max(0.0, simulation.bubble)), 4),
             exposed_sync_ms=round(max(0.0, *simulation.exposed_sync_ms), 3),
-            bytes_sent_per_step=round(sum(simulation.bytes_sent) / len(simulation.bytes_sent)),
+            bytes_sent_per_step=sent,
             peak_saved_bytes=max(simulation.peak_saved_bytes),
         )
 
@@ -142,7 +145,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         forward_ms=forward,
         backward_ms=backward,
         steps=steps,
-        replicas=pipeline.replicas,
+        replicas=engine.plan.placement.replicas,
         sync_lanes=engine.plan.sync.lanes,
         commit=config.guard or config.clip_norm is not None,
         cores=cores if profile is not None else None,
@@ -152,7 +155,8 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     source = f"stages as profiled, all else as in {seen}" if profile else f"times of {seen}"
     if profile is not None and cores is not None and cores < 1:
         source += f"; {cores:.2g} of a lane's cores are there"
-    return Forecast(simulate(program, costs), costs.link if travels and steps else None, source)
+    link = costs.link if travels and steps else None
+    return Forecast(simulate(program, costs), link, source, is_all=config.outer_steps is None)
 
 
 def _profile(plan: Plan, pipeline: PipelineEngine) -> tuple[list[float], list[float]] | None:

@@ -394,8 +394,8 @@ class Run(RunLoop):
         if self.shares is None:
             return
         busy_ms = record.compute_ms + record.data_ms
-        if self.world.device.type == "cuda" and result.outcome.spans.spans:
-            busy_ms = result.outcome.spans.step_ms - result.outcome.spans.exposed_sync_ms
+        if self.world.device.type == "cuda" and (spans := result.outcome.spans).spans:
+            busy_ms = spans.step_ms - spans.exposed_sync_ms
         with self.clock.away():
             if (news := self.shares.note(busy_ms, record.samples)) is not None:
                 self._divide_by(self.shares.shares)
@@ -455,7 +455,7 @@ class Run(RunLoop):
         recorded = spans
         sync = result.outcome.sync
         if result.staged and spans.spans:
-            times, recorded = self.clock.divide(spans, data_ms)
+            times, recorded = self.clock.divide(spans, data_ms, max(0.0, exposed - spans.exposed_sync_ms))
             spans = recorded
         else:
             spans = StepSpans(0.0, ())
@@ -511,6 +511,8 @@ class Run(RunLoop):
         summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:
+            summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
         shares = self.batches.shares if self.shares is None else self.shares.counts
         if shares is not None:
             summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)

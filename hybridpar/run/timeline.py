@@ -151,7 +151,7 @@ class StageWatch:
         recording = gather_spans(self._world, shown or self._recorded)
         if not self._world.is_main:
             return
-        replicas = self._engine.pipeline.replicas if self._engine is not None else 1
+        replicas = self._engine.plan.placement.replicas if self._engine is not None else 1
         spans = self.forecast.simulation.timeline if self.forecast is not None else ()
         timeline = Timeline(add_prediction(recording.steps, spans, replicas), replicas, self._facts(recording.clocks))
         try:

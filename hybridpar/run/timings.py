@@ -60,12 +60,13 @@ class StepClock:
         finally:
             self._away.append((start, self._clock()))
 
-    def divide(self, spans: StepSpans, host_data_ms: float) -> tuple[StepTimes, StepSpans]:
+    def divide(self, spans: StepSpans, host_data_ms: float, exchange_ms: float = 0.0) -> tuple[StepTimes, StepSpans]:
         """The times of the next step.
 
         Args:
             spans: What this worker did in it.
             host_data_ms: For the first step, which no other precedes: how long the host waited for its data.
+            exchange_ms: For how long the host waited for an exchange after what ran in it.
 
         Returns:
             The times, and the step without what its receives waited while the step before still ran.
@@ -81,10 +82,11 @@ class StepClock:
         self._away = [(left, back) for left, back in self._away if back > self._end]
         busy = 1e3 * (self._end - begun)
         exposed = min(spans.exposed_sync_ms, busy)
-        return StepTimes(busy - exposed, exposed, 1e3 * data), spans
+        self._end += exchange_ms / 1e3
+        return StepTimes(busy - exposed, exposed + exchange_ms, 1e3 * data), spans
 
 
-#: Figures that are told as medians over the steps.
+#: Figures that are told as medians over the steps, but bytes that were sent: most steps may send nothing.
 MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
 
 #: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
@@ -153,6 +155,16 @@ class Timings:
             self.sync_ms.append(spans.sync_ms)
             self.computed.append(spans.computed)
 
+    def steps_per_second(self, warmup: int = 3) -> float | None:
+        """Steps over the time that they took; of steps that are not alike, as a median would not tell it.
+
+        Args:
+            warmup: Number of first steps that are left out, where there are others.
+        """
+        times = self.times[warmup:] or self.times
+        total = sum(one.step_ms for one in times)
+        return 1e3 * len(times) / total if total > 0 else None
+
     def share(self, ahead: float = 0.0, warmup: int = 3) -> Share:
         """What this worker tells the others; without the first steps where there are others.
 
@@ -161,7 +173,9 @@ class Timings:
             warmup: Number of first steps.
         """
         medians = {
-            key: statistics.median(values[warmup:] or values) for key in MEDIANS if (values := getattr(self, key))
+            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(values[warmup:] or values)
+            for key in MEDIANS
+            if (values := getattr(self, key))
         }
         times = self.times[warmup:] or self.times
         sync = self.sync_ms[warmup:] or self.sync_ms

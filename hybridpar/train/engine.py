@@ -126,7 +126,7 @@ class Engine:
     def _open_pipeline(self, world: World) -> PipelineEngine:
         config, plan, example = self._config, self.plan, self._example
         stages: Sequence[StageModule]
-        sync = sync_options(config, plan.sync, self.model)
+        sync = self._sync_options()
         micro_batches = plan.pipeline.micro_batches
         if plan.placement.replicas == 1:
             micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
@@ -158,6 +158,9 @@ class Engine:
             time_backward=None if example is None or plan.is_staged else time_backward,
             after_step=self._after_step_of if config.model_ema or config.amp == "fp16" else None,
         )
+
+    def _sync_options(self) -> SyncOptions:
+        return sync_options(self._config, self.plan.sync, self.model)
 
     def _make_graph(self) -> StepGraph[StepState]:
         from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
@@ -478,6 +481,17 @@ class Engine:
             names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
             state = {name: values for name, values in saved["state"].items() if name in names}
             load_optimizer_state(optimizer, self.model, {**saved, "state": state})
+
+    def common_state(self) -> dict[str, Any] | None:
+        """What a run on any layout needs beyond model and optimizers, on rank 0; None where there is nothing."""
+        return None
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `common_state` returned, after `go_on_from` and before `load_state_dict`.
+
+        Args:
+            state: What `common_state` returned; it is left where another kind of engine wrote it.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs beyond model and optimizers; a collective."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import random_state, restore_random_state
 from hybridpar.train.engine import Engine
-from hybridpar.train.periodic import copy_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Snapshot:
         random: Every random number generator.
         average: The moving average of the weights; None without one.
         loss_scale: State of the loss scale; None without one.
+        common: What an outer loop has on all workers alike, on rank 0 of all of them; None without one.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Snapshot:
     random: dict[str, Any]
     average: dict[str, Tensor] | None
     loss_scale: dict[str, float] | None
+    common: dict[str, Any] | None
 
     @classmethod
     def take(cls, model: nn.Module, engine: Engine, step: int, device: torch.device) -> Snapshot:
@@ -59,6 +61,7 @@ class Snapshot:
             random_state(device),
             engine.average_state(),
             engine.loss_scale_state(),
+            engine.common_state(),
         )
 
     def restore(self, model: nn.Module, engine: Engine, device: torch.device) -> None:
@@ -73,6 +76,7 @@ class Snapshot:
         model.load_state_dict(self.model)
         engine.load_optimizer_state(copy.deepcopy(self.optimizer))
         engine.go_on_from(self.step)
+        engine.load_common_state(self.common or {})
         engine.load_state_dict(copy.deepcopy(self.sync))
         if self.average is not None:
             engine.load_average_state(self.average)

@@ -87,7 +87,7 @@ class BadSteps:
         """
         before, self._pending = self._pending, result
         seen = before if self._late else result
-        if seen is None:
+        if seen is None or not seen.outcome.is_agreed:  # the others go on
             return
         if not seen.skipped and math.isfinite(seen.loss):
             self._count = 0

@@ -29,6 +29,7 @@ from hybridpar.optim.build import expand, make_optimizer, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
+from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
@@ -223,17 +224,9 @@ class Trainer:
             kind = DoubleBufferEngine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
-            if options.local_steps is not None:
-                from hybridpar.train.local_sgd import LocalSgdEngine
-
-                return LocalSgdEngine(self.model, plan, *with_what)
+            if options.outer_steps is not None:
+                return self._open_outer_engine(plan, None, with_what)
             return kind(self.model, plan, None, *with_what, timed)
-        if asked.local_steps is not None:
-            raise UsageError(
-                "a pipeline whose workers train on their own",
-                "Replicas of a stage are equal in every step.",
-                "Leave out sync, or the plan.",
-            )
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
@@ -243,7 +236,19 @@ class Trainer:
         placed = self._place(example)
         with autocast(asked.amp, device):
             plan, stages = cut_model(self.model, placed, plan, asked, self.world)
+        if options.outer_steps is not None:
+            return self._open_outer_engine(plan, stages, with_what, placed)
         return kind(self.model, plan, stages, *with_what, placed)
+
+    def _open_outer_engine(
+        self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
+    ) -> Engine:
+        from hybridpar.train.outer import OuterEngine
+
+        total = self.total_steps
+        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
+        more: dict[str, Any] = {"example": example, "total_steps": total, "warmup_steps": warmup}
+        return OuterEngine(self.model, plan, stages, *with_what, **more)
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -453,6 +458,8 @@ class Trainer:
             training["plateau"] = self._plateau.state_dict()
         if (scale := self.engine.loss_scale_state()) is not None:
             training["loss_scale"] = scale
+        if (common := self.engine.common_state()) is not None:
+            training["outer"] = common
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
@@ -488,6 +495,7 @@ class Trainer:
             if "loss_scale" in data.training:
                 self.engine.load_loss_scale_state(data.training["loss_scale"])
             self.engine.go_on_from(data.step)
+            self.engine.load_common_state(data.training.get("outer", {}))
             self.steps_done = data.step
             self._bad_steps.forget()
             if data.local is not None and data.workers == self.world.size:

@@ -165,7 +165,6 @@ def test_a_loss_that_no_scale_can_help_ends_the_training_with_the_name_of_a_para
     ("options", "named"),
     [
         ({"guard": False}, "--no-guard"),
-        ({"sync": "local:4"}, "--sync local:4"),
         ({"double_buffer": "delay"}, "--double-buffer"),
         ({"kernels": "auto"}, "--kernels"),
     ],

@@ -36,6 +36,14 @@ def test_the_gap_between_steps_is_waiting_for_data():
     assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
 
 
+def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
+    clock = StepClock()
+    first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
+    assert (first.compute_ms, first.exposed_sync_ms, first.step_ms) == pytest.approx((500.0, 100.0, 600.0))
+    second, _ = clock.divide(busy(1.7, 2.0), 0.0)
+    assert (second.data_ms, second.step_ms) == pytest.approx((100.0, 400.0))
+
+
 def test_what_sums_outlast_is_exposed_and_no_computation():
     clock = StepClock()
     spans = step(0.0, ("compute", "0B0", 0, 100), ("sync", "0SYNC0", 60, 130), ("compute", "0STEP", 130, 140))
@@ -204,3 +212,12 @@ def test_the_first_steps_count_only_where_there_are_no_others():
     few = Timings()
     few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
     assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)
+
+
+def test_a_step_that_takes_long_counts_in_the_rate_and_in_what_was_sent():
+    timings = Timings()
+    assert timings.steps_per_second() is None
+    for number in range(11):
+        timings.add(StepTimes(10.0, 200.0 if number == 10 else 0.0, 0.0), 800 if number == 10 else 0)
+    assert timings.steps_per_second() == pytest.approx(8 / 0.28)
+    assert timings.share().medians["bytes_sent"] == 100

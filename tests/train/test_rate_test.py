@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ def test_rates_grow_evenly_and_the_loss_ends_the_test() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"optimizer": "adamw", "model_ema": True, "mixup": 0.2, "lr_schedule": "cosine"}]
+    "options",
+    [
+        {},
+        {"optimizer": "adamw", "model_ema": True, "mixup": 0.2, "lr_schedule": "cosine"},
+        {"sync": "outer:5", "outer_optimizer": "nesterov"},
+    ],
 )
 def test_everything_is_as_before(options: dict[str, Any]) -> None:
     states = []
@@ -136,6 +142,7 @@ def test_one_worker_makes_the_steps_of_a_run_of_several() -> None:
     """The first loss is that of the run: the same samples, in micro-batches in the place of workers."""
     lines: list[str] = []
     config = TrainConfig(**{**SMALL, "tune_process": False, "stages": 2, "model_ema": True, "compress": "onebit"})
+    config = replace(config, sync="outer:4", outer_optimizer="slowmo")
     with restored_modes():
         found = find_rate(config, "tests.small_nets:plain", workers=4, tell=lines.append, **QUICK)
     assert "batch    16 samples per step, as 2 micro-batches" in lines

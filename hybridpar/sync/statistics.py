@@ -1,0 +1,130 @@
+"""Means over workers that trained on their own: of a whole model, and of its buffers.
+
+Two BatchNorm layers with means m_k and variances v_k saw, together, data with
+
+    mean = sum w_k m_k        variance = sum w_k (v_k + m_k^2) - mean^2
+
+(w_k: the worker's share of the samples), which is not the mean of the variances: the means may lie apart. Counters of
+batches become the largest one; other floating-point buffers become their weighted mean. Other integers stay, and so do
+buffers that are not finite when training begins, such as masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+
+_MEAN, _VARIANCE, _COUNTER = "running_mean", "running_var", "num_batches_tracked"
+
+
+class Statistics:
+    """Buffers whose mean over the workers is taken by adding a message of each.
+
+    Args:
+        buffers: By name.
+        rank: This worker.
+        workers: How many there are.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor], rank: int, workers: int) -> None:
+        self._rank, self._workers = rank, workers
+        floats = {name: one for name, one in buffers.items() if one.is_floating_point() and one.numel()}
+        self._pairs = [
+            (one, floats[paired])
+            for name, one in floats.items()
+            if name.endswith(_MEAN) and (paired := name.removesuffix(_MEAN) + _VARIANCE) in floats
+        ]
+        taken = {id(one) for pair in self._pairs for one in pair}
+        self._others = [one for one in floats.values() if id(one) not in taken and bool(torch.isfinite(one).all())]
+        self._counters = [one for name, one in buffers.items() if name.endswith(_COUNTER)]
+
+    @torch.no_grad()
+    def message(self, weight: float) -> Tensor:
+        """What this worker adds: weighted moments and values, then its counters in a place of their own.
+
+        Args:
+            weight: Of this worker, in any unit; 0 adds nothing.
+
+        Returns:
+            1-D float64.
+        """
+        parts = [mean.double().flatten() for mean, _ in self._pairs]
+        parts += [(variance.double() + mean.double().square()).flatten() for mean, variance in self._pairs]
+        parts += [one.double().flatten() for one in self._others]
+        device = next((one.device for one in parts), torch.device("cpu"))
+        values = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        values = values * weight if weight else torch.zeros_like(values)
+        counts = torch.zeros(self._workers, len(self._counters), dtype=torch.float64, device=device)
+        if self._counters:
+            counts[self._rank] = torch.stack([one.detach().reshape(()) for one in self._counters]).to(counts)
+        return torch.cat((values, counts.flatten()))
+
+    @torch.no_grad()
+    def load(self, total: Tensor, weight: float) -> None:
+        """Take over the means.
+
+        Args:
+            total: The sum of all workers' messages.
+            weight: The sum of their weights, greater than 0.
+        """
+        means = [mean for mean, _ in self._pairs]
+        variances = [variance for _, variance in self._pairs]
+        sizes = [one.numel() for one in (*means, *variances, *self._others)]
+        split = torch.split(total[: sum(sizes)] / weight, sizes)
+        count = len(means)
+        for mean, variance, first, second in zip(
+            means, variances, split[:count], split[count : 2 * count], strict=True
+        ):
+            mean.copy_(first.view(mean.shape))
+            variance.copy_((second - first.square()).clamp_(min=0).view(variance.shape))
+        for other, value in zip(self._others, split[2 * count :], strict=True):
+            other.copy_(value.view(other.shape))
+        if self._counters:
+            largest = total[sum(sizes) :].view(self._workers, -1).amax(0)
+            for counter, value in zip(self._counters, largest, strict=True):
+                counter.copy_(value)
+
+
+@torch.no_grad()
+def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """The mean of the workers' models, in new memory; a collective. Every worker counts alike.
+
+    Args:
+        model: The model, which stays as it is.
+        world: The workers.
+
+    Returns:
+        Its state dict.
+
+    Raises:
+        SyncError: A worker died or did not answer in time.
+    """
+    state = copy_of(model.state_dict())
+    if world.control_sum is None:
+        return state
+    buffers = {name for name, _ in model.named_buffers()}
+    with world.named_errors("averaging the model"):
+        for name, tensor in state.items():
+            if tensor.is_floating_point() and tensor.numel() and name not in buffers:
+                flat = tensor.flatten().div_(world.size)
+                world.control_sum.all_reduce(flat)
+                tensor.copy_(flat.view(tensor.shape))
+        statistics = Statistics({name: state[name] for name in state if name in buffers}, world.rank, world.size)
+        message = statistics.message(1.0)
+        if message.numel():
+            world.control_sum.all_reduce(message)
+            statistics.load(message, world.size)
+    return state
+
+
+def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict in memory of its own; tensors that share memory share it no longer.
+
+    Args:
+        state: A state dict.
+    """
+    return {name: tensor.detach().clone() for name, tensor in state.items()}

@@ -1,0 +1,533 @@
+"""Training in an outer loop: workers train on their own for many steps, and exchange what they learned.
+
+`hybridpar.sync.outer` has the exchange and the outer step, `hybridpar.sync.rounds` says when. With
+`warm_start_steps` the first steps exchange all gradients (post-local SGD, Lin et al., ICLR 2020); then workers part.
+
+A **party** trains on its own: a worker, a replica of a pipeline, or, where there are several nodes of several workers,
+all workers of a node, which add their gradients in every step. Between two exchanges parties agree on nothing: loss and
+gradient norm of a step are the party's own, a step whose gradients are not finite is skipped by it alone, and requests
+to stop or save wait for the next exchange. At an exchange the loss is that of all workers, as in any other run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridpar.comm.node_worlds import NodeWorlds
+from hybridpar.comm.replicate import replicate
+from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.optim.build import load_optimizer_state, optimizer_state
+from hybridpar.partition.stage import Stage
+from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
+from hybridpar.pipeline.step import StepInput, StepOutcome, StepSpans
+from hybridpar.plan import ResolvedPlan
+from hybridpar.sync.compression import Compression
+from hybridpar.sync.compression_table import WireFormat, layer_bytes
+from hybridpar.sync.figures import SyncFigures, add_up
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.outer import (
+    COUNTED,
+    COUNTS,
+    LOSS,
+    SAMPLES,
+    SAVE,
+    SQUARES,
+    STOP,
+    Arrival,
+    OuterLoop,
+    OuterStep,
+    Report,
+)
+from hybridpar.sync.policy import agree_on_policy
+from hybridpar.sync.rounds import Round, Timetable
+from hybridpar.sync.statistics import average_model, copy_of
+from hybridpar.train.engine import Engine, Loss, OptimizerFactory
+
+_log = logging.getLogger(__name__)
+
+
+class OwnOutcome(StepOutcome):
+    """What a worker knows of a step that its party took alone.
+
+    Args:
+        own: The outcome of the step here; on a GPU it may still run.
+        samples: Of all workers.
+        full: Bytes that an all-reduce of the gradients would have sent.
+    """
+
+    is_agreed = False
+
+    def __init__(self, own: StepOutcome, samples: int, full: int) -> None:
+        self._own, self._samples, self._full = own, samples, full
+
+    @property
+    def exposed_sync_ms(self) -> float:  # type: ignore[override]
+        """Time in which the worker only waited for its party."""
+        return self._own.exposed_sync_ms
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes that this worker sent to its party."""
+        return self._own.bytes_sent
+
+    @property
+    def spans(self) -> StepSpans:
+        """When the step ran."""
+        return self._own.spans
+
+    @property
+    def sync(self) -> SyncFigures:
+        """What was sent of what an all-reduce would have."""
+        return replace(self._own.sync, bytes_before=self._full)
+
+    def _value(self, index: int) -> float:
+        if index == 1:
+            return self._samples
+        return 0.0 if index in (2, 3) else self._own._value(index)
+
+
+class MetOutcome(StepOutcome):
+    """What all workers know of a step that ended with an exchange.
+
+    Args:
+        own: The outcome of the step here.
+        arrival: Of the exchange.
+        exposed_sync_ms: Time for which training waited for it.
+        full: Bytes that an all-reduce of the gradients would have sent.
+    """
+
+    def __init__(self, own: StepOutcome, arrival: Arrival, exposed_sync_ms: float, full: int) -> None:
+        head = arrival.head
+        counted = head[COUNTED]
+        squares = head[SQUARES] / head[COUNTS] if head[COUNTS] else -1.0
+        loss = head[LOSS] / counted if counted else float("nan")
+        self._values = (loss, head[SAMPLES], head[STOP], head[SAVE], float(arrival.good), squares)
+        self._own, self._arrival, self._waited, self._full = own, arrival, exposed_sync_ms, full
+
+    @property
+    def exposed_sync_ms(self) -> float:  # type: ignore[override]
+        """Time in which the worker only waited for its party, or for the exchange."""
+        return self._own.exposed_sync_ms + self._waited
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes that this worker sent to its party, and to others."""
+        return self._own.bytes_sent + self._arrival.sent
+
+    @property
+    def spans(self) -> StepSpans:
+        """When the step ran; the exchange is not in it."""
+        return self._own.spans
+
+    @property
+    def sync(self) -> SyncFigures:
+        """What the exchange took."""
+        return replace(add_up([self._arrival.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
+
+    def _value(self, index: int) -> float:
+        return self._values[index]
+
+
+class OuterEngine(Engine):
+    """Trains each party on its own share, and exchanges the progress now and then.
+
+    Args:
+        model: The model, on its device.
+        plan: The plan of the run.
+        stages: The stages of the model, as the plan cuts it; None where it is not cut.
+        optimizer: Called with each stage that this worker trains, or with the model.
+        loss: Mean loss of outputs and targets.
+        config: Options; `outer_steps` says how often parties exchange, and the `outer_` options how.
+        world: The workers.
+        lanes: Lanes of this worker.
+        example: As of `Engine`.
+        total_steps: Steps of the run, of which the last ends with an exchange; None where that is not known.
+        warmup_steps: First steps, in which the learning rate rises.
+
+    Attributes:
+        outer: Exchanges parameters.
+
+    Raises:
+        UsageError: A codec has no meaning for outer gradients, there are fewer parameters than fragments, or the run
+            ends before an exchange.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ResolvedPlan,
+        stages: Sequence[Stage] | None,
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+        example: Tensor | None = None,
+        *,
+        total_steps: int | None = None,
+        warmup_steps: int = 0,
+    ) -> None:
+        every = config.outer_steps
+        assert every is not None
+        self._together = config.warm_start_steps or 0
+        self._job = world
+        self._steps = 0
+        self._flags = [False, False]
+        self._trained = 0  # samples since parties parted, in steps that counted
+        self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
+        self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
+        self._made: dict[tuple[str, int], Any] = {}
+        _check_length(config, every, total_steps)
+        self._timetable = Timetable(every, self._together, total_steps, config.outer_qsr, warmup_steps)
+        self._round: Round | None = None
+        self._worlds: list[World | NodeWorlds] = []
+        self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
+        try:
+            self._open(model, plan, stages, optimizer, loss, config, world, lanes, example)
+        except BaseException:
+            self._leave()
+            raise
+        #: Bytes that an all-reduce of the gradients would have sent.
+        self._full_bytes = all_reduce_bytes(self.outer.bytes, world.size)
+        if self._team.size == 1 and self.outer.step.is_mean:
+            who = "worker" if world.size == 1 else "replica"
+            _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
+
+    def _open(
+        self,
+        model: nn.Module,
+        plan: ResolvedPlan,
+        stages: Sequence[Stage] | None,
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+        example: Tensor | None,
+    ) -> None:
+        nodes = None
+        if stages is None:
+            if config.hierarchy:
+                nodes = NodeWorlds.open(world, [range(world.size)], 1)
+            parties = nodes.nodes.members if nodes is not None else [(rank,) for rank in range(world.size)]
+            columns = [range(world.size)]
+        else:  # rank = position * replicas + replica
+            replicas = plan.placement.replicas
+            columns = [range(first, first + replicas) for first in range(0, world.size, replicas)]
+            parties = list(zip(*columns, strict=True))
+        self._party = world.split(parties, len(world.lane_sums) or 1, shared_memory=True)
+        self._team = world if len(columns) == 1 else world.split(columns, 1)
+        self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
+        first = world if self._together else self._party
+        super().__init__(model, plan, stages, optimizer, loss, config, first, lanes, example)
+        names = dict(model.named_parameters())
+        policy = self._policy = agree_on_policy(plan.sync.codec, names, world)
+        modules = [stage.module for stage in self.pipeline.stages.values()]
+        parameters = {id(one) for module in modules for one in module.parameters()}
+        buffers = {id(one) for module in modules for one in module.buffers()}
+        total = self._timetable.total
+        steps = None if total is None else max(0, total - self._together) // self._timetable.every
+        step = OuterStep(config.outer_optimizer, *config.outer_rates(steps), mix=config.outer_share)
+        self.outer = OuterLoop(
+            {name: one for name, one in names.items() if id(one) in parameters},
+            {name: one for name, one in model.named_buffers() if id(one) in buffers},
+            *(self._team, lanes, step, config.outer_fragments),
+            policy=policy,
+            seed=config.seed,
+            nodes=nodes,
+            bucket_bytes=plan.sync.bucket_bytes,
+        )
+        agree = plan.pipeline.micro_batches, self._timetable, step, config.outer_delay, self.outer.fingerprint
+        replicate(model, self._team, agree=agree)
+        self._pipelines[bool(self._together)] = self.pipeline
+        if not self._together:
+            self.outer.begin()
+
+    @property
+    def parted(self) -> bool:
+        """Whether parties train on their own by now."""
+        return self._steps >= self._together
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, given: StepInput) -> StepOutcome:
+        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange.
+
+        Args:
+            given: The share, and what the step is to do with it.
+
+        Returns:
+            What this worker knows of the step; of one that ended with an exchange, what all workers agreed on.
+
+        Raises:
+            UsageError: Another worker refuses the step.
+            SyncError: A worker died or did not answer in time.
+        """
+        if not self.parted:
+            outcome = super().step(given)
+            self._go_to(self._steps + 1)
+            return outcome
+        if self._round is None or self._steps >= self._round.stop:
+            self._round = self._timetable.next_round(self._steps, given.rate_factor)
+        own = super().step(replace(given, global_samples=None))
+        self._steps += 1
+        self._unread.append((own, given.samples))
+        self._read(1)  # the step before is known by now
+        arrival, waited = self._exchange(own, given)
+        if arrival is None:
+            return OwnOutcome(own, given.global_samples or given.samples * self._team.size, self._full_bytes)
+        return MetOutcome(own, arrival, waited, self._full_bytes)
+
+    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[Arrival | None, float]:
+        """Send and take what is due after a step.
+
+        Returns:
+            The last exchange that ended, and the milliseconds for which training waited.
+        """
+        assert self._round is not None
+        arrival, waited = None, 0.0
+        for one in self._round.transfers(len(self._marks), self._config.outer_delay):
+            if self._steps not in (one.sent, one.arrives):
+                continue
+            self.pipeline.wait()  # parameters are looked at
+            started = time.perf_counter()
+            if one.sent == self._steps:
+                self._send(one.fragment, own, given, plain=self._round.is_last and one.arrives == self._round.stop)
+            if one.arrives == self._steps and self.outer.flight is not None:
+                arrived = self.outer.arrive()
+                # Several fragments arrive in the last step.
+                arrival = arrived if arrival is None else arrived._replace(sent=arrival.sent + arrived.sent)
+            waited += (time.perf_counter() - started) * 1e3
+        return arrival, waited
+
+    def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
+        self._read(0)
+        trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
+        report = Report(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
+        self._flags = [False, False]
+        self.outer.send(fragment, report, given.rate_factor, plain=plain)
+
+    def _read(self, left: int) -> None:
+        """Count the samples of steps that are over, but for the last ones, and note what was asked for in them."""
+        while len(self._unread) > left:
+            outcome, samples = self._unread.pop(0)
+            self._trained += samples if outcome.committed else 0
+            self._flags = [self._flags[0] or outcome.stop, self._flags[1] or outcome.save]
+
+    def refuse(self) -> None:
+        """Tell the others of the party that this worker cannot do the step."""
+        if self.pipeline.replicas > 1:
+            super().refuse()
+
+    # ----------------------------------------------------------- between steps
+
+    @property
+    def _differs(self) -> bool:
+        """Whether workers have, or may have, different weights."""
+        return self.parted and self._job.size > 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """The mean of the parties' models in evaluation mode; a collective. Each goes on with its own."""
+        own = copy_of(self.model.state_dict()) if self._differs else None
+        if own is not None:
+            self.model.load_state_dict(self.model_state())
+        try:
+            with super().evaluating() as forward:
+                yield forward
+        finally:
+            if own is not None:
+                self.model.load_state_dict(own)
+
+    def synchronize_buffers(self) -> None:
+        """Make the model whole; parties on their own keep their models, and `model_state` has the mean."""
+        self.pipeline.wait()
+        if not self.parted:
+            super().synchronize_buffers()
+
+    @property
+    def codecs(self) -> list[Compression]:
+        """What compresses outer gradients, of each fragment."""
+        return self.outer.compressions
+
+    def wire_format(self) -> WireFormat:
+        """What outer gradients are sent as; a collective."""
+        mine = {name: row for one in self.codecs for name, row in one.bytes_by_parameter().items()}
+        parts: list[Any] = self._job.gather(mine)
+        assert not isinstance(self._policy, str)
+        return WireFormat(
+            self._policy, layer_bytes(self.model, {k: v for part in parts for k, v in part.items()}), None
+        )
+
+    # ------------------------------------------------------------------- state
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The mean of the parties' models; a collective."""
+        if not self._differs:
+            return super().model_state()
+        self.pipeline.collect()
+        return average_model(self.model, self._team)
+
+    def average_state(self) -> dict[str, Tensor] | None:
+        """The mean of the parties' moving averages; a collective. Each keeps its own."""
+        if not self._config.model_ema or not self._differs:
+            return super().average_state()
+        with self.averaged():
+            return {name: tensor.cpu() for name, tensor in self.model_state().items()}
+
+    def common_state(self) -> dict[str, Any] | None:
+        """Round, weights of the last exchange and outer momentum, on rank 0; a collective. None before parties part."""
+        if not self.parted:
+            return None
+        mine = self.outer.common_state()
+        parts: list[dict[str, Any]] = self.pipeline.gather_on_main(mine) or [mine]
+        rounds = None if self._round is None else [self._round.start, self._round.stop, self._round.is_last]
+        named = {key: {k: v for part in parts for k, v in part[key].items()} for key in ("anchors", "momentum")}
+        return {"round": rounds, "rates": mine["rates"], **named}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `common_state` returned."""
+        if self.parted and "round" in state:
+            self._round = None if state["round"] is None else Round(*state["round"])
+            self.outer.load_common_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beyond model and optimizer; of a party on its own, all that it has."""
+        state = super().state_dict()
+        if not self.parted:
+            return state
+        self._read(0)
+        own: dict[str, Any] = {
+            "model": copy_of(self.model.state_dict()),
+            "optimizers": [optimizer_state(one, self.model) for one in self.optimizers],
+            "flags": list(self._flags),
+            "samples": [self._trained, *self._marks],
+            "averages": [copy_of(one.state_dict()) for one in self.averages],
+            "loss_scale": self.loss_scale_state(),
+            "outer": self.outer.state_dict(),
+        }
+        return {**state, "local": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; `go_on_from` and `load_common_state` are called before.
+
+        On another number of workers, each begins with the mean of the models as the weights of the last exchange;
+        outer momentum stays.
+        """
+        super().load_state_dict(state)
+        self._unread = []
+        self._flags, self._trained, self._marks = [False, False], 0, [0] * len(self._marks)
+        own = state.get("local", {}) if self.parted else {}
+        self.outer.load_state_dict(own.get("outer", {}))
+        if not own:
+            self.outer.reset_anchors()
+            return
+        self.model.load_state_dict(own["model"])
+        # Former versions had one optimizer.
+        for optimizer, saved in zip(self.optimizers, own.get("optimizers") or [own["optimizer"]], strict=False):
+            load_optimizer_state(optimizer, self.model, saved)
+        self._flags = list(own["flags"])
+        if len(samples := own.get("samples", ())) == 1 + len(self._marks):
+            self._trained, *self._marks = samples
+        for average, saved in zip(self.averages, own.get("averages", ()), strict=False):
+            average.load_state_dict(saved)
+        if own.get("loss_scale") is not None and self.loss_scales:
+            self.load_loss_scale_state(own["loss_scale"])
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step, which says whether parties are on their own and when they exchange."""
+        self._go_to(step)
+        self.outer.begin()
+        self._round = self._timetable.round_at(step) if self.parted else None
+        self.pipeline.set_steps(step)
+
+    def close(self) -> None:
+        """Remove all hooks and leave the parties. The model stays as trained."""
+        try:
+            super().close()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        for pipeline in self._pipelines.values():
+            if pipeline is not self.pipeline:
+                pipeline.close()
+        for world in self._worlds:
+            world.close()
+
+    # ----------------------------------------------------------------- parting
+
+    def _go_to(self, step: int) -> None:
+        """Set the number of the last step; parties part, or take steps together again where that one was earlier."""
+        before, self._steps = self.parted, step
+        if self.parted == before:
+            return
+        if self.parted:
+            self.pipeline.collect()
+        self.pipeline.detach()
+        together, self._world = not self.parted, self._party if self.parted else self._job
+        if together in self._pipelines:
+            self.pipeline = self._pipelines[together]
+            self.pipeline.attach()
+        else:
+            self._lanes.free_names()
+            self.pipeline = self._pipelines[together] = self._open_pipeline(self._world)
+        self.pipeline.set_steps(step)
+        if self.parted:
+            self.outer.begin()
+
+    def _sync_options(self) -> SyncOptions:
+        # The codec is for outer gradients.
+        return replace(super()._sync_options(), codec="none")
+
+    def _open_pipeline(self, world: World) -> PipelineEngine:
+        config = self._config
+        if self.plan.is_staged and world is self._party:  # its random operations know the place in the party only
+            self._config = replace(config, seed=config.seed + 1_000_003 * self._team.rank)
+        try:
+            pipeline = super()._open_pipeline(world)
+        finally:
+            self._config = config
+        for stage, scale in zip(pipeline.stages.values(), self.loss_scales, strict=False):
+            stage.run.loss_scale = scale.value
+        return pipeline
+
+    # One optimizer, moving average and loss scale, for steps together and alone.
+
+    def _step_of(self, module: nn.Module) -> OptimizerStep | None:
+        step: OptimizerStep | None = self._once("step", module, super()._step_of)
+        return step
+
+    def _after_step_of(self, module: nn.Module) -> AfterStep:
+        after: AfterStep = self._once("after step", module, super()._after_step_of)
+        return after
+
+    def _once(self, what: str, module: nn.Module, make: Callable[[nn.Module], Any]) -> Any:
+        key = what, id(module)
+        if key not in self._made:
+            self._made[key] = make(module)
+        return self._made[key]
+
+
+def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
+    """Refuse a loop that a run would never come to the end of."""
+    together = config.warm_start_steps or 0
+    if total is None or together + every <= total:
+        return
+    given = f"--sync {config.sync}" + (f" after --warm-start-steps {together}" if together else "")
+    raise UsageError(
+        f"{given} in a run of {total} step{'' if total == 1 else 's'}",
+        "The run would end before the first exchange is due.",
+        f"Use --sync {config.sync.partition(':')[0]}:{max(1, (total - together) // 4)}, or a longer run.",
+    )

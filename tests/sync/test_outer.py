@@ -1,0 +1,331 @@
+"""The outer loop against the equations of its papers, on numbers small enough to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.compress import read_policy
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Checker, Lanes
+from hybridpar.sync.outer import OuterLoop, OuterStep, Report, divide
+from hybridpar.sync.rounds import Timetable
+from tests.ranks import run_ranks
+
+ALONE = World()
+NESTEROV = OuterStep("nesterov", 0.7, 0.9)
+
+
+def parameters(*values: Sequence[float], dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+    return {f"p{index}": nn.Parameter(torch.tensor(one, dtype=dtype)) for index, one in enumerate(values)}
+
+
+def run_loop(
+    world: World,
+    own: dict[str, nn.Parameter],
+    inner: Callable[[dict[str, nn.Parameter]], None],
+    steps: int,
+    every: int,
+    outer: OuterStep,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+    checked: bool = False,
+    **more: Any,
+) -> list[list[float]]:
+    """Train, and return all values after every step."""
+    checker = Checker(world.rank, max_delay=0.001) if checked else None
+    history = []
+    with checker or nullcontext(), Lanes("cpu", check=checker) as lanes:
+        loop = OuterLoop(own, {}, world, lanes, outer, fragments, **more)
+        loop.begin()
+        timetable = Timetable(every)
+        current = timetable.next_round(0, 1.0)
+        for step in range(1, steps + 1):
+            if step > current.stop:
+                current = timetable.next_round(current.stop, 1.0)
+            with torch.no_grad():
+                inner(own)
+            for one in current.transfers(fragments, delay):
+                if one.sent == step:
+                    loop.send(one.fragment, Report(0.0, 1, -1.0, True, 1), 1.0)
+                if one.arrives == step:
+                    assert loop.arrive().good
+            history.append([float(value) for one in own.values() for value in one.detach().flatten()])
+    return history
+
+
+def exchange(world: World, own: dict[str, nn.Parameter], new: Sequence[Any], outer: OuterStep, policy: str) -> Any:
+    """One exchange after another, in which this worker's weights have moved by -D each time."""
+    found = []
+    with Lanes("cpu") as lanes:
+        loop = OuterLoop(own, {}, world, lanes, outer, policy=policy)
+        loop.begin()
+        for gradient in new:
+            with torch.no_grad():
+                own["p0"].sub_(torch.tensor(gradient).view_as(own["p0"]))
+            loop.send(0, Report(0.0, 1, -1.0, True, 1), 1.0)
+            assert loop.arrive().good
+            states = [one.state_dict()["parameters"]["p0"]["residuals"]["worker"].clone() for one in loop.compressions]
+            found.append((own["p0"].detach().clone().flatten(), *states))
+    return found
+
+
+# ----------------------------------------------------------------- outer steps
+
+
+def test_nesterov_is_torchs():
+    anchor, moment = torch.tensor([1.0, -2.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    theirs = nn.Parameter(anchor.clone())
+    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    expected = [[0.867, -2.266], [0.6773, -2.1134], [0.56957, -2.23506]]
+    for gradient, values in zip([[0.1, 0.2], [0.1, -0.2], [0.0, 0.1]], expected, strict=True):
+        theirs.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+        NESTEROV.take(anchor, moment, theirs.grad)
+        torch.testing.assert_close(anchor, torch.tensor(values, dtype=torch.float64))
+        torch.testing.assert_close(anchor, theirs.detach(), rtol=1e-14, atol=1e-15)
+    torch.testing.assert_close(moment, torch.tensor([0.171, 0.082], dtype=torch.float64))
+
+
+def test_a_constant_gradient_moves_seven_times_its_length():
+    anchor, moment = (torch.zeros(1, dtype=torch.float64) for _ in range(2))
+    for _ in range(200):
+        before = anchor.clone()
+        NESTEROV.take(anchor, moment, torch.ones(1, dtype=torch.float64))
+    assert float(before - anchor) == pytest.approx(7.0, abs=1e-6)
+
+
+def test_the_momentum_of_slowmo_follows_the_inner_rate():
+    slow = OuterStep("slowmo", 1.0, 0.5)
+    anchor, moment, u, th = torch.zeros(1), torch.zeros(1), 0.0, 0.0
+    before = 0.1
+    for rate, gradient in ((0.1, 0.3), (0.05, 0.2), (0.01, -0.1)):
+        slow.take(anchor, moment, torch.tensor([gradient]), rate / before)
+        u = 0.5 * u + gradient / rate
+        th, before = th - rate * u, rate
+        assert float(anchor) == pytest.approx(th, abs=1e-6)
+
+
+def _quadratics(world: World, every: int, outer: OuterStep, steps: int) -> list[float]:
+    target = 3.0 * world.rank
+
+    def inner(own: dict[str, nn.Parameter]) -> None:
+        own["p0"].sub_(0.1 * (own["p0"] - target))
+
+    history = run_loop(world, parameters([1.0]), inner, steps, every, outer, checked=True)
+    return [values[0] for values in history[every - 1 :: every]]
+
+
+@pytest.mark.parametrize(
+    ("every", "outer", "expected"),
+    [
+        (2, NESTEROV, [1.12635, 1.274636355, 1.420317563]),
+        (1, OuterStep(), [1.05, 1.095, 1.1355]),
+        (2, OuterStep("slowmo", 1.0, 0.5), [1.095, 1.21945, 1.3349795]),
+    ],
+)
+def test_two_quadratics(every, outer, expected):
+    for values in run_ranks(_quadratics, 2, every, outer, 3 * every):
+        assert values == pytest.approx(expected, abs=1e-9)
+
+
+# ------------------------------------------------------------------- streaming
+
+FIXTURES = {
+    (0, 0.0): [(-11, -5), (-17, -23), (-35, -29), (-41, -47)],
+    (0, 0.5): [(-8, -5), (-14, -17), (-24.5, -23), (-30.5, -32)],
+    (1, 0.0): [(-7, -5), (-13, -19), (-27, -25), (-33, -39)],
+    (1, 0.5): [(-6, -5), (-12, -15), (-21.5, -21), (-27.5, -29)],
+    (1, 1.0): [(1 - 2 * t, 1 - 2 * t) for t in (3, 6, 9, 12)],
+}
+
+
+def _stream(world: World, delay: int, mix: float) -> list[list[float]]:
+    def inner(own: dict[str, nn.Parameter]) -> None:
+        for one in own.values():
+            one.sub_(2.0)
+
+    outer = OuterStep("mean", 2.0, mix=mix)
+    return run_loop(world, parameters([1.0], [1.0]), inner, 12, 6, outer, fragments=2, delay=delay, checked=True)
+
+
+@pytest.mark.parametrize(("delay", "mix"), FIXTURES)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_streaming_is_torchfts(delay, mix, workers):
+    ranks = [_stream(ALONE, delay, mix)] if workers == 1 else run_ranks(_stream, 2, delay, mix)
+    for history in ranks:
+        assert [tuple(values) for values in history[2::3]] == FIXTURES[delay, mix]
+
+
+def test_each_fragment_is_a_loop_of_its_own():
+    def inner(own: dict[str, nn.Parameter]) -> None:
+        for one in own.values():
+            one.sub_(0.1 * (one - 3))
+
+    together = run_loop(ALONE, parameters([1.0], [2.0]), inner, 14, 4, NESTEROV, fragments=2)
+    for index, value in enumerate((1.0, 2.0)):
+        own = parameters([value])
+        first = (index + 1) * 2  # its first interval ends in its slot
+        with Lanes("cpu") as lanes:
+            loop = OuterLoop(own, {}, ALONE, lanes, NESTEROV)
+            loop.begin()
+            for step in range(1, 15):
+                with torch.no_grad():
+                    inner(own)
+                if step >= first and (step - first) % 4 == 0:
+                    loop.send(0, Report(0.0, 1, -1.0, True, 1), 1.0)
+                    loop.arrive()
+                assert float(own["p0"].detach()) == together[step - 1][index]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 7])
+def test_fragments_hold_every_parameter_once(parts):
+    sizes = [400, 100, 90, 5, 300, 10, 700]
+    cuts = divide(sizes, parts)
+    assert [index for cut in cuts for index in cut] == list(range(len(sizes)))
+    assert len(cuts) == parts
+    assert all(cuts)
+    assert max(sum(sizes[index] for index in cut) for cut in cuts) <= max(sum(sizes) / parts + 700 / 2, 700)
+    tied = nn.Linear(4, 4)
+    net = nn.Sequential(tied, nn.Linear(4, 2), tied)
+    with Lanes("cpu") as lanes:
+        loop = OuterLoop(dict(net.named_parameters()), {}, ALONE, lanes, NESTEROV, 2)
+    assert sorted(name for names in loop.fragments for name in names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+def test_more_fragments_than_parameters_are_refused():
+    with Lanes("cpu") as lanes, pytest.raises(UsageError, match="--outer-fragments 3 of 2 parameters"):
+        OuterLoop(parameters([1.0], [1.0]), {}, ALONE, lanes, NESTEROV, 3)
+
+
+# -------------------------------------------------------------------- means
+
+
+def _weigh(world: World, trained: list[int], poison: bool) -> Any:
+    own = parameters([float(2 + 3 * world.rank), 7.0])
+    with torch.no_grad():
+        if poison and world.rank == 1:
+            own["p0"][0] = torch.nan
+    place = own["p0"].data_ptr()
+    with Lanes("cpu") as lanes:
+        loop = OuterLoop(own, {}, world, lanes, OuterStep())
+        loop.begin()
+        loop.send(0, Report(world.rank, 4, 2.0, True, trained[world.rank]), 1.0)
+        arrival = loop.arrive()
+    assert own["p0"].data_ptr() == place
+    return arrival.good, own["p0"].detach(), arrival.head
+
+
+def test_workers_count_by_their_samples_and_one_without_any_not_at_all():
+    for good, values, _ in run_ranks(_weigh, 3, [6, 0, 2], False):
+        assert good
+        assert values.tolist() == [(6 * 2 + 2 * 8) / 8, 7.0]
+
+
+def test_weights_that_are_not_finite_are_those_of_the_others_afterwards():
+    for good, values, _ in run_ranks(_weigh, 3, [1, 1, 1], True):
+        assert good
+        assert values.tolist() == [5.0, 7.0]
+
+
+def test_where_nobody_has_samples_the_exchange_does_not_count():
+    for rank, (good, values, _) in enumerate(run_ranks(_weigh, 2, [0, 0], False)):
+        assert not good
+        assert values.tolist() == [2.0 + 3 * rank, 7.0]
+
+
+def test_one_worker_keeps_its_weights_bit_by_bit():
+    def inner(own: dict[str, nn.Parameter]) -> None:
+        own["p0"].mul_(0.99).add_(1e-3)
+
+    torch.manual_seed(0)
+    values = torch.randn(100).tolist()
+    looped = run_loop(ALONE, parameters(values, dtype=torch.float32), inner, 20, 4, OuterStep())
+    plain = parameters(values, dtype=torch.float32)
+    with torch.no_grad():
+        for step in range(20):
+            inner(plain)
+            assert looped[step] == plain["p0"].tolist()
+
+
+# -------------------------------------------------------------------- codecs
+
+
+def _sparse_loco(world: World) -> Any:
+    gradients = [[[0.4, -0.1, 0.2, 0.05], [0.1, 0.3, -0.2, 0.0]], [[0.1, -0.1, 0.2, 0.1], [0.0, 0.1, -0.3, 0.1]]]
+    own = parameters([[0.0, 0.0], [0.0, 0.0]], dtype=torch.float32)
+    mine = [both[world.rank] for both in gradients]
+    return exchange(world, own, mine, OuterStep(), "topk:rate=0.25,least=1,decay=0.95")
+
+
+def test_top_one_of_four_with_feedback_is_sparse_locos():
+    kept = [[[0, -0.1, 0.2, 0.05], [0.1, 0, -0.2, 0]], [[0.1, -0.195, 0, 0.1475], [0.095, 0.1, 0, 0.1]]]
+    weights = [[-0.2, -0.15, 0, 0], [-0.2, -0.15, 0.05, 0]]
+    for rank, rounds in enumerate(run_ranks(_sparse_loco, 2, shared_memory=False)):
+        for number, (values, residual) in enumerate(rounds):
+            torch.testing.assert_close(values, torch.tensor(weights[number]))
+            # Each worker's part is weighed before it is encoded.
+            torch.testing.assert_close(2 * residual, torch.tensor(kept[number][rank]))
+
+
+def _compressed(world: World, policy: str) -> Any:
+    draw = torch.Generator().manual_seed(world.rank)
+    gradients = [torch.randn(80, 60, generator=draw).tolist() for _ in range(4)]
+    own = {"p0": nn.Parameter(torch.zeros(80, 60))}
+    rounds = exchange(world, own, gradients, OuterStep(), policy)
+    return [torch.tensor(one).flatten() for one in gradients], rounds
+
+
+@pytest.mark.parametrize("policy", ["onebit", "twobit", "topk:rate=0.1"])
+def test_what_arrived_and_what_is_kept_is_all_that_was_learned(policy):
+    ranks = run_ranks(_compressed, 2, policy, shared_memory=False)
+    (first, rounds), (second, others) = ranks
+    for mine, theirs in zip(rounds, others, strict=True):
+        assert torch.equal(mine[0], theirs[0]), "both decode the same bytes"
+    weights, *kept = rounds[-1]
+    # Weights are th again after each exchange, so D is what was added to them.
+    learned = (sum(first) + sum(second)) / 2
+    left = sum(kept) + sum(others[-1][1:])
+    torch.testing.assert_close(-weights + left, learned, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["onebit_sgd", "dgc", "demo", "onebit_adam"])
+def test_codecs_that_keep_momentum_are_refused(policy):
+    with Lanes("cpu") as lanes, pytest.raises(UsageError, match=f"--compress {policy} with --sync outer:H"):
+        OuterLoop(parameters([1.0]), {}, ALONE, lanes, NESTEROV, policy=read_policy(policy))
+
+
+# -------------------------------------------------------------------- memory
+
+
+def _layout(world: World, policy: str, outer: OuterStep) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
+    net[1].weight.requires_grad_(False)
+    frozen = net[1].weight.clone()
+    before = [(one.data_ptr(), one.stride()) for one in net.parameters()]
+    with Lanes("cpu") as lanes:
+        loop = OuterLoop(dict(net.named_parameters()), {}, world, lanes, outer, 2, policy=policy)
+        loop.begin()
+        for index in (0, 1, 0):
+            with torch.no_grad():
+                net[0].weight.add_(world.rank)
+                net[0].bias.sub_(world.rank)
+            loop.send(index, Report(0.0, 1, -1.0, True, 1 + world.rank), 1.0)
+            loop.arrive()
+    assert [(one.data_ptr(), one.stride()) for one in net.parameters()] == before
+    assert torch.equal(net[1].weight, frozen)
+    return net[0].weight.detach()
+
+
+@pytest.mark.parametrize(("policy", "outer"), [("none", OuterStep()), ("none", NESTEROV)])
+def test_memory_formats_and_frozen_parameters_stay(policy, outer):
+    weights: list[Tensor] = run_ranks(_layout, 2, policy, outer)
+    assert torch.equal(*weights)

@@ -1,0 +1,403 @@
+"""The outer loop in a trainer: against torch's post-local SGD, gradients exchanged in every step, and itself."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Checker, Lanes
+from hybridpar.optim.build import build_optimizer
+from hybridpar.sync.statistics import copy_of
+from hybridpar.train.trainer import Trainer
+from tests.ranks import run_ranks
+from tests.train.test_engine import make_trainer
+from tests.train.training import batch, close, config, make_net, same, share, train_rank, weights
+
+
+def _train(world, options, steps, more):
+    return train_rank(world, options, steps, **more)
+
+
+STREAMED = {
+    "sync": "outer:4",
+    "outer_optimizer": "nesterov",
+    "outer_momentum": 0.5,
+    "outer_fragments": 2,
+    "outer_delay": 1,
+    "compress": "onebit",
+}
+
+
+def run(options, steps=7, size=2, shared_memory=True, **more):
+    return run_ranks(_train, size, options, steps, more, shared_memory=shared_memory)
+
+
+def _torchs(world, every, together, steps):
+    """Torch's optimizer; gradients are exchanged by hand where DistributedDataParallel's hook would."""
+    net = make_net()
+    # It counts steps from 0 and averages at the first after its warm-up, so H is added to ours.
+    averager = PeriodicModelAverager(period=every, warmup_steps=together + every - 1)
+    optimizer = PostLocalSGDOptimizer(build_optimizer(net, config()), averager)
+    for step in range(steps):
+        x, y = share(world, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        if step < together:
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+        optimizer.step()
+    return weights(net)
+
+
+@pytest.mark.parametrize(("every", "together"), [(2, 0), (3, 2)])
+def test_it_is_torchs_post_local_sgd(every, together):
+    ours = run({"sync": f"local:{every}", "warm_start_steps": together})
+    theirs = run_ranks(_torchs, 2, every, together, 7)
+    for mine, other in zip(ours, theirs, strict=True):
+        close(mine["weights"], other, rtol=1e-6, atol=1e-7)
+    met = (7 - together) % every == 0
+    assert same(ours[0]["weights"], ours[1]["weights"]) is met
+
+
+def test_meeting_every_step_without_momentum_is_exchanging_gradients():
+    options = {"momentum": 0.0}
+    local = run({**options, "sync": "local:1"}, size=3)
+    exchanged = run(options, size=3)
+    assert same(local[0]["weights"], local[2]["weights"])
+    close(local[0]["weights"], exchanged[0]["weights"])
+    assert local[0]["losses"] == pytest.approx(exchanged[0]["losses"], rel=1e-5)
+
+
+def test_nothing_travels_between_two_averages():
+    sent = run({"sync": "local:3", "warm_start_steps": 1})[0]["sent"]
+    assert sent[0] > 0
+    assert sent[1:3] == [0, 0]
+    assert sent[3] > 0
+    assert sent[4:6] == [0, 0]
+    assert sent[6] == sent[3]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_worker_trains_as_without_a_loop_bit_by_bit(optimizer, every):
+    options = {"optimizer": optimizer, "lr": 0.01}
+    plain = run(options, size=1, norm=True)[0]
+    looped = run({**options, "sync": f"outer:{every}"}, size=1, norm=True)[0]
+    assert same(looped["weights"], plain["weights"])
+    assert same(looped["buffers"], plain["buffers"])
+    assert looped["losses"] == plain["losses"]
+
+
+def test_local_is_the_plainest_outer_loop():
+    local = run({"sync": "local:3", "warm_start_steps": 1}, norm=True)
+    outer = run({"sync": "outer:3", "warm_start_steps": 1, "outer_lr": 1.0}, norm=True)
+    slow = run(
+        {"sync": "outer:3", "warm_start_steps": 1, "outer_optimizer": "slowmo", "outer_momentum": 0.0}, norm=True
+    )
+    for one, other, third in zip(local, outer, slow, strict=True):
+        assert same(one["weights"], other["weights"])
+        assert same(one["weights"], third["weights"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": "outer:4"},
+        {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit"},
+        {"sync": "outer:4", "outer_optimizer": "slowmo", "compress": "topk:rate=0.1", "warm_start_steps": 3},
+        {"sync": "outer:2", "compress": "qsgd_mn:bits=4", "outer_qsr": 1.0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_workers_are_equal_bit_by_bit_after_every_exchange(options):
+    ranks = run_ranks(_compare, 3, options, shared_memory=False)
+    met = [step for step, (sent, _) in enumerate(ranks[0], 1) if sent]
+    assert met[-1] == len(ranks[0]), "the run ends with an exchange"
+    assert len(met) >= 2
+    for step in range(len(ranks[0])):
+        states = [rank[step][1] for rank in ranks]
+        equal = all(same(states[0], other) for other in states[1:])
+        assert equal == (step + 1 in met)
+
+
+def _compare(world, options):
+    with Trainer(make_net(True), config=config(**options), world=world, total_steps=10) as trainer:
+        found = []
+        for step in range(10):
+            result = trainer.step(share(world, step))
+            state = [one.clone() for one in trainer.model.state_dict().values()]
+            found.append((result.outcome.bytes_sent, state))
+        return found
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
+    _resume({"sync": "local:3", "warm_start_steps": 2}, at, tmp_path)
+    model = torch.load(tmp_path / f"step-{at}" / "model.pt", weights_only=True)
+    if at == 4:  # on their own, so the file has the mean of both
+        ranks = run({"sync": "local:3", "warm_start_steps": 2}, 4, norm=True)
+        means = [(a + b) / 2 for a, b in zip(ranks[0]["weights"], ranks[1]["weights"], strict=True)]
+        names = [name for name, _ in make_net(True).named_parameters()]
+        close([model[name] for name in names], means)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
+    _resume(STREAMED, at, tmp_path)
+
+
+def test_slowmo_and_growing_rounds_go_on_bit_for_bit(tmp_path):
+    options = {"sync": "outer:2", "outer_optimizer": "slowmo", "outer_momentum": 0.5, "outer_qsr": 2.0}
+    _resume({**options, "model_ema": True, "model_ema_decay": 0.5}, 5, tmp_path, steps=9)
+
+
+def _resume(options, at, tmp_path, steps=7):
+    more = {"norm": True, "shared_memory": "compress" not in options}
+    through = run(options, steps, save=(str(tmp_path), at), **more)
+    assert same(through[0]["weights"], run(options, steps, **more)[0]["weights"]), "saving changed the training"
+    resumed = run(options, steps, load=str(tmp_path / f"step-{at}"), **more)
+    for mine, theirs in zip(through, resumed, strict=True):
+        assert same(mine["weights"], theirs["weights"])
+        assert same(mine["buffers"], theirs["buffers"])
+    for size in (1, 3):
+        another = run(options, steps, size=size, load=str(tmp_path / f"step-{at}"), **more)
+        assert all(one.isfinite().all() for one in another[0]["weights"])
+
+
+def test_on_another_number_of_workers_momentum_stays_and_the_mean_is_where_they_begin(tmp_path):
+    options = {"sync": "outer:3", "outer_optimizer": "nesterov", "outer_momentum": 0.5}
+    run(options, 4, save=(str(tmp_path), 4))
+    saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
+    model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
+    assert saved["round"] == [3, 6, False]
+    for anchors, momentum in run_ranks(_loaded, 3, options, tmp_path):
+        assert all(torch.equal(momentum[name], value) for name, value in saved["momentum"].items())
+        assert all(torch.equal(anchors[name], model[name]) for name in anchors)
+
+
+def _loaded(world, options, folder):
+    with Trainer(make_net(), config=config(**options), world=world) as trainer:
+        trainer.load(folder)
+        state = trainer.engine.common_state()
+        return state["anchors"], state["momentum"]
+
+
+def _back(world, folder):
+    options = {"sync": "outer:3", "warm_start_steps": 3}
+    with Trainer(make_net(), config=config(**options), world=world) as trainer:
+        for step in range(5):
+            if step == 1:
+                trainer.save(folder)
+            trainer.step(share(world, step))
+        trainer.load(folder)
+        return [trainer.step(share(world, step)).outcome.bytes_sent for step in range(1, 6)], weights(trainer.model)
+
+
+def test_a_step_before_the_end_of_the_warm_start_is_exchanged_again_after_it_was_loaded(tmp_path):
+    """Also by a trainer whose workers had parted before, which would go on alone, silently."""
+    (sent, one), (_, other) = run_ranks(_back, 2, tmp_path)
+    assert [bool(count) for count in sent] == [True, True, False, False, True]
+    assert same(one, other)
+
+
+def _evaluate(world):
+    with Trainer(make_net(True), config=config(sync="local:5"), world=world) as trainer:
+        for step in range(3):
+            trainer.step(share(world, step))
+        before = weights(trainer.model)
+        evaluation = trainer.evaluate([batch(9)])
+        return before, weights(trainer.model), evaluation.loss
+
+
+def test_an_evaluation_is_of_the_mean_and_changes_nothing():
+    ranks = run_ranks(_evaluate, 2)
+    assert all(same(before, after) for before, after, _ in ranks)
+    assert not same(ranks[0][0], ranks[1][0])
+    assert ranks[0][2] == ranks[1][2]
+
+
+def _flags(world):
+    with Trainer(make_net(), config=config(sync="local:3"), world=world) as trainer:
+        outcomes = [
+            trainer.step(share(world, step), stop=step == 0 and world.rank == 1, save=step == 4).outcome
+            for step in range(6)
+        ]
+        return [(outcome.stop, outcome.save) for outcome in outcomes]
+
+
+def test_wishes_are_met_at_the_next_average_on_all_workers():
+    expected = [(False, False)] * 2 + [(True, False)] + [(False, False)] * 2 + [(False, True)]
+    assert run_ranks(_flags, 2) == [expected, expected]
+
+
+def _spoil(world, options):
+    """The steps of a worker of three whose inputs are not finite in the steps 2 to 7."""
+    with Trainer(make_net(True), config=config(**options), world=world) as trainer:
+        found = []
+        for step in range(9):
+            x, y = share(world, step)
+            if world.rank == 1 and 1 <= step < 7:
+                x = x * torch.nan
+            outcome = trainer.step((x, y)).outcome
+            found.append((outcome.committed, outcome.loss))
+        return found, [one.clone() for one in trainer.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_worker_that_is_not_finite_does_not_poison_the_others(guard):
+    ranks = run_ranks(_spoil, 3, {"sync": "outer:3", "guard": guard, "momentum": 0.0})
+    for found, state in ranks:
+        assert all(one.isfinite().all() for one in state)
+        assert same(state, ranks[0][1])
+        assert all(committed and loss == loss for committed, loss in found[2::3])
+    if guard:
+        assert [committed for committed, _ in ranks[1][0]] == [True, False, True, False, False, True, False, True, True]
+
+
+def _features(world, options):
+    with Trainer(make_net(True), config=config(**options), world=world, total_steps=8) as trainer:
+        for step in range(8):
+            x, y = share(world, step, None if "micro_batches" in options else (7, 3, 2))
+            trainer.step((x, y), stop=step == 1 and world.rank == 2)
+            if step == 4 and "model_ema" in options:  # in mid-interval
+                own = [copy_of(one.state_dict()) for one in trainer.engine.averages]
+                with trainer.averaged():
+                    losses = world.gather(trainer.evaluate([batch(9)]).loss)
+                assert len(set(losses)) == 1
+                kept = [one.state_dict() for one in trainer.engine.averages]
+                assert all(same(list(a.values()), list(b.values())) for a, b in zip(own, kept, strict=True))
+        state = trainer.engine.average_state()
+        return weights(trainer.model), None if state is None else list(state.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.5, "micro_batches": 2, "model_ema": True, "model_ema_decay": 0.5, "warm_start_steps": 2},
+        {"amp": "fp16", "batch_norm": "frozen", "outer_optimizer": "slowmo"},
+        {"batch_norm": "local", "outer_fragments": 3, "outer_delay": 0, "optimizer": "adamw", "lr": 0.01},
+    ],
+    ids=["clipping, accumulation and EMA", "fp16, frozen BatchNorm", "AdamW in fragments"],
+)
+def test_other_options_work_with_it_and_samples_may_be_uneven(options):
+    ranks = run_ranks(_features, 3, {"sync": "outer:3", **options})
+    assert all(one.isfinite().all() for one in ranks[0][0])
+    for found, average in ranks[1:]:
+        assert same(found, ranks[0][0])
+        assert average is None or same(average, ranks[0][1])
+
+
+def test_one_worker_is_told_that_it_changes_nothing(caplog):
+    Trainer(make_net(), config=config(sync="outer:8")).close()
+    assert "--sync outer:8 changes nothing: there is one worker" in caplog.text
+
+
+def _pipelines(world, options, folder):
+    with make_trainer(micro_batches=2, stages=2, replicas=2, world=world, **options) as trainer:
+        sent = []
+        for step in range(6):
+            if step == 4:
+                trainer.save(folder)
+            sent.append(trainer.step(samples(step, world.rank % 2), stop=step == 2 and world.rank == 3).outcome)
+        flags, own = [outcome.stop for outcome in sent], whole(trainer)
+        loss = trainer.evaluate([samples(9, 0)]).loss
+        trainer.load(folder)
+        for step in range(4, 6):
+            trainer.step(samples(step, world.rank % 2))
+        return flags, own, same(whole(trainer), own), loss
+
+
+def samples(step, replica):
+    draw = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(4, 3, 8, 8, generator=draw), torch.randint(0, 5, (4,), generator=draw)
+
+
+def whole(trainer):
+    trainer.engine.wait()
+    trainer.engine.pipeline.collect()
+    return [one.clone() for one in trainer.model.state_dict().values()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": "outer:3"},
+        {"sync": "outer:3", "outer_optimizer": "nesterov", "compress": "onebit", "warm_start_steps": 1},
+        {"sync": "outer:3", "outer_fragments": 2, "model_ema": True, "model_ema_decay": 0.5},
+    ],
+    ids=["mean", "warm start, Nesterov, 1 bit", "fragments, EMA"],
+)
+def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
+    ranks = run_ranks(_pipelines, 4, options, tmp_path, shared_memory="compress" not in options)
+    flags, weights_, resumed, loss = ranks[0]
+    for other in ranks:
+        assert other[0] == flags
+        assert other[2], "a resumed run goes on bit for bit"
+        assert other[3] == loss
+    assert resumed
+    met = "warm_start_steps" not in options and "outer_fragments" not in options
+    assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
+    assert same(weights_, ranks[2][1])  # two stages of one replica
+    assert any(flags)
+
+
+NODES = ["a", "a", "b"]
+
+
+def _on_nodes(world, options):
+    with (
+        mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=NODES[world.rank]),
+        Trainer(make_net(True), config=config(**options), world=world) as trainer,
+    ):
+        found = []
+        for step in range(6):
+            trainer.step(share(world, step, (3, 4, 5)))
+            found.append([one.clone() for one in trainer.model.state_dict().values()])
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"outer_optimizer": "slowmo", "warm_start_steps": 3}])
+def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
+    first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
+    for step in range(6):
+        assert same(first[step], second[step])
+        assert same(first[step], third[step]) == (step in (2, 5) or step < options.get("warm_start_steps", 0)), step
+
+
+def _checked(world):
+    checker = Checker(world.rank, max_delay=0.001)
+    # Fragments are on their way while steps go on; every access to their memory must be ordered.
+    with checker, Lanes("cpu", check=checker) as lanes:
+        options = {**STREAMED, "outer_mix": 0.25}
+        with Trainer(make_net(True), config=config(**options), world=world, lanes=lanes, total_steps=9) as trainer:
+            for step in range(9):
+                trainer.step(share(world, step))
+            return weights(trainer.model)
+
+
+def test_streams_are_ordered_by_waits():
+    one, other = run_ranks(_checked, 2, shared_memory=False)
+    assert same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
+        ({"sync": "local:4", "warm_start_steps": 5}, "--sync local:4 after --warm-start-steps 5 in a run of 8 steps"),
+        ({"sync": "outer:8", "outer_fragments": 8}, "--outer-fragments 8 of 4 parameters"),
+        ({"sync": "outer:8", "compress": "dgc", "momentum": 0.0}, "--compress dgc with --sync outer:H"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, said):
+    with pytest.raises(UsageError) as caught:
+        Trainer(make_net(), config=config(**options), total_steps=8)
+    assert said in caught.value.what
