@@ -483,7 +483,6 @@ def _check_knobs(config: TrainConfig, recipe: str) -> None:
 def _check_late(config: TrainConfig, late: str) -> None:
     for option, given, why in (
         (f"--sync {config.sync}", config.outer_steps is not None, "Only gradients of every step are applied late."),
-        (f"--stages {config.stages}", config.is_staged, "Stages hide gradients behind each other's passes already."),
         ("--cuda-graph", config.cuda_graph, "A captured step ends with its own gradients."),
     ):
         if given:
@@ -532,7 +531,6 @@ def _check_select(config: TrainConfig, select: str) -> None:
     for option, given, why in (
         (f"--steps {config.steps}", config.steps is not None, "How many steps there are depends on what is selected."),
         (f"--sync {config.sync}", config.outer_steps is not None, "Trials end with the same weights on all workers."),
-        (f"--stages {config.stages}", config.is_staged, "A pipeline is planned for one size of micro-batches."),
         ("--cuda-graph", config.cuda_graph, "A captured step has one size."),
         (
             f"--optimizer {config.optimizer}",

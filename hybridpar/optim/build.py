@@ -383,14 +383,13 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def expand(config: TrainConfig, *, total_steps: int | None, replicas: int, staged: bool = False) -> TrainConfig:
+def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
     """The options that a recipe stands for, without the recipe.
 
     Args:
         config: As users give it.
         total_steps: Steps of the run, where they are known.
         replicas: Workers that exchange gradients; one exchanges nothing and compresses nothing.
-        staged: Whether the model is cut into stages.
 
     Raises:
         UsageError: Options contradict each other, or the length of the run is needed and not known.
@@ -405,7 +404,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int, stage
     if config.recipe == "onebit-adam":
         return replace(config, recipe="none", compress=codec, lr=lr, warm_start_steps=None)
     if buffering is None:
-        buffering = "off" if staged or config.cuda_graph else "auto"
+        buffering = "off" if config.cuda_graph or config.amp == "fp16" else "auto"
     return replace(
         config,
         recipe="none",

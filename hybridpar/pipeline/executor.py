@@ -160,6 +160,8 @@ class Executor:
         for index, stage in self.stages.items():
             stage.lane.wait(given)
             stage.lane.submit(partial(stage.start, step.number, flights[index]))
+            self._note_sums(spans, index, flights[index])
+            stage.gradients.begin(flights[index])
         self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
@@ -343,7 +345,6 @@ class Executor:
         """The last backward pass of a stage: its gradients are sent while it runs, and measured after it."""
         index = one.action.stage
         gradients, lane, flight = self.stages[index].gradients, self.stages[index].lane, step.flights[index]
-        self._note_sums(step.spans, index, flight)
 
         def whole() -> None:
             gradients.begin_last(flight, step.request.rate_factor)

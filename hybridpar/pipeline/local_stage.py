@@ -129,7 +129,7 @@ class LocalStage:
     def set_delayed(self, delayed: bool) -> None:
         """From the next step on apply gradients one step late, or as they come; between steps, on all replicas alike.
 
-        Gradients that were sent are dropped where they are no longer applied late.
+        Gradients that wait are dropped where they are no longer applied late.
 
         Args:
             delayed: Whether they come one step late.

@@ -267,6 +267,11 @@ class StepOutcome(ABC):
         return StepSpans(0.0, ())
 
     @property
+    def bad_parameter(self) -> str | None:
+        """A parameter of this worker's stages whose gradient was not finite, where that is known of the outcome."""
+        return None
+
+    @property
     @abstractmethod
     def sync(self) -> SyncFigures:
         """What the sync of gradients took on this worker."""

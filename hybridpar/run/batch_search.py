@@ -142,7 +142,6 @@ class BatchSelector:
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
     ) -> None:
         engine = trainer.engine
-        assert not engine.plan.is_staged
         self._trainer, self._engine, self._config = trainer, engine, config
         self._make_batches, self._samples = make_batches, samples
         self.pace = Pace(config.epochs)

@@ -159,7 +159,7 @@ def buffering_news(trainer: Trainer) -> str | None:
     Args:
         trainer: What trains.
     """
-    if trainer.config.double_buffer != "auto":
+    if trainer.engine.double_buffer != "auto":
         return None
     engine = cast("DoubleBufferEngine", trainer.engine)
     if engine.told or engine.prediction is None:

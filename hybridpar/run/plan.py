@@ -122,8 +122,11 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         steps: The first steps, as all workers ran them; empty where nothing was recorded.
 
     Returns:
-        The forecast, the same on all workers; None where nothing says how long a stage takes.
+        The forecast, the same on all workers; None where nothing says how long a stage takes, where gradients may be
+        late, which the simulation does not know of, and where batches may change their size.
     """
+    if engine.double_buffer != "off" or config.select_batch:
+        return None
     from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program
     from hybridpar.schedule.simulate import simulate
 

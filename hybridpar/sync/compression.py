@@ -263,11 +263,6 @@ class Compression(ParameterCoders):
             costs.residuals += [one for one in squares if one is not None]
         self._steps += 1
 
-    def forget(self) -> None:
-        """Drop the sums of all buckets: what codecs keep is as it was before, for an exchange that is made again."""
-        for exchange in self._exchanges.values():
-            exchange.rollback()
-
     def commit_or_rollback_later(
         self, decision: Decision, unused: Collection[str] = (), costs: SyncCosts | None = None
     ) -> None:

@@ -110,6 +110,13 @@ class LocalGradients:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def begin(self, flight: Flight) -> None:
+        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases.
+
+        Args:
+            flight: What will be known about this step's gradients.
+        """
+
     def marks(self, flight: Flight) -> list[Event]:
         """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets.
 
@@ -336,8 +343,9 @@ class GradientReducer(LocalGradients):
     def scale(self, factor: Tensor) -> None:
         """Multiply all reduced gradients by a 0-d factor, in place, bucket by bucket."""
         for bucket in self.buckets:
-            flat = bucket.flat()
-            flat.mul_(factor.to(flat.dtype))
+            if any(slot.parameter.grad is not None for slot in bucket.slots):
+                flat = bucket.flat()
+                flat.mul_(factor.to(flat.dtype))
 
     # ----------------------------------------------------------------- sending
 

@@ -8,7 +8,7 @@ Double buffering (Seide et al., Interspeech 2014, section 3.2), on the sync lane
   batch's learning rate, mu^(1/2) of momentum and half of the weight decay, so that a step means what it meant before;
 - `auto`: the first steps are plain; from their times all workers decide whether `delay` is predicted to gain.
 
-One worker alone has nothing to overlap, and takes plain steps.
+In a pipeline the replicas of every stage do so. One replica alone has nothing to overlap, and takes plain steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome
+from hybridpar.partition.stage import Stage
+from hybridpar.pipeline.step import COMMIT, SQUARES, LateOutcome, StepInput, StepOutcome, StepSpans
 from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.reducer import GradientReducer
 from hybridpar.train.engine import Engine, Loss, OptimizerFactory
 from hybridpar.train.gain import ObservedStep, PredictedGain, gain_over
 
@@ -48,8 +48,29 @@ class JoinedOutcome(StepOutcome):
 
     def __init__(self, halves: Sequence[LateOutcome]) -> None:
         self._halves = tuple(halves)
-        self.exposed_sync_ms = sum(half.exposed_sync_ms for half in halves)
-        self.bytes_sent = sum(half.bytes_sent for half in halves)
+
+    @property
+    def exposed_sync_ms(self) -> float:  # type: ignore[override]
+        """Time in which this worker only waited for the sync of gradients, in both halves."""
+        return sum(half.exposed_sync_ms for half in self._halves)
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes this worker sent, in both halves."""
+        return sum(half.bytes_sent for half in self._halves)
+
+    @property
+    def spans(self) -> StepSpans:
+        """When everything on this worker really ran, in one half after the other."""
+        origin, spans = self._halves[0].spans.origin, []
+        for half in self._halves:
+            spans += [one.shifted(1e3 * (half.spans.origin - origin)) for one in half.spans.spans]
+        return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """A parameter of this worker's stages whose gradient was not finite."""
+        return next((name for half in self._halves if (name := half.bad_parameter) is not None), None)
 
     @property
     def sync(self) -> SyncFigures:
@@ -58,18 +79,21 @@ class JoinedOutcome(StepOutcome):
 
     def _value(self, index: int) -> float:
         values = [half._value(index) for half in self._halves]
-        if index == 4:  # a step of which a half was rolled back was not done
+        if index == COMMIT:  # a step of which a half was rolled back was not done
             return min(values)
-        return max(values) if index in (2, 3) else sum(values) if min(values) >= 0 else -1.0
+        if index == SQUARES and min(values) < 0:  # not known
+            return -1.0
+        return max(values) if index in (2, 3) else sum(values)
 
 
 class DoubleBufferEngine(Engine):
-    """Trains a model that every worker holds whole, and applies gradients late.
+    """Trains a model as `Engine` does, and applies gradients late.
 
     Args:
-        model: The model, on its device; it is not cut.
+        model: The whole model, on its device.
         plan: The plan of the run.
-        optimizer: Called with the model; for `half` it must give SGD.
+        stages: As of `Engine`.
+        optimizer: Called with the model, or with each stage; for `half` it must give SGD.
         loss: Mean loss of outputs and targets.
         config: Options; `double_buffer` says how.
         world: The workers.
@@ -84,6 +108,7 @@ class DoubleBufferEngine(Engine):
         self,
         model: nn.Module,
         plan: ResolvedPlan,
+        stages: Sequence[Stage] | None,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -91,13 +116,14 @@ class DoubleBufferEngine(Engine):
         lanes: Lanes,
         example: Tensor | None = None,
     ) -> None:
-        self._halves = config.double_buffer == "half" and world.size > 1
-        super().__init__(model, plan, None, optimizer, loss, config, world, lanes, example)
+        overlaps = plan.placement.replicas > 1
+        self._halves = config.double_buffer == "half" and overlaps
+        super().__init__(model, plan, stages, optimizer, loss, config, world, lanes, example)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5
             self.set_batch_scale(1.0)
-        self._watching = config.double_buffer == "auto" and world.size > 1
+        self._watching = config.double_buffer == "auto" and overlaps
         self._watched: list[ObservedStep] = []
         #: What `auto` predicted, once it has, and whether the user knows.
         self.prediction: PredictedGain | None = None
@@ -112,11 +138,7 @@ class DoubleBufferEngine(Engine):
     @property
     def delayed(self) -> bool:
         """Whether gradients are applied late."""
-        return isinstance(self._reducer, DelayedReducer)
-
-    @property
-    def _reducer(self) -> GradientReducer | None:
-        return self.pipeline.stages[0].reducer
+        return any(stage.options.delayed for stage in self.pipeline.stages.values()) and self.pipeline.replicas > 1
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(module)
@@ -137,37 +159,42 @@ class DoubleBufferEngine(Engine):
             UsageError: This worker's batch cannot be cut in halves, or another worker refuses the step.
             SyncError: A worker died or did not answer in time.
         """
-        if self._halves:
-            return self._step_in_halves(given)
-        self._staleness = self._age
-        started = time.perf_counter()
-        outcome = super().step(given)
-        if self._watching and not self.on_trial:
-            self._watch((time.perf_counter() - started) * 1e3, outcome)
-        return outcome
-
-    def _step_in_halves(self, given: StepInput) -> JoinedOutcome:
-        micro_batches, global_samples = given.micro_batches, given.global_samples
-        if len(micro_batches) == 1:
+        if self._halves and len(given.micro_batches) == 1:
             self.refuse()
             raise UsageError(
                 "a batch that cannot be cut in two halves",
                 "With double_buffer='half' a worker's batch has two micro-batches at least.",
                 "Hand over tensors, or twice as many micro-batches.",
             )
-        if global_samples is None:
-            global_samples = self.pipeline.count_samples(given.samples)()
+        if self.delayed and given.global_samples is None:
+            # The exchange begins with the step, so whether somebody refuses the step is to be known before.
+            given = replace(given, global_samples=self.pipeline.count_samples(given.samples)())
+        if self._halves:
+            return self._step_in_halves(given)
+        self._staleness = self._age
+        started = time.perf_counter()
+        outcome = super().step(given)
+        if self._watching and not self.on_trial:
+            self.pipeline.wait()
+            self._watch((time.perf_counter() - started) * 1e3, outcome)
+        return outcome
+
+    def _step_in_halves(self, given: StepInput) -> JoinedOutcome:
+        micro_batches = given.micro_batches
         middle = (len(micro_batches) + 1) // 2
         outcomes, ages = [], []
         for half in (micro_batches[:middle], micro_batches[middle:]):
             ages.append(self._age)
             own = sum(int(targets.shape[0]) for _, targets in half)
-            part = replace(given, micro_batches=half, samples=own, global_samples=global_samples)
-            outcome = super().step(part)
+            outcome = super().step(replace(given, micro_batches=half, samples=own))
             assert isinstance(outcome, LateOutcome)
             outcomes.append(outcome)
         self._staleness = statistics.mean(ages)
         return JoinedOutcome(outcomes)
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step; each half of a batch is a step of the pipeline."""
+        super().go_on_from(2 * step if self._halves else step)
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have; half a batch is a step of its own."""
@@ -175,21 +202,26 @@ class DoubleBufferEngine(Engine):
 
     @property
     def _age(self) -> float:
-        reducer = self._reducer
-        return float(reducer.staleness) if isinstance(reducer, DelayedReducer) else 0.0
+        reducers = [stage.reducer for stage in self.pipeline.stages.values()]
+        return float(max((one.staleness for one in reducers if isinstance(one, DelayedReducer)), default=0))
 
     def _watch(self, host_ms: float, outcome: StepOutcome) -> None:
         """Take a step of the beginning into account; after the last of them all workers decide, and alike."""
         self._watched.append(observed_step(host_ms, outcome, self._world.device))
         if len(self._watched) < LEFT_OUT + WATCHED:
             return
-        answers = self._world.gather(tuple(ObservedStep.median(self._watched[LEFT_OUT:])))
-        self.prediction = gain_over([ObservedStep(*one) for one in answers])  # type: ignore[misc]
+        answers: list[Any] = self._world.gather(tuple(ObservedStep.median(self._watched[LEFT_OUT:])))
+        workers, replicas = [ObservedStep(*one) for one in answers], self.pipeline.replicas
+        # The replicas of a position wait for each other, and a step for the position that exchanges longest.
+        positions = [workers[start : start + replicas] for start in range(0, len(workers), replicas)]
+        self.prediction = max(map(gain_over, positions), key=lambda one: one.gain)
         self._watching = False
         self._set_delayed(self.prediction.pays)
 
     def _set_delayed(self, delayed: bool) -> None:
-        self.pipeline.stages[0].set_delayed(delayed)
+        self.pipeline.wait()
+        for stage in self.pipeline.stages.values():
+            stage.set_delayed(delayed)
         for codec in self.codecs:  # which may be new
             codec.set_batch_scale(self._momentum_power)
 
@@ -201,7 +233,7 @@ class DoubleBufferEngine(Engine):
         """Restore what `state_dict` returned; `auto` keeps what was decided, or decides again where nothing was."""
         if self._config.double_buffer == "auto":
             saved = state.get("double_buffer", {"delayed": False, "watching": True})
-            watching = self._world.size > 1 and bool(saved["watching"])
+            watching = self.pipeline.replicas > 1 and bool(saved["watching"])
             if watching and not self._watching:
                 self._watched, self.prediction, self.told = [], None, False
             self._watching = watching

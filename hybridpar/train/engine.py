@@ -37,7 +37,7 @@ from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import WHOLE, LateOutcome, StepInput, StepOutcome, StepState
+from hybridpar.pipeline.step import WHOLE, StepInput, StepOutcome, StepState
 from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.planner.stages import pipeline_options
 from hybridpar.sync.compression import Compression
@@ -128,6 +128,8 @@ class Engine:
         stages: Sequence[StageModule]
         sync = self._sync_options()
         micro_batches = plan.pipeline.micro_batches
+        if plan.placement.replicas == 1:
+            micro_batches = config.parts_per_step(micro_batches)  # one step of both halves
         if self._stages is not None:
             assert example is not None
             stages = self._stages
@@ -135,7 +137,6 @@ class Engine:
                 options = pipeline_options(plan, self._stages, example, config, sync, world, self._lanes.device)
         else:
             stages = [WholeModel(self.model)]
-            micro_batches = micro_batches if world.size > 1 else config.parts_per_step(micro_batches)
             options = replace(
                 WHOLE,
                 compile=config.compile,
@@ -360,7 +361,7 @@ class Engine:
         Args:
             outcome: Of the step.
         """
-        found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
+        found = outcome.bad_parameter
         if found or self.plan.is_staged:
             return found
         return self.pipeline.stages[0].gradients.first_bad()

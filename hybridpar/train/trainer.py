@@ -194,7 +194,7 @@ class Trainer:
 
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
         given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
-        options = expand(asked, staged=plan.is_staged, **given)
+        options = expand(asked, **given)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
         #: The learning rate of which every step's is a fraction.
@@ -217,21 +217,16 @@ class Trainer:
             positions = plan.placement.workers
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         with_what = make, self._loss, options, self.world, self.lanes
+        kind = Engine
+        if options.double_buffer in LATE:
+            from hybridpar.train.delayed import DoubleBufferEngine
+
+            kind = DoubleBufferEngine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
             if options.outer_steps is not None:
                 return self._open_outer_engine(plan, None, with_what)
-            if options.double_buffer in LATE:
-                from hybridpar.train.delayed import DoubleBufferEngine
-
-                return DoubleBufferEngine(self.model, plan, *with_what, timed)
-            return Engine(self.model, plan, None, *with_what, timed)
-        if asked.double_buffer in LATE:
-            raise UsageError(
-                "a pipeline whose gradients are late",
-                "Stages hide gradients behind each other's passes.",
-                "Leave out double_buffer, or the plan.",
-            )
+            return kind(self.model, plan, None, *with_what, timed)
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
@@ -243,7 +238,7 @@ class Trainer:
             plan, stages = cut_model(self.model, placed, plan, asked, self.world)
         if options.outer_steps is not None:
             return self._open_outer_engine(plan, stages, with_what, placed)
-        return Engine(self.model, plan, stages, *with_what, placed)
+        return kind(self.model, plan, stages, *with_what, placed)
 
     def _open_outer_engine(
         self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None

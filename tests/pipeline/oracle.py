@@ -173,8 +173,12 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_whole(model: nn.Module, batches: Sequence[Batch], setting: Setting) -> Run:
-    """The oracle. Each replica's micro-batches are accumulated by themselves, the sums are added in rank order."""
+    """The oracle. Each replica's micro-batches are accumulated by themselves, the sums are added in rank order.
+
+    Where gradients are late, each step applies those of the step before.
+    """
     optimizer = setting.optimizer(model)
+    waiting: dict[str, Tensor] = {}
     run = Run()
     model.train()
     for batch in batches:
@@ -190,6 +194,8 @@ def train_whole(model: nn.Module, batches: Sequence[Batch], setting: Setting) ->
                 loss_sum += float(loss.detach().double())
             for name, gradient in gradients_of(model).items():
                 totals[name] = totals[name] + gradient if name in totals else gradient
+        if setting.sync.delayed:
+            totals, waiting = waiting, totals
         squares = sum(float(gradient.double().square().sum()) for gradient in totals.values())
         run.losses.append(loss_sum)
         run.norms.append(squares**0.5)

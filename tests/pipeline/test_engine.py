@@ -144,6 +144,28 @@ def test_every_access_is_ordered(replicas: int, schedule: str) -> None:
         on_workers(2, "residual", 2, places(2, workers=2), schedule=schedule, checked=True, together=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "options"),
+    [
+        ("residual", "1f1b", {}),
+        ("residual", "zero_bubble", {"guard": False}),
+        ("unused", "gpipe", {"clip_norm": 0.1, "bucket_bytes": 1}),  # of some buckets nothing is used
+    ],
+)
+def test_late_gradients_of_stages(name: str, schedule: str, options: dict[str, Any]) -> None:
+    setting = with_sync(Setting(2, shares=(4, 4)), delayed=True, **options)
+    exact = "clip_norm" not in options
+    runs = on_workers(2, name, 2, places(2), setting, exact=exact, schedule=schedule, checked=True, together=True)
+    assert runs[0].norms[0] == (None if options.get("guard") is False else 0.0)
+
+
+def test_late_gradients_are_ordered_where_they_are_compressed() -> None:
+    setting = with_sync(Setting(2, shares=(4, 4)), delayed=True, codec="onebit")
+    options = {"checked": True, "together": True}
+    ours, theirs = run_ranks(train_rank, 2, "residual", 2, places(2), setting, 8, options, shared_memory=False)
+    assert all(torch.equal(tensor, theirs.state[name]) for name, tensor in ours.state.items())
+
+
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 def test_uneven_micro_batches_in_uneven_replicas(shared_memory: bool) -> None:
     setting = Setting(3, shares=(10, 4, 7))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
@@ -12,7 +13,7 @@ from hybridpar.run import batch_search
 from hybridpar.run.batch_search import BatchChoice, Trial
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
-from tests.runs import assert_same_state, check_run, train, train_rank
+from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 
 #: Twelve steps an epoch of batches of 8.
 SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoint_every": "epoch", "keep": 9, "lr": 0.02}
@@ -22,7 +23,8 @@ def summary_of(run_dir):
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def test_trials_leave_no_trace(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
     """Dropout, BatchNorm, momentum and the order of samples are as if nothing had been tried."""
     tried = []
 
@@ -33,8 +35,8 @@ def test_trials_leave_no_trace(tmp_path, monkeypatch):
         return BatchChoice(8, tuple(Trial(8, loss, True) for loss in losses))
 
     monkeypatch.setattr(batch_search, "search_batch_size", search)
-    train(tmp_path / "searched", "dropping", select_batch=1, **SEARCHING)
-    train(tmp_path / "plain", "dropping", **SEARCHING)
+    train(tmp_path / "searched", "dropping", select_batch=1, stages=stages, **SEARCHING)
+    train(tmp_path / "plain", "dropping", stages=stages, **SEARCHING)
     assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
     assert_same_state(tmp_path / "searched", tmp_path / "plain")
 
@@ -76,6 +78,24 @@ def test_all_workers_select_alike(tmp_path):
     assert summary["staleness"]["most"] == 1
     assert summary["codec"].startswith("onebit_sgd:")
     assert summary["compression_ratio"] > 1
+
+
+def test_the_whole_recipe_over_stages(tmp_path):
+    """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
+    options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "half", "tune_process": False}
+    options |= {"stages": 2, "replicas": 2, "lr": 0.001}
+    assert run_ranks(train_rank, 4, tmp_path / "run", "dropping", None, options, shared_memory=False) == [0] * 4
+    summary = summary_of(tmp_path / "run")
+    assert (summary["recipe"], summary["double_buffer"], summary["stages"]) == ("onebit-sgd", "half", 2)
+    assert summary["final_batch_size"] > summary["batch_size"]
+    assert summary["staleness"]["most"] == 1
+    assert summary["compression_ratio"] > 1
+    assert summary["predicted_step_ms"] is None
+    options["resume_from"] = list_checkpoints(tmp_path / "run" / "checkpoints")[-2]
+    assert run_ranks(train_rank, 4, tmp_path / "again", "dropping", None, options, shared_memory=False) == [0] * 4
+    whole, resumed = saved_state(tmp_path / "run"), saved_state(tmp_path / "again")
+    assert whole.keys() == resumed.keys()
+    assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]
 
 
 def test_local_sgd_is_a_run_like_any_other(tmp_path):

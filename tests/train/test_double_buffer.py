@@ -14,8 +14,10 @@ from hybridpar.train import gain
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.delayed import observed_step
 from hybridpar.train.trainer import Trainer
+from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
-from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank
+from tests.train.test_engine import blocks, make_trainer, normless, state_of
+from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank, weights
 
 STEPS = 5
 
@@ -51,7 +53,22 @@ def test_the_loss_is_that_of_the_whole_batch():
 
 def test_uneven_shares_and_micro_batches():
     options = {"double_buffer": "delay", "micro_batches": 2}
-    close(run(options, cut=[8, 4])[1]["weights"], delayed_oracle(STEPS))
+    for cut in ([8, 4], [0, 12]):
+        close(run(options, cut=cut)[1]["weights"], delayed_oracle(STEPS))
+
+
+def _freezing(world, frozen):
+    with Trainer(make_net(), config=config(double_buffer="delay"), world=world) as trainer:
+        for step in range(6):
+            trainer.model[1].requires_grad_(step not in frozen)
+            trainer.step(share(world, step))
+        return weights(trainer.model)
+
+
+def test_parameters_that_are_frozen_and_thawed_leave_the_others_what_waits():
+    ranks = run_ranks(_freezing, 2, [2, 3], shared_memory=False)
+    assert same(*ranks)
+    close(ranks[0], delayed_oracle(6, frozen=[2, 3]))
 
 
 @pytest.mark.parametrize("form", ["delay", "half"])
@@ -74,25 +91,34 @@ def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
     assert same(ranks[0]["weights"], ranks[1]["weights"])
 
 
-def test_one_worker_has_nothing_to_hide():
+def test_one_replica_has_nothing_to_hide():
     for form in ("delay", "half", "auto"):
         alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
         plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
         assert same(alone["weights"], plain["weights"])
         assert set(alone["staleness"]) == {0.0}
+        for cut, said, _ in run_ranks(_over_stages, 2, 2, 1, {"double_buffer": form, "micro_batches": 2}):
+            parts = 4 if form == "half" else 2
+            expected = run_ranks(_over_stages, 1, 1, 1, {"micro_batches": parts})[0][0]
+            assert {age for age, *_ in said} == {0.0}
+            assert same(list(cut.values()), list(expected.values()))
 
 
-def _decided(world, least):
+def _decided(world, least, stages):
     gain.LEAST_GAIN = least
+    options = {"double_buffer": "auto", "compress": "onebit"}
     try:
-        return train_rank(world, {"double_buffer": "auto", "compress": "onebit"}, 13)
+        if stages > 1:
+            _, said, delayed = _over_stages(world, stages, 2, options, count=13)
+            return {"delayed": delayed, "staleness": [age for age, *_ in said]}
+        return train_rank(world, options, 13)
     finally:
         gain.LEAST_GAIN = 1.05
 
 
 def test_auto_decides_by_what_is_predicted_and_all_alike():
-    for least, delayed in ((0.0, True), (1e9, False)):
-        for rank in run_ranks(_decided, 2, least, shared_memory=False):
+    for least, delayed, stages in ((0.0, True, 1), (1e9, False, 1), (0.0, True, 2)):
+        for rank in run_ranks(_decided, 2 * stages, least, stages, shared_memory=False):
             assert rank["delayed"] is delayed
             assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
 
@@ -145,6 +171,46 @@ def test_halves_need_sgd():
         RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
     ):
         run({"double_buffer": "half"}, cut=[11, 1])
+
+
+def _over_stages(world, stages, replicas, options, make=normless, spoil=None, count=STEPS):
+    with make_trainer(stages, world=world, replicas=replicas, make=make, **options) as trainer:
+        results = []
+        for step in range(count):
+            x, y = (one.chunk(replicas)[world.rank % replicas] for one in images(8, seed=step))
+            results.append(trainer.step((x * torch.nan if step == spoil and world.rank == 0 else x, y)))
+        said = [(one.staleness, one.loss, one.skipped) for one in results]
+        return state_of(trainer), said, getattr(trainer.engine, "delayed", None)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "placed"),
+    [
+        ("delay", {}, (2, 4)),
+        ("half", {}, (2, 4)),
+        ("delay", {"clip_norm": 0.05}, (4,)),
+        ("half", {"compress": "onebit"}, (4,)),
+    ],
+)
+def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
+    exact, options = not options, {"double_buffer": form, **options}
+    (uncut, said, _), _ = run_ranks(_over_stages, 2, 1, 2, options, shared_memory=False)
+    assert [age for age, *_ in said] == [0.0 if form == "delay" else 0.5, 1.0, 1.0, 1.0, 1.0]
+    for workers in placed:
+        for cut, also_said, _ in run_ranks(_over_stages, workers, 2, 2, options, shared_memory=False):
+            assert [one[0] for one in also_said] == [one[0] for one in said]
+            assert [one[1] for one in also_said] == pytest.approx([one[1] for one in said], rel=1e-6)
+            for name, tensor in uncut.items():
+                close([cut[name]], [tensor], rtol=0.0 if exact else 1e-6, atol=0.0 if exact else 1e-6)
+
+
+def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
+    options = {"double_buffer": "delay", "compress": "onebit"}
+    ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
+    for state, said, _ in ranks:
+        assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
+        assert all(one.isfinite().all() for one in state.values())
+        assert same(list(state.values()), list(ranks[0][0].values()))
 
 
 def _groups(world, path):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.train.trainer import Trainer
+from tests.pipeline.oracle import Residuals, seeded
 from tests.ranks import run_ranks
 from tests.train.test_engine import make_trainer
 from tests.train.training import config, make_net, share
@@ -30,12 +31,16 @@ ENGINES: dict[str, dict[str, Any]] = {
     "local with a warm start": {"sync": "local:2", "warm_start_steps": 2, "micro_batches": 2},
     "stages on workers": {"stages": 2},
     "stages on replicas": {"stages": 2, "replicas": 2, "compress": "onebit"},
+    "stages, delay": {"stages": 2, "replicas": 2, "compress": "onebit", "double_buffer": "delay", "dropout": 0.2},
+    "stages, half": {"stages": 2, "replicas": 2, "compress": "onebit", "double_buffer": "half", "dropout": 0.2},
 }
 
 
 def open_trainer(world: World, options: dict[str, Any]) -> Trainer:
     if "stages" in options:
-        return make_trainer(**options, world=world)
+        dropout = options.get("dropout", 0.0)
+        given = {key: value for key, value in options.items() if key != "dropout"}
+        return make_trainer(**given, world=world, make=lambda: seeded(lambda: Residuals(dropout=dropout)))
     return Trainer(make_net(norm=True), config=config(**options), world=world, total_steps=20)
 
 

@@ -100,7 +100,9 @@ def train_rank(
         }
 
 
-def delayed_oracle(steps: int, parts: int = 1, momentum: float = 0.9, decay: float = 0.01) -> list[Tensor]:
+def delayed_oracle(
+    steps: int, parts: int = 1, momentum: float = 0.9, decay: float = 0.01, frozen: Sequence[int] = ()
+) -> list[Tensor]:
     """One process: each update uses the gradient that was computed before the update before it.
 
     Args:
@@ -108,14 +110,16 @@ def delayed_oracle(steps: int, parts: int = 1, momentum: float = 0.9, decay: flo
         parts: Updates per batch, with as many parts of its samples of each of two workers.
         momentum: Of each update.
         decay: Of each update.
+        frozen: Steps in which the first layer is frozen.
     """
     net = make_net()
+    first = len(list(net[1].parameters()))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=decay)
     groups: list[dict[str, Any]] = optimizer.param_groups
     exempt = [one for one in net.parameters() if one.ndim <= 1]
     groups[0]["params"] = [one for one in net.parameters() if one.ndim > 1]
     optimizer.add_param_group({"params": exempt, "weight_decay": 0.0})
-    waiting: list[Tensor] | None = None
+    waiting: list[Tensor | None] | None = None
     for step in range(steps):
         x, y = batch(step)
         workers = [
@@ -125,10 +129,12 @@ def delayed_oracle(steps: int, parts: int = 1, momentum: float = 0.9, decay: flo
         for part in range(parts):
             inputs = torch.cat([worker[part][0] for worker in workers])
             targets = torch.cat([worker[part][1] for worker in workers])
-            fresh = [one * (len(targets) / len(y)) for one in gradients(net, inputs, targets)]
+            fresh: list[Tensor | None] = [one * (len(targets) / len(y)) for one in gradients(net, inputs, targets)]
+            if step in frozen:
+                fresh[:first] = [None] * first
             if waiting is not None:
-                for parameter, gradient in zip(net.parameters(), waiting, strict=True):
-                    parameter.grad = gradient
+                for index, (parameter, gradient) in enumerate(zip(net.parameters(), waiting, strict=True)):
+                    parameter.grad = None if index < first and step in frozen else gradient
                 optimizer.step()
             waiting = fresh
     return weights(net)
