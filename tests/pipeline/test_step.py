@@ -67,11 +67,12 @@ def test_nothing_is_nothing() -> None:
     assert (spans.spans, spans.step_ms, spans.bubble, spans.exposed_sync_ms) == ((), 0.0, 0.0, 0.0)
 
 
-def test_where_it_is_off_work_is_left_as_it_is() -> None:
-    def work() -> None:
-        pass
-
-    assert SpanRecorder(CPU, enabled=False).timed(("compute", 0, 0), Action(0, Kind.FORWARD, 0), work) is work
+def test_where_it_is_off_work_is_done_and_no_time_is_noted() -> None:
+    done: list[str] = []
+    recorder = SpanRecorder(CPU, enabled=False)
+    recorder.timed(("compute", 0, 0), Action(0, Kind.FORWARD, 0), lambda: done.append("work"))()
+    assert done == ["work"]
+    assert recorder._notes == []
 
 
 def test_on_a_gpu_it_takes_events_and_is_done_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
