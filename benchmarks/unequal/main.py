@@ -183,6 +183,7 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
         result = paired(methods, rounds, foreign_load=FOREIGN_LOAD if output is not None else 99.0)
         trainer.close()
         rates = [1 / float(time) for time in world.gather(statistics.median(busy[3:]))]  # type: ignore[arg-type]
+        world.close()
         if rank == 0:
             ideal = statistics.mean(rates) / min(rates)
             reached = 1 / result.ratio("auto", "equal").median
