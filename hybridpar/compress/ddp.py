@@ -4,7 +4,7 @@
     ddp.register_comm_hook(*ddp_hook("onebit:warmup=100"))
 
 DDP calls the hook once per bucket, from autograd, while backward still computes. On a CPU the exchange runs on a thread
-with a process group of its own: a chain of collectives that is started from callbacks can come in another order on each
+with connections of its own: a chain of collectives that is started from callbacks can come in another order on each
 worker, and then hangs. On a GPU it runs on a stream of its own, issued from the thread that calls.
 
 DDP does not say whether a step counts. So a step is settled when the next one begins: where a gradient was not finite,

@@ -14,13 +14,14 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Collective
+from hybridpar.compress.exchange import split
 from hybridpar.compress.group import Group
 from hybridpar.machine.addresses import gloo_address
 
@@ -90,12 +91,12 @@ class SocketGroup(Group):
             self._reduce_by_stripes(flat, _REDUCE[collective])
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        sent, received = _pieces(inp, in_sizes), _pieces(out, out_sizes)
+        sent, received = split(inp, in_sizes), split(out, out_sizes)
         received[self._rank].copy_(sent[self._rank])
         self._exchange(sent, received)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        rows = _pieces(out, [inp.numel()] * self.size)
+        rows = split(out, [inp.numel()] * self.size)
         rows[self._rank].copy_(inp)
         self._exchange([inp] * self.size, rows)
 
@@ -132,7 +133,7 @@ class SocketGroup(Group):
         own = sizes[self._rank]
         rows = flat.new_empty(self.size * own)
         self.all_to_all(rows, flat, [own] * self.size, sizes)
-        stripes = _pieces(flat, sizes)
+        stripes = split(flat, sizes)
         _reduce_rows(rows.view(self.size, -1), stripes[self._rank], reduce)
         self._exchange([stripes[self._rank]] * self.size, stripes)
 
@@ -184,7 +185,10 @@ class SocketGroup(Group):
                     stream.receive(stream.missing, socket.MSG_DONTWAIT)
                 if events & ~select.POLLIN and stream.unsent:
                     stream.send()
-                poller.modify(number, stream.wanted)
+                if stream.wanted:
+                    poller.modify(number, stream.wanted)
+                else:  # a peer that is done and leaves would be reported for ever
+                    poller.unregister(number)
             if advance is not None:
                 stream = streams[0]
                 advance(min(stream.arrived, stream.left) // _CHUNK * _CHUNK)
@@ -238,10 +242,6 @@ def _memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     memory: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(memory)
-
-
-def _pieces(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _reduce_rows(rows: Tensor, out: Tensor, reduce: Callable[..., Tensor]) -> None:

@@ -350,7 +350,7 @@ def run_facts(directory: Path) -> dict[str, Any]:
         raise UsageError(
             f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
             "`hybridpar train` leaves that file in every run directory.",
-            "Name such a directory.",
+            "Name such a directory; `hybridpar runs` lists those below runs/.",
         )
     return facts
 

@@ -17,7 +17,7 @@ from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.summary import read_summary
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
 from hybridpar.run.best import keep_rule
-from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config
+from hybridpar.run.directory import OPTIONS_OF_THE_COMMAND, RUN_FILE, read_facts, recorded_config, run_facts
 from hybridpar.train.checkpoint_files import delete_checkpoint, list_checkpoints, step_of
 
 #: Figures of a run: title, key, and how it is told.
@@ -94,13 +94,7 @@ def read_run(directory: Path) -> PastRun:
     Raises:
         UsageError: It is no run directory.
     """
-    facts = read_facts(directory)
-    if not isinstance(facts.get("model"), str):
-        raise UsageError(
-            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
-            "`hybridpar train` leaves that file in every run directory.",
-            "Name such a directory; `hybridpar runs` lists those below runs/.",
-        )
+    facts = run_facts(directory)
     table, summary = read_metrics(directory), read_summary(directory)
     steps = table.steps["step"]
     whole = summary is not None and summary["steps"] >= (int(steps[-1]) if len(steps) else 0)

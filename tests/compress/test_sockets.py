@@ -116,8 +116,7 @@ def test_a_group_that_is_left_ends_the_wait_of_another_thread():
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while second._peers[0].recv(1, socket.MSG_PEEK) == b"":
-        time.sleep(0)
+    second._peers[0].recv(1, socket.MSG_PEEK)  # its message has left
     first.close()
     thread.join(20)
     assert errors
@@ -174,3 +173,23 @@ def test_where_one_worker_cannot_listen_all_are_told():
     answers = run_ranks(cannot_listen, 2)
     assert answers[0] == answers[1]
     assert "worker 1 cannot listen" in answers[0]
+
+
+def test_a_silent_peer_is_told_also_where_another_is_done_and_leaves():
+    (one, first), (two, second) = socket.socketpair(), socket.socketpair()
+    group, count = SocketGroup(0, {1: one, 2: two}, 0.3), 1 << 22
+
+    def take_part_and_leave():
+        first.sendall(bytes(count))
+        left = count
+        while left:
+            left -= len(first.recv(left))
+        first.close()
+
+    thread = threading.Thread(target=take_part_and_leave)
+    thread.start()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        group.all_gather(torch.empty(3 * count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8))
+    thread.join()
+    group.close()
+    second.close()
