@@ -190,10 +190,10 @@ class Run(RunLoop):
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
-        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
+        # The workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
         shares = shares_of(config, plan)
-        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas, shares)
+        batches_of = batch_maker(data, config, plan, world.device, plan.placement.replica_of(world.rank), shares)
         self.batches = batches_of(config.batch_size)
         place = data, config, plan, world.device, world.size, world.rank, world.size
         self._make_test = partial(test_batches, *place)
@@ -220,7 +220,7 @@ class Run(RunLoop):
         self.shares: ShareTuner | None = None
         if config.shares.strip() == "auto" and self.replicas > 1:
             self.shares = ShareTuner(
-                *(world, self.replicas, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                *(world, plan.placement.ranks, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
                 idle=plan.sync.batch_norm != "sync",
                 in_pairs=config.mixes,
                 wait=self.trainer.wait,
@@ -508,7 +508,7 @@ class Run(RunLoop):
         summary = self._summary(stopped)
         # What all workers noted covers, of a run that was resumed, a part only.
         whole = self.at.resumed_from is None
-        summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
+        summary |= measured_fields(answers, engine.plan.placement.ranks, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:

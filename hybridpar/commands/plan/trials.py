@@ -71,8 +71,7 @@ class Trial:
             own = self._place(world, config, run)
             if own is None:
                 return
-            replicas = run.placement.replicas
-            replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
+            replicas, replica = run.placement.replicas, run.placement.replica_of(own.rank)
             mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
             parts = [part.tensor_split(run.pipeline.micro_batches) for part in mine]
             self._batch = Batch(tuple(zip(*parts, strict=True)), len(mine[1]), len(targets))
@@ -93,7 +92,7 @@ class Trial:
     def _place(self, world: World, config: TrainConfig, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
         lanes, shared = run.sync.groups, config.shares_memory(run.sync.codec)
-        workers = run.placement.replicas * run.placement.workers
+        workers = sum(map(len, run.placement.ranks))
         if workers == world.size:
             # Codecs are not exchanged through shared memory.
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)
