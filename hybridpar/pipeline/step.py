@@ -25,7 +25,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
-from hybridpar.schedule.actions import Action, Edge, Layout, Schedule
+from hybridpar.schedule.actions import Action, Edge, Layout, Schedule, layout_of_row
 from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
@@ -478,9 +478,7 @@ class PipelineOptions:
             )
         if self.homes is None:
             return Layout(self.lane_of, self.worker_of, edges)
-        row = self.homes[replica]
-        workers = list(dict.fromkeys(row))
-        return Layout(tuple(map(workers.index, row)), tuple(range(len(workers))), edges)
+        return layout_of_row(self.homes[replica], edges)
 
     def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
         """What a schedule is made from.
