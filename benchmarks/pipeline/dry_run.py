@@ -100,7 +100,7 @@ class DryRun:
             inputs: dict[str, Tensor] = {self._input: images}
             work: dict[Kind, Callable[[], object]] = {
                 Kind.FORWARD: lambda run=run, index=micro_batch, inputs=inputs, labels=labels: run.forward(
-                    index, inputs, labels, 1 / len(self._batches), _keep
+                    index, inputs, labels, lambda: 1 / len(self._batches), _keep
                 ),
                 Kind.BACKWARD: lambda run=run, index=micro_batch: run.backward(index, _keep),
                 Kind.BACKWARD_INPUT: lambda run=run, index=micro_batch: run.backward_input(index, _keep),
