@@ -110,8 +110,7 @@ class DryRun:
             self._leave(index, micro_batch)
         for index, stage in self._stages.items():
             begin = time.perf_counter()
-            _, message = stage.finish_backward()
-            stage.apply(_COMMITTED, message, 1.0, on_device=False)
+            stage.apply(_COMMITTED, factor=1.0, on_device=False)
             times[index, Kind.STEP.value] = [(time.perf_counter() - begin) * 1e3]
         self._mailbox.clear()
         return {key: statistics.mean(values) for key, values in times.items()}
@@ -119,7 +118,7 @@ class DryRun:
     def close(self) -> None:
         """Release hooks, end lanes."""
         for stage in self._stages.values():
-            stage.close()
+            stage.detach()
         self._lanes.close()
 
     def _arrive(self, index: int, micro_batch: int, *, forward: bool) -> None:
