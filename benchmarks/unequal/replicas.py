@@ -124,7 +124,7 @@ def measure(batch_size: int, rounds: int, output: str | None) -> None:
 
         def search() -> tuple[list[tuple[str, str, float]], list[str]]:
             """The plan that is chosen and the best ones of equal replicas, as JSON, with their predictions."""
-            profile = profile_model(build(1.0), [images[: batch_size // part] for part in (8, 16)], name="waiting")
+            profile = profile_model(build(1.0), [images[: batch_size // part] for part in (1, 4, 16)], name="waiting")
             profile = replace(profile, update_ms=rest.update_ms, collect_ms=rest.collect_ms, accumulate_ms=0.0)
 
             def inputs_of(memory: int | None) -> PlannerInputs:
