@@ -154,6 +154,7 @@ def plan_run(
     decided: Collection[str] | None = None,
     plan: Plan | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    at_once: bool = True,
 ) -> PlannedRun:
     """Find the plan of a run; a collective.
 
@@ -169,6 +170,7 @@ def plan_run(
         decided: All options that are not searched for, instead of those that were given or changed.
         plan: What to follow, instead of what the options name.
         announce: Told what is being done, while that takes time.
+        at_once: The run can begin before its plan is found, see `begins_at_once`.
 
     Returns:
         The plan, the same on all workers.
@@ -198,13 +200,15 @@ def plan_run(
         followed, lines = found
         resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
         _require_effect(config, named, world.size, resolved.placement)
+        if planning is not None:
+            resolved = resolved.model_copy(update={"followed": False})
         return PlannedRun(resolved, lines, planning)
 
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
     elif not config.searches:
         pass
-    elif stored is not None:
+    elif stored is not None and not world.from_main(lambda: _is_unfinished(stored)):
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
@@ -213,6 +217,7 @@ def plan_run(
     elif option := not_modelled(config):
         found = _unplanned(f"no prediction knows {option}")
     else:
+        from hybridpar.partition.state import same_random
         from hybridpar.planner.measure import has_tuned_kernels
         from hybridpar.planner.measure_run import Question
 
@@ -220,8 +225,9 @@ def plan_run(
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps)
-        at_once = begins_at_once(config, fixed, world.size)
-        answer = _search(model, world, question, announce, finish, at_once=at_once)
+        at_once = at_once and begins_at_once(config, fixed, world.size)
+        with same_random(_gpus(world)):
+            answer = _search(model, world, question, announce, finish, at_once=at_once)
         if isinstance(answer, Planning):
             planning, found = (
                 answer,
@@ -288,6 +294,8 @@ def plan_loop(
     steps: int | None,
     name: str | None,
     plan: Plan | None = None,
+    *,
+    at_once: bool = True,
 ) -> PlannedRun:
     """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective.
 
@@ -299,6 +307,7 @@ def plan_loop(
         steps: Length of the run; None where that is not known.
         name: What to call the model.
         plan: What to follow, instead of what the options name.
+        at_once: As for `plan_run`.
 
     Raises:
         HybridparError: As for `plan_run`.
@@ -319,6 +328,7 @@ def plan_loop(
         name=name or type(model).__name__,
         decided=decided,
         plan=plan,
+        at_once=at_once,
     )
     for line in found.lines if world.is_main else ():
         _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
@@ -452,6 +462,13 @@ def _stored_plan(place: Path, workers: int) -> str | None:
     return (fitting or found)[0].to_json() if found else None
 
 
+def _is_unfinished(place: Path) -> bool:
+    """Whether a run ended while its plan was still searched for."""
+    with contextlib.suppress(HybridparError):
+        return read_plan(place).followed is False
+    return False
+
+
 def _aside(place: Path, workers: int | None) -> Path:
     return place.with_name(f"{place.stem}-{workers}-workers{place.suffix}")
 
@@ -501,9 +518,12 @@ def _search(
         if all(world.gather(own is not None)):
             assert own is not None
             parts.close()
-            devices = [world.device.index or 0] if world.device.type == "cuda" else []
-            return Planning(search(own, announce=lambda text: None), finish, devices)
+            return Planning(search(own, announce=lambda text: None), finish, _gpus(world))
     return in_one_go(parts)
+
+
+def _gpus(world: World) -> list[int]:
+    return [world.device.index or 0] if world.device.type == "cuda" else []
 
 
 def _copy_to_measure(model: nn.Module, question: Question, world: World) -> nn.Module | None:

@@ -167,7 +167,7 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
+                else plan_loop(model, self.config, self.world, example, total_steps, name, given, at_once=lanes is None)
             )
             self.model = model.to(self.world.device)
             self.fingerprint = model_fingerprint(self.model)
@@ -416,13 +416,13 @@ class Trainer:
 
         Raises:
             SyncError: A worker died or did not answer in time.
-            UsageError: The model is in stages now.
+            UsageError: The model is in stages now, or the trainer was given its lanes.
         """
         now, then = self.plan, planned.plan
-        if now.is_staged:
+        if now.is_staged or not self._owns_lanes:
             raise UsageError(
-                "Trainer.adopt of a model in stages",
-                "A run changes its layout where every worker has the whole model.",
+                "Trainer.adopt of a model in stages" if now.is_staged else "Trainer.adopt with lanes that were given",
+                "A trainer changes its layout where every worker has the whole model, and its lanes are its own.",
                 "Save a checkpoint, and load it in a trainer with the other plan.",
             )
         self.planned = planned
@@ -432,6 +432,8 @@ class Trainer:
         self.engine.synchronize_buffers()
         training, average = self._training_state(), self.engine.average_state()
         self.engine.close()
+        self.lanes.__exit__(None, None, None)  # the other layout has lanes of its own
+        self.lanes = Lanes(self.world.device)
         self.engine = self._open_engine(self._optimizer_factory, then, example)
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         self._load_training_state(training, state if average is None else average, self.steps_done)
