@@ -45,7 +45,7 @@ from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
-from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.links import is_remembered, measure_cluster
 from hybridpar.planner.measure import (
     TURNS,
     InParts,
@@ -228,7 +228,7 @@ def inputs_in_parts(
 ) -> InParts[PlannerInputs | None]:
     """Measure what a search reads, or find it in the cache, in parts; each is a collective, of all workers alike.
 
-    The first part ends only where the model was not measured before: with everything known there is a single one.
+    The first part ends only where the model or the links were not measured before: else there is a single one.
 
     Args:
         model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise.
@@ -271,6 +271,9 @@ def inputs_in_parts(
     else:
         announce(f"planning: measuring the links between {workers} workers" if workers > 1 else "measuring the machine")
         ways = WAYS if codecs else STRIPED_WAYS if _carries_codecs(world) else PLAIN_WAYS
+        if known and cache and not is_remembered(world, ways):
+            known = False
+            yield
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
         if not known:
             yield

@@ -452,6 +452,7 @@ class Run(RunLoop):
             self._claim(found.plan)
             self.plan, self.info = self._describe()
             self.watch = self._open_watch()
+            self.memory.forget_peak()  # of measuring
         moving = time.perf_counter() - begun
         step, cost = self.trainer.steps_done, planning.cost(moving)
         what = found.lines[0].partition("; planned in")[0]
