@@ -95,7 +95,8 @@ class Trainer:
             `hybridpar.models.outputs`.
         config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
             `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
-            placement and schedule, are searched for. The attribute `plan` says what was found, and `planned` why.
+            placement and schedule, are searched for, if need be between the first steps. The attribute `plan` says what
+            was found, and `planned` why.
         total_steps: Length of the learning-rate schedule; None keeps the rate constant.
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
@@ -404,8 +405,8 @@ class Trainer:
     def adopt(self, planned: PlannedRun, example: Tensor | None = None) -> bool:
         """Go on by another plan, from a layout in which every worker has the whole model; a collective.
 
-        Weights, averages, optimizer state, steps and random states go on as they are. A plan that lays nothing out
-        anew is only noted.
+        Weights, averages, optimizer state, steps and random states go on as they are; `engine`, `lanes` and
+        `optimizer` are other objects afterwards. A plan that lays nothing out anew is only noted.
 
         Args:
             planned: The plan, and what to tell of it.
