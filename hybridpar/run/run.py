@@ -454,7 +454,7 @@ class Run(RunLoop):
             self.watch = self._open_watch()
             self.memory.forget_peak()  # of measuring
         moving = time.perf_counter() - begun
-        step, cost = self.trainer.steps_done, planning.cost(moving)
+        step, cost = self.trainer.steps_done, planning.cost(moving if changed else 0.0)
         what = found.lines[0].partition("; planned in")[0]
         follows = "followed from the next step on" if changed else "as the run does already"
         text = f"{what} ({follows}); {cost}"
