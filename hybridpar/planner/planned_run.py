@@ -229,10 +229,8 @@ def plan_run(
         with same_random(_gpus(world)):
             answer = _search(model, world, question, announce, finish, at_once=at_once)
         if isinstance(answer, Planning):
-            planning, found = (
-                answer,
-                (None, ("plan     as the options say; a faster one is searched for between steps",)),
-            )
+            planning, line = answer, "plan     as the options say; a faster one is searched for between steps"
+            found = None, (line,)
         else:
             found = answer
     return finish(found, planning)

@@ -398,7 +398,7 @@ class Trainer:
         self._planning, begun = None, time.perf_counter()
         changed = self.adopt(found)
         for line in found.lines if self.world.is_main else ():
-            _log.info(line)
+            _log.info(line.partition("; planned in")[0])
         moving = time.perf_counter() - begun if changed else 0.0
         _log.info("followed after step %d: %s", self.steps_done, planning.cost(moving))
 
