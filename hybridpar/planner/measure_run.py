@@ -228,7 +228,7 @@ def inputs_in_parts(
 ) -> InParts[PlannerInputs | None]:
     """Measure what a search reads, or find it in the cache, in parts; each is a collective, of all workers alike.
 
-    The first part ends only where the model or the links were not measured before: else there is a single one.
+    The first part ends only where model, links or rehearsal were not measured before: else there is a single one.
 
     Args:
         model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise.
@@ -298,8 +298,12 @@ def inputs_in_parts(
             cache=directory,
             note=asked.amp,
         )
+        kept_steps = rehearse(only_kept=True) if known else None
+        if kept_steps is None and known:
+            known = False
+            yield
         with autocast(asked.amp, world.device):
-            took = world.on_all(_named(rehearse))
+            took = kept_steps or world.on_all(_named(rehearse)) or ()
         if not known:
             yield
     return None if kept is None else _inputs(asked, cluster, kept, rates, took)
