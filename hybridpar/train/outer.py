@@ -188,7 +188,7 @@ class OuterEngine(Engine):
         self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
         self._made: dict[tuple[str, int], Any] = {}
-        _check_length(config, every, total_steps)
+        check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, config.outer_qsr, warmup_steps)
         self._round: Round | None = None
         self._worlds: list[World | NodeWorlds] = []
@@ -520,8 +520,17 @@ class OuterEngine(Engine):
         return self._made[key]
 
 
-def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
-    """Refuse a loop that a run would never come to the end of."""
+def check_length(config: TrainConfig, every: int, total: int | None) -> None:
+    """Refuse a loop that a run would never come to the end of.
+
+    Args:
+        config: Options of the run.
+        every: H.
+        total: Steps of the run; None where that is not known.
+
+    Raises:
+        UsageError: The run ends before an exchange is due.
+    """
     together = config.warm_start_steps or 0
     if total is None or together + every <= total:
         return
@@ -529,5 +538,5 @@ def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
     raise UsageError(
         f"{given} in a run of {total} step{'' if total == 1 else 's'}",
         "The run would end before the first exchange is due.",
-        f"Use --sync {config.sync.partition(':')[0]}:{max(1, (total - together) // 4)}, or a longer run.",
+        f"Use --sync {config.sync.replace(str(every), str(max(1, (total - together) // 4)), 1)}, or a longer run.",
     )
