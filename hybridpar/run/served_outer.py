@@ -25,7 +25,6 @@ from hybridpar.server.learner import Exchanged
 from hybridpar.server.outer import OuterLearner
 from hybridpar.sync.outer import OuterStep
 from hybridpar.sync.rounds import Round, Timetable
-from hybridpar.train.outer import check_length
 from hybridpar.train.trainer import Trainer
 
 #: What a checkpoint of an outer loop calls the tensors that shards keep of a parameter.
@@ -68,7 +67,6 @@ class OuterWorker:
     ) -> None:
         every = config.outer_steps
         assert every is not None
-        check_length(config, every, total)
         self._trainer, self._learner = trainer, learner
         self._barrier = config.waits_for_all
         self._timetable = Timetable(every, 0, total, config.outer_qsr, warmup_length(total, per_epoch, config))

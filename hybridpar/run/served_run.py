@@ -61,6 +61,7 @@ from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_paramet
 from hybridpar.sync.outer import check_outer_policy
 from hybridpar.train.checkpoint_files import step_of
 from hybridpar.train.evaluation import Evaluation, evaluate
+from hybridpar.train.outer import check_length
 from hybridpar.train.step_result import MAX_BAD_STEPS
 from hybridpar.train.trainer import Trainer
 
@@ -179,7 +180,8 @@ class ServedRun(RunLoop):
         self.policy.check(list(trained_parameters(self.model)))
         check_for_servers(self.policy)
         looped = config.outer_steps is not None
-        if looped:
+        if config.outer_steps is not None:
+            check_length(config, config.outer_steps, self.total)
             check_outer_policy(self.policy)
         optimizer = build_optimizer(self.model, config)
         for entry in () if looped else self.policy.rules:

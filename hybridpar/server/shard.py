@@ -200,7 +200,7 @@ class Shard:
     @property
     def done(self) -> bool:
         """Whether all pushes that were wanted have come."""
-        return self.limit is not None and self.taken >= self.limit
+        return self.limit is not None and self.taken >= self.limit and not self._arrived
 
     def sequence_of(self, learner: int) -> int:
         """The last push of a learner that came; 0 for one that is not here.
@@ -303,7 +303,8 @@ class Shard:
         known.pushes += 1
         known.last = Answer(push.learner, push.sequence, self.clock, staleness, counts)
         if not self.done:
-            self.taken += push.steps
+            steps = push.steps if self.limit is None else min(push.steps, self.limit - self.taken)
+            self.taken += steps
             self.histogram.add(staleness)
             self.ledger.arrived(
                 staleness=staleness,
@@ -312,7 +313,7 @@ class Shard:
                 rate=push.rate,
                 queued=self.queued + 1,
                 counts=push.sound,
-                steps=push.steps,
+                steps=steps,
             )
             if self.rules.barrier:
                 self._arrived[push.learner] = (push, gradient)

@@ -66,10 +66,11 @@ def _alone(
 
 
 @contextlib.contextmanager
-def job(size: int, run_dir: Path, **options: Any) -> Iterator[Any]:
+def job(size: int, run_dir: Path, *, port: int | None = None, **options: Any) -> Iterator[Any]:
     """A run on processes that may be killed; gives the queue on which they tell their pids and how they ended."""
-    with store() as port, start_processes(_alone, size, size, port, run_dir, options) as answers:
-        yield answers
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(store()) if port is None else port
+        yield stack.enter_context(start_processes(_alone, size, size, port, run_dir, options))
 
 
 def ends(answers: Any, count: int, timeout: float = 120) -> dict[int, Any]:
