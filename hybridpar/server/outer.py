@@ -6,7 +6,7 @@ optimizer of the shards is that of the outer loop (`hybridpar.sync.outer`):
 - with a barrier, an update takes the D of every worker, weighed by samples, as an all-reduce would;
 - without one, each arrival moves the weights at once by its part of a round, th <- th - lr D / K, and momentum, which
   over stale outer gradients would do harm, is renewed and applied once a round (delayed Nesterov, Liu et al.,
-  "Asynchronous Local-SGD Training for Language Modeling", 2024, with c = 0):
+  "Asynchronous Local-SGD Training for Language Modeling", arXiv 2401.09135, with c = 0):
 
       m <- mu m + sum of the D / K since last time,    th <- th - lr mu m
 """
