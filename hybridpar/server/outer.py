@@ -13,7 +13,6 @@ optimizer of the shards is that of the outer loop (`hybridpar.sync.outer`):
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -144,8 +143,8 @@ class OuterLearner(Pusher):
         self.links.begin_push(rate, rescale=False)
         learned = {name: anchor.sub(self._parameters[name]) for name, anchor in self.anchors.items()}
         statistics = self._statistics.message(1.0)
-        norms = torch._foreach_norm([*learned.values(), statistics.to(torch.float32)], 2, torch.float64)
-        sound = all(map(math.isfinite, torch.stack(norms).tolist()))
+        norms = torch._foreach_norm(list(learned.values()), 2, torch.float64)
+        sound = bool(torch.isfinite(torch.stack(norms)).all()) and bool(torch.isfinite(statistics).all())
         for name, one in learned.items():
             self._send(name, flat_view(one).cpu())
             self._parameters[name].copy_(self.anchors[name])  # a shard that has no new weights sends none
