@@ -214,6 +214,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
 def test_the_command_replaces_a_worker_that_dies_and_starts_servers_again(tmp_path):
     for run_dir, options, said in (
         (tmp_path / "async", ["--sync=ps-async"], "the others go on, and it joins again"),
+        (tmp_path / "outer", ["--sync=outer:3,ps-async"], "the others go on, and it joins again"),
         (
             tmp_path / "sync",
             ["--sync=ps", "--checkpoint-every=2"],
