@@ -1,9 +1,11 @@
-"""`HybridparStrategy`: compressed gradients in Lightning.
+"""`HybridparStrategy`: compressed gradients and pipelines in Lightning.
 
-    trainer = Trainer(devices=4, strategy=HybridparStrategy(compress="onebit"))
+    trainer = Trainer(devices=4, strategy=HybridparStrategy(stages=2, compress="onebit"))
 
-It is Lightning's `DDPStrategy`, in which the model is wrapped as `hybridpar.DataParallel`. Checkpoints of the trainer
-also hold what the codecs have not sent, so that `fit(ckpt_path=...)` goes on bit for bit.
+It is Lightning's `DDPStrategy`, in which the model is wrapped as `hybridpar.DataParallel`. With stages, the one call of
+the model in `training_step` is the forward passes of a pipeline (`hybridpar.integrations.pipelined`); the rest of
+`training_step`, hooks, clipping and the optimizer are Lightning's, on every worker. Checkpoints of the trainer hold the
+whole model, and what the codecs have not sent, so that `fit(ckpt_path=...)` goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ import importlib
 import sys
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar.compress import Policy
 from hybridpar.errors import UsageError
 from hybridpar.integrations.data_parallel import DataParallel, check_options
+from hybridpar.integrations.staged_step import StagedStep
 from hybridpar.sync.policy import check_compression, is_auto
 
 #: Where a checkpoint holds the states of all workers.
 KEY = "hybridpar_compression"
+STAGED_KEY = "hybridpar_pipeline"
 
 
 def _find_strategy() -> Any:
@@ -45,14 +50,19 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         compress: How gradients are sent, as `hybridpar.DataParallel` takes it.
         seed: For what codecs draw at random; equal on all processes.
         fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
-        stages: Always 1: the model is not cut.
-        options: Those of `DDPStrategy`, among them those of DDP.
+        stages: Stages that the model is cut into. All workers of a pipeline get the same batch, and metrics are the
+            same on them. `training_step` calls the model, or one sub-module with all that is trained, once, with one
+            tensor.
+        replicas: Copies of the pipeline; default: as many as the workers allow.
+        micro_batches: Micro-batches that a batch is divided into, where there are stages.
+        options: Those of `DDPStrategy`, among them those of DDP where there are no stages.
 
     Raises:
-        UsageError: There is no such option, more than one stage is asked for, or there is another communication hook.
+        UsageError: There is no such option, there is another communication hook, or one of DDP's is given with stages.
     """
 
     model: Any
+    _layer_sync: Any
 
     def __init__(
         self,
@@ -61,14 +71,10 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         seed: int = 0,
         fidelity: str = "close",
         stages: int = 1,
+        replicas: int | None = None,
+        micro_batches: int = 4,
         **options: Any,
     ) -> None:
-        if stages != 1:
-            raise UsageError(
-                f"HybridparStrategy with stages={stages}",
-                "Lightning calls training_step on the whole model in every process, and a stage has only a part of it.",
-                "Use hybridpar.Trainer or `hybridpar train --stages` for a pipeline.",
-            )
         takers = HybridparStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__
         check_options("HybridparStrategy", options, takers)
         for name in ("ddp_comm_hook", "ddp_comm_wrapper"):
@@ -77,12 +83,34 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
                     f"compress={str(compress)!r} with {name}", "DDP has one hook.", "Leave out one of them."
                 )
         super().__init__(**options)
+        if stages > 1 and self._ddp_kwargs:
+            raise UsageError(
+                f"HybridparStrategy with stages={stages} and {', '.join(sorted(self._ddp_kwargs))}",
+                "These are options of DistributedDataParallel, which does not run a pipeline.",
+                "Leave them out.",
+            )
+        self._staged: StagedStep | None = None
+        if stages > 1:
+            self._staged = StagedStep(stages, replicas, micro_batches, str(compress), seed, fidelity)
         self._compression: dict[str, Any] = {"compress": compress, "seed": seed, "fidelity": fidelity}
         self._restored: list[Any] = []
         self._wrapped: DataParallel | None = None
 
+    def setup(self, trainer: Any) -> None:
+        """Lightning calls this before it trains or evaluates.
+
+        Args:
+            trainer: Lightning's trainer.
+        """
+        if self._staged is not None and self._layer_sync is not None:  # layers stay as they are: stages pool them
+            self._staged.sync_batch_norm, self._layer_sync = True, None
+        super().setup(trainer)
+
     def configure_ddp(self) -> None:
         """Wrap the model, and go on from the checkpoint that was loaded, if any; Lightning calls this before `fit`."""
+        if self._staged is not None:
+            self._staged.join(self.lightning_module, self.world_size, self.precision_plugin)
+            return
         super().configure_ddp()
         asked = dict(self._compression)
         if is_auto(asked["compress"]) and self._restored:
@@ -100,9 +128,83 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             UsageError: Momentum would be kept twice.
         """
         super().setup_optimizers(trainer)
-        if self._wrapped is not None:
-            names = [name for name, _ in self._wrapped.module.named_parameters()]
-            check_compression(self._compression["compress"], names, self.world_size, self.optimizers, tell=False)
+        if self._wrapped is not None or self._staged is not None:
+            names = [name for name, _ in self.lightning_module.named_parameters()]
+            replicas = self.world_size if self._staged is None else self._staged.replicas
+            check_compression(self._compression["compress"], names, replicas, self.optimizers, tell=False)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the data this process gets: that of its replica, while a pipeline trains."""
+        staged = self._staged
+        if staged is None or not staged.joined:
+            return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
+        return {"num_replicas": staged.replicas, "rank": staged.replica}
+
+    # ------------------------------------------------------------ a pipeline's
+
+    def training_step(self, *arguments: Any, **options: Any) -> Any:
+        """Lightning's, in which the model's call may be a pipeline's.
+
+        Args:
+            arguments: As `DDPStrategy` takes them.
+            options: As `DDPStrategy` takes them.
+
+        Returns:
+            What the module's `training_step` does.
+        """
+        if self._staged is None:
+            return super().training_step(*arguments, **options)
+        with self.precision_plugin.train_step_context():
+            return self._staged.step(self.lightning_module, arguments, options)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **options: Any) -> Tensor:
+        """Lightning's, and in its middle the backward passes of the pipeline: hooks after it find all gradients.
+
+        Args:
+            closure_loss: The loss.
+            optimizer: As `DDPStrategy` takes it.
+            arguments: For the loss's backward pass.
+            options: For the loss's backward pass.
+
+        Returns:
+            The loss, detached.
+        """
+        if self._staged is None:
+            return super().backward(closure_loss, optimizer, *arguments, **options)  # type: ignore[no-any-return]
+        plugin, module = self.precision_plugin, self.lightning_module
+        loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(loss, module, optimizer, *arguments, **options)
+        self._staged.backward()
+        return plugin.post_backward(loss, module)  # type: ignore[no-any-return]
+
+    def on_validation_start(self) -> None:
+        """Make the model whole on every process."""
+        self._make_whole()
+
+    def on_train_end(self) -> None:
+        """Make the model whole on every process."""
+        self._make_whole()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model; a collective."""
+        self._make_whole()
+        return super().lightning_module_state_dict()  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer for all stages, on the process that writes; a collective.
+
+        Args:
+            optimizer: One of `optimizers`.
+        """
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self._staged is None or self._staged.model is None:
+            return state
+        return self._staged.model.gather_state(state, optimizer.param_groups)
+
+    def _make_whole(self) -> None:
+        if self._staged is not None and self._staged.model is not None:
+            self._staged.model.make_whole()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with what the codecs of all processes have not sent; a collective.
@@ -116,6 +218,8 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             workers = self._wrapped.gather_compression()
             if workers:
                 checkpoint = {**checkpoint, KEY: workers}
+        if self._staged is not None and self._staged.model is not None and "optimizer_states" in checkpoint:
+            checkpoint = {**checkpoint, STAGED_KEY: self._staged.model.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -130,11 +234,15 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **options)
         self._restored = checkpoint.get(KEY, [])
+        if self._staged is not None:
+            self._staged.restored = checkpoint.get(STAGED_KEY)
         return checkpoint
 
     def teardown(self) -> None:
         """End the threads of the hook; its state can still be saved."""
         if self._wrapped is not None:
             self._wrapped.close()
+        if self._staged is not None:
+            self._staged.close()
         self._restored = []
         super().teardown()

@@ -1,0 +1,236 @@
+"""A LightningModule's `training_step` over stages: its one call of a model is the forward passes of a pipeline.
+
+What it calls is found out by its first call, which is not made. Everything else of the step runs on every worker.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridpar.comm.replicate import replicate
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError, nearest
+from hybridpar.integrations.pipelined import PipelinedModel
+from hybridpar.planner.resolve import join_workers, resolve
+from hybridpar.sync.policy import is_auto
+
+#: Types that stages compute in, by Lightning's `precision`.
+_PRECISIONS: dict[str, Any] = {"32-true": "none", "bf16-mixed": "bf16"}
+
+
+class StagedStep:
+    """Has the model's call in `training_step` run as a pipeline, which is made at the first one.
+
+    Args:
+        stages: Stages that the model is cut into.
+        replicas: Copies of the pipeline; None for as many as the workers allow.
+        micro_batches: Micro-batches of a batch.
+        compress: How gradients are sent between replicas.
+        seed: For what codecs and dropout draw at random.
+        fidelity: What `auto` may choose from.
+
+    Attributes:
+        model: The pipeline; None before the first step.
+        sync_batch_norm: BatchNorm layers normalise over the replicas.
+        joined: The workers have met, and `replica` of `replicas` is known.
+        restored: What the checkpoint that training goes on from says of the pipeline.
+    """
+
+    def __init__(
+        self, stages: int, replicas: int | None, micro_batches: int, compress: str, seed: int, fidelity: str
+    ) -> None:
+        asked: dict[str, Any] = {"stages": stages, "replicas": replicas, "micro_batches": micro_batches}
+        asked |= {"compress": compress, "seed": seed, "fidelity": fidelity}
+        self._config = TrainConfig(**asked, schedule="gpipe", placement="linear", guard=False)
+        self.model: PipelinedModel | None = None
+        self.sync_batch_norm = False
+        self.joined = False
+        self.replica, self.replicas = 0, 1
+        self.restored: dict[str, Any] | None = None
+        self._world: World | None = None
+        self._peers: Any = None
+        self._target: nn.Module | None = None
+        self._name = ""
+
+    def join(self, module: nn.Module, workers: int, precision: Any) -> None:
+        """Meet the other workers, which then draw the same random numbers as those of their pipeline; a collective.
+
+        Args:
+            module: What is trained; it becomes that of rank 0 everywhere.
+            workers: Processes of the job, which have a process group.
+            precision: Lightning's plugin.
+
+        Raises:
+            UsageError: Stages, replicas and workers do not fit, or stages cannot compute in that precision.
+        """
+        if precision.precision not in _PRECISIONS:
+            raise UsageError(
+                f"precision={precision.precision!r} with stages",
+                nearest(str(precision.precision), _PRECISIONS),
+                "Use 32-true or bf16-mixed.",
+            )
+        norm: Any = "sync" if self.sync_batch_norm else "pooled"
+        self._config = replace(self._config, amp=_PRECISIONS[precision.precision], batch_norm=norm)
+        positions = resolve(self._config, workers).placement.workers
+        self._world = world = join_workers(self._config)
+        self.replicas = world.size // positions
+        self.replica = world.rank % self.replicas
+        self.joined = True
+        if positions > 1:
+            groups = [dist.new_group([*range(first, world.size, self.replicas)]) for first in range(self.replicas)]
+            self._peers = groups[self.replica]
+            states = [_random_states()]
+            dist.broadcast_object_list(states, self.replica, group=self._peers, device=world.device)
+            _set_random_states(states[0])
+            precision.clip_grad_by_norm = self._clip
+        replicate(module, world)
+
+    def step(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call `training_step`.
+
+        Args:
+            module: The LightningModule.
+            arguments: Of `training_step`.
+            options: Of `training_step`.
+
+        Returns:
+            What it returns.
+
+        Raises:
+            UsageError: It does not call the model once, with one tensor.
+        """
+        if self.model is None:
+            self._open(module, arguments, options)
+        model, target = self.model, self._target
+        assert model is not None
+        assert target is not None
+        calls = 0
+
+        def call(name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1 or not torch.is_grad_enabled():
+                raise _refused(module, f"calls {name} {'again' if calls > 1 else 'without gradients'}")
+            return model(_only_tensor(module, name, given, named), (arguments, options))
+
+        with _instead(call, {self._name: target}):
+            result = module.training_step(*arguments, **options)
+        if not calls:
+            raise _refused(module, f"does not call {self._name} for this batch")
+        return result
+
+    def backward(self) -> None:
+        """Run the backward passes of the pipeline, after those of the loss."""
+        if self.model is not None:
+            self.model.backward()
+
+    def close(self) -> None:
+        """Release the pipeline; the module stays as trained."""
+        if self.model is not None:
+            self.model.close()
+        if self._world is not None:
+            self._world.close()
+        if self._peers is not None and dist.is_initialized():
+            dist.destroy_process_group(self._peers)
+        self.model = self._world = self._peers = self._target = self.restored = None
+        self.joined = False
+
+    def _open(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Find out what `training_step` calls, by its first call, and make a pipeline of that; a collective."""
+
+        def found(name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> None:
+            raise _Found(name, _only_tensor(module, name, given, named))
+
+        states = _random_states()
+        try:
+            with _instead(found, {name: one for name, one in module.named_modules() if _is_trained(one)}):
+                module.training_step(*arguments, **options)
+            raise _refused(module, "calls no module with anything that is trained")
+        except _Found as one:
+            name, inputs = one.name, one.inputs
+        finally:
+            _set_random_states(states)
+        self._target = target = module.get_submodule(name)
+        self._name = name or "forward"
+        inside = set(map(id, target.parameters()))
+        outside = [key for key, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
+        if outside:
+            raise _refused(module, f"calls {self._name}, and trains {', '.join(outside[:3])} outside of it")
+        asked, world, restored = self._config, self._world, self.restored
+        assert world is not None
+        if is_auto(asked.compress) and restored is not None:
+            asked = replace(asked, compress=restored["codec"])  # measured when the run began
+        example = inputs[: max(1, len(inputs) // asked.micro_batches)]
+        self.model = PipelinedModel(target, asked, world, example, self._peers)
+        if restored is not None:
+            self.model.load_state_dict(restored)
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        """In the place of a precision plugin's `clip_grad_by_norm`, which knows the gradients of some stages."""
+        if self.model is not None:
+            self.model.clip(float(clip_val))
+
+
+class _Found(BaseException):
+    """Ends a `training_step` at its first call of a module."""
+
+    def __init__(self, name: str, inputs: Tensor) -> None:
+        super().__init__(name)
+        self.name, self.inputs = name, inputs
+
+
+@contextmanager
+def _instead(call: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, `call(name, forward, ...)` is what the modules' `forward` does."""
+    before: dict[str, Any] = {name: one.__dict__.get("forward") for name, one in modules.items()}
+    for name, one in modules.items():
+        one.forward = partial(call, name, one.forward)
+    try:
+        yield
+    finally:
+        for name, one in modules.items():
+            del one.forward
+            if before[name] is not None:
+                one.forward = before[name]
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(one.requires_grad for one in module.parameters())
+
+
+def _only_tensor(module: Any, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """The input of a call, which is to have no other."""
+    values = [*given, *named.values()]
+    if len(values) != 1 or not isinstance(values[0], Tensor):
+        kinds = ", ".join(type(one).__name__ for one in values)
+        raise _refused(module, f"calls {name or 'forward'} with {kinds or 'nothing'}")
+    return values[0]
+
+
+def _refused(module: Any, what: str) -> UsageError:
+    return UsageError(
+        f"training_step of {type(module).__name__} {what}",
+        "With stages, its one call of a model, with one tensor, is the forward passes of a pipeline.",
+        "Let it call one module (forward, or a sub-module), which holds all that is trained, once; or use stages=1.",
+    )
+
+
+def _random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
