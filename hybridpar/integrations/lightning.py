@@ -2,10 +2,13 @@
 
     trainer = Trainer(devices=4, strategy=HybridparStrategy(stages=2, compress="onebit"))
 
-It is Lightning's `DDPStrategy`, in which the model is wrapped as `hybridpar.DataParallel`. With stages, the one call of
-the model in `training_step` is the forward passes of a pipeline (`hybridpar.integrations.pipelined`); the rest of
-`training_step`, hooks, clipping and the optimizer are Lightning's, on every worker. Checkpoints of the trainer hold the
-whole model, and what the codecs have not sent, so that `fit(ckpt_path=...)` goes on bit for bit.
+`training_step` runs on hybridpar's engine (`hybridpar.integrations.engine_step`): it is the forward pass, or with
+stages its one call of the model is the forward passes of a pipeline. Hooks, clipping and the optimizer are Lightning's,
+on every worker. What is not one forward and one backward pass (manual optimization, a `backward` of the module's own),
+or uses options of DDP, runs in Lightning's `DDPStrategy` with the model wrapped as `hybridpar.DataParallel`.
+
+Checkpoints of the trainer hold the whole model, and what the codecs have not sent, so that `fit(ckpt_path=...)` goes on
+bit for bit.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar.compress import Policy
 from hybridpar.errors import UsageError
 from hybridpar.integrations.data_parallel import DataParallel, check_options
-from hybridpar.integrations.staged_step import StagedStep
+from hybridpar.integrations.engine_step import EngineStep
 from hybridpar.sync.policy import check_compression, is_auto
 
 #: Where a checkpoint holds the states of all workers.
 KEY = "hybridpar_compression"
-STAGED_KEY = "hybridpar_pipeline"
+ENGINE_KEY = "hybridpar_engine"
 
 
 def _find_strategy() -> Any:
@@ -44,7 +47,7 @@ DDPStrategy = _find_strategy()
 
 
 class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
-    """Lightning's `DDPStrategy` with compressed gradients.
+    """Lightning's `DDPStrategy` with hybridpar's sync, compressed gradients, and stages.
 
     Args:
         compress: How gradients are sent, as `hybridpar.DataParallel` takes it.
@@ -89,10 +92,12 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
                 "These are options of DistributedDataParallel, which does not run a pipeline.",
                 "Leave them out.",
             )
-        self._staged: StagedStep | None = None
-        if stages > 1:
-            self._staged = StagedStep(stages, replicas, micro_batches, str(compress), seed, fidelity)
+        #: Runs the steps; None where DistributedDataParallel does.
+        self._engine: EngineStep | None = None
+        self._stages: dict[str, Any] = {"stages": stages, "replicas": replicas, "micro_batches": micro_batches}
         self._compression: dict[str, Any] = {"compress": compress, "seed": seed, "fidelity": fidelity}
+        self._on_engine = self._sync_batch_norm = False
+        self._engine_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
         self._wrapped: DataParallel | None = None
 
@@ -102,14 +107,25 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         Args:
             trainer: Lightning's trainer.
         """
-        if self._staged is not None and self._layer_sync is not None:  # layers stay as they are: stages pool them
-            self._staged.sync_batch_norm, self._layer_sync = True, None
+        self._on_engine = trainer.state.fn == "fit" and self._fits_engine(trainer.lightning_module)
+        self._sync_batch_norm = self._on_engine and self._layer_sync is not None
+        if self._on_engine:  # the engine sees to BatchNorm itself
+            self._layer_sync = None
         super().setup(trainer)
+
+    def _fits_engine(self, module: Any) -> bool:
+        """Whether one `training_step` is one forward and one backward pass, and nothing is asked of DDP."""
+        hooks = (self._ddp_comm_hook, self._ddp_comm_wrapper, self._ddp_comm_state, self._model_averaging_period)
+        own = type(module).backward.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+        plain = module.automatic_optimization and not own and not self._ddp_kwargs and not any(hooks)
+        return plain or self._stages["stages"] > 1
 
     def configure_ddp(self) -> None:
         """Wrap the model, and go on from the checkpoint that was loaded, if any; Lightning calls this before `fit`."""
-        if self._staged is not None:
-            self._staged.join(self.lightning_module, self.world_size, self.precision_plugin)
+        if self._on_engine:
+            self._engine = EngineStep(**self._stages, **self._compression, sync_batch_norm=self._sync_batch_norm)
+            self._engine.restored = self._engine_state
+            self._engine.join(self.model, self.world_size, self.precision_plugin)
             return
         super().configure_ddp()
         asked = dict(self._compression)
@@ -128,23 +144,23 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             UsageError: Momentum would be kept twice.
         """
         super().setup_optimizers(trainer)
-        if self._wrapped is not None or self._staged is not None:
-            names = [name for name, _ in self.lightning_module.named_parameters()]
-            replicas = self.world_size if self._staged is None else self._staged.replicas
+        if self._wrapped is not None or self._engine is not None:
+            names = [name for name, _ in trainer.lightning_module.named_parameters()]
+            replicas = self.world_size if self._engine is None else self._engine.replicas
             check_compression(self._compression["compress"], names, replicas, self.optimizers, tell=False)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which share of the data this process gets: that of its replica, while a pipeline trains."""
-        staged = self._staged
-        if staged is None or not staged.joined:
+        engine = self._engine
+        if engine is None or not engine.joined:
             return super().distributed_sampler_kwargs  # type: ignore[no-any-return]
-        return {"num_replicas": staged.replicas, "rank": staged.replica}
+        return {"num_replicas": engine.replicas, "rank": engine.replica}
 
-    # ------------------------------------------------------------ a pipeline's
+    # ----------------------------------------------------------- of the engine
 
     def training_step(self, *arguments: Any, **options: Any) -> Any:
-        """Lightning's, in which the model's call may be a pipeline's.
+        """Lightning's, on the engine.
 
         Args:
             arguments: As `DDPStrategy` takes them.
@@ -153,13 +169,13 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         Returns:
             What the module's `training_step` does.
         """
-        if self._staged is None:
+        if self._engine is None:
             return super().training_step(*arguments, **options)
         with self.precision_plugin.train_step_context():
-            return self._staged.step(self.lightning_module, arguments, options)
+            return self._engine.step(self.lightning_module, arguments, options)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *arguments: Any, **options: Any) -> Tensor:
-        """Lightning's, and in its middle the backward passes of the pipeline: hooks after it find all gradients.
+        """Lightning's, with the backward passes of the engine before the hooks that look at gradients.
 
         Args:
             closure_loss: The loss.
@@ -170,12 +186,12 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         Returns:
             The loss, detached.
         """
-        if self._staged is None:
+        if self._engine is None:
             return super().backward(closure_loss, optimizer, *arguments, **options)  # type: ignore[no-any-return]
         plugin, module = self.precision_plugin, self.lightning_module
         loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(loss, module, optimizer, *arguments, **options)
-        self._staged.backward()
+        self._engine.backward()
         return plugin.post_backward(loss, module)  # type: ignore[no-any-return]
 
     def on_validation_start(self) -> None:
@@ -198,13 +214,13 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             optimizer: One of `optimizers`.
         """
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._staged is None or self._staged.model is None:
+        if self._engine is None or self._engine.model is None:
             return state
-        return self._staged.model.gather_state(state, optimizer.param_groups)
+        return self._engine.model.gather_state(state, optimizer.param_groups)
 
     def _make_whole(self) -> None:
-        if self._staged is not None and self._staged.model is not None:
-            self._staged.model.make_whole()
+        if self._engine is not None and self._engine.model is not None:
+            self._engine.model.make_whole()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with what the codecs of all processes have not sent; a collective.
@@ -218,8 +234,8 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             workers = self._wrapped.gather_compression()
             if workers:
                 checkpoint = {**checkpoint, KEY: workers}
-        if self._staged is not None and self._staged.model is not None and "optimizer_states" in checkpoint:
-            checkpoint = {**checkpoint, STAGED_KEY: self._staged.model.state_dict()}
+        if self._engine is not None and self._engine.model is not None and "optimizer_states" in checkpoint:
+            checkpoint = {**checkpoint, ENGINE_KEY: self._engine.model.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -234,15 +250,15 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **options)
         self._restored = checkpoint.get(KEY, [])
-        if self._staged is not None:
-            self._staged.restored = checkpoint.get(STAGED_KEY)
+        self._engine_state = checkpoint.get(ENGINE_KEY)
         return checkpoint
 
     def teardown(self) -> None:
         """End the threads of the hook; its state can still be saved."""
         if self._wrapped is not None:
             self._wrapped.close()
-        if self._staged is not None:
-            self._staged.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._engine_state = None
         self._restored = []
         super().teardown()

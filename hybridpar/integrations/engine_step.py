@@ -1,6 +1,7 @@
-"""A LightningModule's `training_step` over stages: its one call of a model is the forward passes of a pipeline.
+"""A LightningModule's `training_step` on hybridpar's engine.
 
-What it calls is found out by its first call, which is not made. Everything else of the step runs on every worker.
+In one piece, the whole `training_step` is the forward pass. With stages its one call of a model is, which is found out
+by its first call; everything else of `training_step` runs on every worker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World
+from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, nearest
 from hybridpar.integrations.pipelined import PipelinedModel
@@ -29,32 +31,43 @@ from hybridpar.sync.policy import is_auto
 _PRECISIONS: dict[str, Any] = {"32-true": "none", "bf16-mixed": "bf16"}
 
 
-class StagedStep:
-    """Has the model's call in `training_step` run as a pipeline, which is made at the first one.
+class EngineStep:
+    """Has `training_step`, or the model's call in it, run on the engine, which is made at the first one.
 
     Args:
-        stages: Stages that the model is cut into.
+        stages: Stages that the model is cut into; 1 for none.
         replicas: Copies of the pipeline; None for as many as the workers allow.
         micro_batches: Micro-batches of a batch.
         compress: How gradients are sent between replicas.
         seed: For what codecs and dropout draw at random.
         fidelity: What `auto` may choose from.
+        sync_batch_norm: BatchNorm layers normalise over the replicas.
 
     Attributes:
-        model: The pipeline; None before the first step.
-        sync_batch_norm: BatchNorm layers normalise over the replicas.
+        model: Runs the passes; None before the first step.
         joined: The workers have met, and `replica` of `replicas` is known.
         restored: What the checkpoint that training goes on from says of the pipeline.
     """
 
     def __init__(
-        self, stages: int, replicas: int | None, micro_batches: int, compress: str, seed: int, fidelity: str
+        self,
+        *,
+        stages: int,
+        replicas: int | None,
+        micro_batches: int,
+        compress: str | Policy,
+        seed: int,
+        fidelity: str,
+        sync_batch_norm: bool,
     ) -> None:
-        asked: dict[str, Any] = {"stages": stages, "replicas": replicas, "micro_batches": micro_batches}
-        asked |= {"compress": compress, "seed": seed, "fidelity": fidelity}
-        self._config = TrainConfig(**asked, schedule="gpipe", placement="linear", guard=False)
+        asked: dict[str, Any] = {"compress": str(compress), "seed": seed, "fidelity": fidelity, "guard": False}
+        asked["batch_norm"] = "sync" if sync_batch_norm else "pooled"
+        if stages > 1:
+            asked |= {"stages": stages, "replicas": replicas, "micro_batches": micro_batches}
+            asked |= {"schedule": "gpipe", "placement": "linear"}
+        self._config = TrainConfig(**asked)
+        self._is_whole = stages == 1
         self.model: PipelinedModel | None = None
-        self.sync_batch_norm = False
         self.joined = False
         self.replica, self.replicas = 0, 1
         self.restored: dict[str, Any] | None = None
@@ -74,14 +87,14 @@ class StagedStep:
         Raises:
             UsageError: Stages, replicas and workers do not fit, or stages cannot compute in that precision.
         """
-        if precision.precision not in _PRECISIONS:
+        amp = _PRECISIONS.get(precision.precision, "none")  # in one piece, Lightning's own contexts are around the step
+        if precision.precision not in _PRECISIONS and not self._is_whole:
             raise UsageError(
                 f"precision={precision.precision!r} with stages",
                 nearest(str(precision.precision), _PRECISIONS),
                 "Use 32-true or bf16-mixed.",
             )
-        norm: Any = "sync" if self.sync_batch_norm else "pooled"
-        self._config = replace(self._config, amp=_PRECISIONS[precision.precision], batch_norm=norm)
+        self._config = replace(self._config, amp="none" if self._is_whole else amp)
         positions = resolve(self._config, workers).placement.workers
         self._world = world = join_workers(self._config)
         self.replicas = world.size // positions
@@ -115,6 +128,15 @@ class StagedStep:
         model, target = self.model, self._target
         assert model is not None
         assert target is not None
+        if self._is_whole:
+
+            def whole(name: str, forward: Callable[..., Any], nothing: Tensor) -> Any:
+                _put_back(module, None if own is None else forward)  # training_step may want to call it
+                return module.training_step(*arguments, **options)
+
+            own = module.__dict__.get("forward")
+            with _instead(whole, {"": module}):
+                return model(torch.empty(1, 0))
         calls = 0
 
         def call(name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -152,6 +174,10 @@ class StagedStep:
         def found(name: str, forward: Callable[..., Any], *given: Any, **named: Any) -> None:
             raise _Found(name, _only_tensor(module, name, given, named))
 
+        if self._is_whole:
+            self._target, self._name = module, "training_step"
+            self._make(None)
+            return
         states = _random_states()
         try:
             with _instead(found, {name: one for name, one in module.named_modules() if _is_trained(one)}):
@@ -167,11 +193,14 @@ class StagedStep:
         outside = [key for key, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
         if outside:
             raise _refused(module, f"calls {self._name}, and trains {', '.join(outside[:3])} outside of it")
-        asked, world, restored = self._config, self._world, self.restored
+        self._make(inputs[: max(1, len(inputs) // self._config.micro_batches)])
+
+    def _make(self, example: Tensor | None) -> None:
+        asked, world, restored, target = self._config, self._world, self.restored, self._target
         assert world is not None
+        assert target is not None
         if is_auto(asked.compress) and restored is not None:
             asked = replace(asked, compress=restored["codec"])  # measured when the run began
-        example = inputs[: max(1, len(inputs) // asked.micro_batches)]
         self.model = PipelinedModel(target, asked, world, example, self._peers)
         if restored is not None:
             self.model.load_state_dict(restored)
@@ -200,9 +229,14 @@ def _instead(call: Callable[..., Any], modules: Mapping[str, nn.Module]) -> Iter
         yield
     finally:
         for name, one in modules.items():
-            del one.forward
-            if before[name] is not None:
-                one.forward = before[name]
+            _put_back(one, before[name])
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    """Give a module the `forward` that it had of its own, or none but its class's."""
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.forward = forward
 
 
 def _is_trained(module: nn.Module) -> bool:
