@@ -7,7 +7,7 @@ by its first call; everything else of `training_step` runs on every worker.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -75,6 +75,7 @@ class EngineStep:
         self._peers: Any = None
         self._target: nn.Module | None = None
         self._name = ""
+        self._is_checked = False
 
     def join(self, module: nn.Module, workers: int, precision: Any) -> None:
         """Meet the other workers, which then draw the same random numbers as those of their pipeline; a collective.
@@ -95,6 +96,8 @@ class EngineStep:
                 "Use 32-true or bf16-mixed.",
             )
         self._config = replace(self._config, amp="none" if self._is_whole else amp)
+        if is_auto(self._config.compress) and self.restored is not None:  # measured when the run began
+            self._config = replace(self._config, compress=self.restored["codec"])
         positions = resolve(self._config, workers).placement.workers
         self._world = world = join_workers(self._config)
         self.replicas = world.size // positions
@@ -152,10 +155,21 @@ class EngineStep:
             raise _refused(module, f"does not call {self._name} for this batch")
         return result
 
-    def backward(self) -> None:
-        """Run the backward passes of the pipeline, after those of the loss."""
-        if self.model is not None:
-            self.model.backward()
+    def backward(self, module: Any) -> None:
+        """Run the backward passes of the engine, after that of the loss.
+
+        Args:
+            module: The LightningModule.
+
+        Raises:
+            UsageError: The loss has given parameters a gradient, so they were used outside of the model's call.
+        """
+        if self.model is None:
+            return
+        if not self._is_checked:
+            self._refuse_outside(module, [key for key, one in module.named_parameters() if one.grad is not None])
+            self._is_checked = True
+        self.model.backward()
 
     def close(self) -> None:
         """Release the pipeline; the module stays as trained."""
@@ -190,17 +204,20 @@ class EngineStep:
         self._target = target = module.get_submodule(name)
         self._name = name or "forward"
         inside = set(map(id, target.parameters()))
-        outside = [key for key, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
-        if outside:
-            raise _refused(module, f"calls {self._name}, and trains {', '.join(outside[:3])} outside of it")
+        self._refuse_outside(
+            module, [key for key, one in module.named_parameters() if one.requires_grad and id(one) not in inside]
+        )
         self._make(inputs[: max(1, len(inputs) // self._config.micro_batches)])
+
+    def _refuse_outside(self, module: Any, names: Sequence[str]) -> None:
+        """Refuse a module that trains more than what its call of a model uses."""
+        if names:
+            raise _refused(module, f"calls {self._name}, and trains {', '.join(names[:3])} outside of it")
 
     def _make(self, example: Tensor | None) -> None:
         asked, world, restored, target = self._config, self._world, self.restored, self._target
         assert world is not None
         assert target is not None
-        if is_auto(asked.compress) and restored is not None:
-            asked = replace(asked, compress=restored["codec"])  # measured when the run began
         self.model = PipelinedModel(target, asked, world, example, self._peers)
         if restored is not None:
             self.model.load_state_dict(restored)

@@ -96,6 +96,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         self._engine: EngineStep | None = None
         self._stages: dict[str, Any] = {"stages": stages, "replicas": replicas, "micro_batches": micro_batches}
         self._compression: dict[str, Any] = {"compress": compress, "seed": seed, "fidelity": fidelity}
+        self._ended: Any = None
         self._on_engine = self._sync_batch_norm = False
         self._engine_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
@@ -107,6 +108,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         Args:
             trainer: Lightning's trainer.
         """
+        self._ended = None
         self._on_engine = trainer.state.fn == "fit" and self._fits_engine(trainer.lightning_module)
         self._sync_batch_norm = self._on_engine and self._layer_sync is not None
         if self._on_engine:  # the engine sees to BatchNorm itself
@@ -191,7 +193,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         plugin, module = self.precision_plugin, self.lightning_module
         loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(loss, module, optimizer, *arguments, **options)
-        self._engine.backward()
+        self._engine.backward(module)
         return plugin.post_backward(loss, module)  # type: ignore[no-any-return]
 
     def on_validation_start(self) -> None:
@@ -199,8 +201,11 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         self._make_whole()
 
     def on_train_end(self) -> None:
-        """Make the model whole on every process."""
+        """Make the model whole on every process, and keep what a checkpoint after the training holds."""
         self._make_whole()
+        if self._engine is not None and self._engine.model is not None:
+            model = self._engine.model
+            self._ended = model.state_dict(), [self.optimizer_state(one) for one in self.optimizers]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model; a collective."""
@@ -215,7 +220,8 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         """
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if self._engine is None or self._engine.model is None:
-            return state
+            ended = () if self._ended is None else zip(self.optimizers, self._ended[1], strict=True)
+            return next((kept for one, kept in ended if one is optimizer), state)
         return self._engine.model.gather_state(state, optimizer.param_groups)
 
     def _make_whole(self) -> None:
@@ -234,8 +240,10 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
             workers = self._wrapped.gather_compression()
             if workers:
                 checkpoint = {**checkpoint, KEY: workers}
-        if self._engine is not None and self._engine.model is not None and "optimizer_states" in checkpoint:
-            checkpoint = {**checkpoint, ENGINE_KEY: self._engine.model.state_dict()}
+        model = self._engine.model if self._engine is not None else None
+        if "optimizer_states" in checkpoint and (model is not None or self._ended is not None):
+            state = model.state_dict() if model is not None else self._ended[0]
+            checkpoint = {**checkpoint, ENGINE_KEY: state}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:
