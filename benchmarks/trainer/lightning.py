@@ -202,7 +202,7 @@ def make_methods(
             build(), optimizer_for, criterion, TrainConfig(guard=False), world=world
         ),
     }
-    fits = {
+    fits: dict[str, Fit] = {
         "Lightning, HybridparStrategy": Fit(HybridparStrategy(), Module(), given, rank, ranks),
         "Lightning, DDPStrategy": Fit(DDPStrategy(gradient_as_bucket_view=True), Module(), given, rank, ranks),
     }
@@ -213,8 +213,10 @@ def make_methods(
     methods |= {name: fit.step for name, fit in fits.items()}
 
     def close() -> None:
-        for one in (*fits.values(), *trainers.values()):
-            one.close()
+        for fit in fits.values():
+            fit.close()
+        for trainer in trainers.values():
+            trainer.close()
         world.close()
 
     return methods, close, {"transport": world.transport, "optimizer": "SGD, momentum 0.9, fused"}

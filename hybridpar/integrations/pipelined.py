@@ -7,7 +7,6 @@ the gradients that the loop's own backward pass has left at the outputs. So all 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,9 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
+from hybridpar.sync.compression import codec_states
 from hybridpar.train.trainer import Trainer
-
-_log = logging.getLogger(__name__)
 
 #: Numbers of a tensor of a batch that are compared between the workers of a pipeline.
 _COMPARED = 1024
@@ -281,20 +279,22 @@ class PipelinedModel:
         return {"codec": str(self._pipeline.options.sync.policy), "steps": self._steps, "workers": workers or []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; with other workers than those, what codecs had not sent is dropped.
+        """Go on from there, also with another number of workers.
 
         Args:
             state: What `state_dict` returned on rank 0.
         """
-        world, workers = self.trainer.world, state["workers"]
+        world, engine, workers = self.trainer.world, self.trainer.engine, state["workers"]
         self._steps = state["steps"]
-        self.trainer.engine.go_on_from(self._steps)
-        if len(workers) == world.size:
-            self.trainer.engine.load_state_dict(workers[world.rank])
-        elif world.is_main:
-            _log.warning(
-                "what codecs of %d workers have not sent is dropped: there are %d now", len(workers), world.size
-            )
+        engine.go_on_from(self._steps)
+        mine = workers[world.rank] if len(workers) == world.size else {}
+        engine.load_state_dict(mine)
+        codecs, own = engine.codecs, codec_states(mine) if mine else []
+        if len(own) == len(codecs) and all(codec.fits(one) for codec, one in zip(codecs, own, strict=True)):
+            return
+        states = [one for part in workers for one in codec_states(part)]
+        for codec in codecs if states else ():
+            codec.load_states(states)
 
     def close(self) -> None:
         """Release hooks and lanes; the model stays as trained."""

@@ -137,7 +137,7 @@ def first_norm(world: World) -> tuple[list[float | None], float]:
     norms = taken[0].residual_norms
     assert norms is not None
     assert sum(one**2 for one in norms.values()) == pytest.approx(found[0] ** 2)
-    assert set(norms) == set(dict(trainer.model.named_parameters()))
+    assert norms.keys() < dict(trainer.model.named_parameters()).keys()  # biases are sent as they are
     with make(world, "onebit") as trainer:
         trainer.step(batch(world.rank, 0))
         squares = sum(float(tensor.square().sum()) for tensor in kept(trainer).values())
