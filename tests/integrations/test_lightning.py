@@ -253,15 +253,20 @@ def module_of(step: str = "model", **more: Any) -> Any:
             loss = F.cross_entropy(self.head(images), labels)
             self.log("loss", loss)
             if step == "manual":
-                self.optimizers().zero_grad()
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
                 self.manual_backward(loss)
-                self.optimizers().step()
+                for optimizer in self.optimizers():
+                    optimizer.step()
             return loss
 
         def validation_step(self, data: Any, index: int) -> None:
             self.log("tested", F.cross_entropy(self(data[0]), data[1]), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
+            if step == "manual":  # the first takes a part of each stage
+                parts = [list(self.model.parameters())[place::2] for place in range(2)]
+                return [torch.optim.SGD(part, lr=0.2, momentum=0.9) for part in parts]
             optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
