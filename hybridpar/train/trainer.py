@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,7 +30,6 @@ from hybridpar.optim.build import expand, make_optimizer, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
@@ -47,7 +47,7 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
 from hybridpar.train.step_result import BadSteps
@@ -231,17 +231,17 @@ class Trainer:
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
-        with_what = make, self._loss, options, self.world, self.lanes
-        kind = Engine
+        parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
+        kind: Callable[[EngineParts], Engine] = Engine
         if options.double_buffer in LATE:
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
+        if options.outer_steps is not None:
+            kind = self._open_outer_engine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
-            if options.outer_steps is not None:
-                return self._open_outer_engine(plan, None, with_what)
-            return kind(self.model, plan, None, *with_what, timed)
+            return kind(replace(parts, example=timed))
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
@@ -251,19 +251,14 @@ class Trainer:
         placed = self._place(example)
         with autocast(asked.amp, device):
             plan, stages = cut_model(self.model, placed, plan, asked, self.world)
-        if options.outer_steps is not None:
-            return self._open_outer_engine(plan, stages, with_what, placed)
-        return kind(self.model, plan, stages, *with_what, placed)
+        return kind(replace(parts, plan=plan, stages=stages, example=placed))
 
-    def _open_outer_engine(
-        self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
-    ) -> Engine:
+    def _open_outer_engine(self, parts: EngineParts) -> Engine:
         from hybridpar.train.outer import OuterEngine
 
         total = self.total_steps
         warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        more: dict[str, Any] = {"example": example, "total_steps": total, "warmup_steps": warmup}
-        return OuterEngine(self.model, plan, stages, *with_what, **more)
+        return OuterEngine(parts, total_steps=total, warmup_steps=warmup)
 
     @property
     def plan(self) -> ResolvedPlan:
