@@ -89,6 +89,7 @@ class StagePlacement(_Section):
 
 
 _Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Rank = Annotated[int, Field(ge=0)]
 
 
 class Placement(_Section):
@@ -100,12 +101,38 @@ class Placement(_Section):
     shares: tuple[_Share, ...] | None = Field(
         None, description="what each replica gets of a batch, by rank, in any unit; without them equal parts"
     )
+    homes: tuple[tuple[_Rank, ...], ...] | None = Field(
+        None,
+        description="for every replica the rank that runs each stage, where replicas have different numbers of "
+        "workers; `stages` then says where the first replica has them",
+    )
 
     @model_validator(mode="after")
-    def _shares_fit(self) -> Placement:
+    def _numbers_fit(self) -> Placement:
         if self.shares is not None and (len(self.shares) != self.replicas or sum(self.shares) == 0):
             raise ValueError(f"shares are {self.shares}; every replica has one of {self.replicas}, and not all are 0")
+        if self.homes is not None:
+            if len(self.homes) != self.replicas or any(len(row) != len(self.stages) for row in self.homes):
+                raise ValueError(f"homes are {self.homes}; each of {self.replicas} replicas has a rank for every stage")
+            ranks = [rank for row in self.homes for rank in set(row)]
+            if sorted(ranks) != list(range(len(ranks))):
+                raise ValueError(f"homes are {self.homes}; each rank from 0 on is in one replica, and none is left out")
         return self
+
+    @classmethod
+    def of_homes(cls, homes: Sequence[Sequence[int]], device: str) -> Placement:
+        """The placement of stages on workers that each replica names for itself.
+
+        Args:
+            homes: For every replica the rank that runs each stage.
+            device: Device type of the workers.
+        """
+        first = list(dict.fromkeys(homes[0]))
+        stages = [
+            StagePlacement(stage=stage, worker=first.index(rank), device=device) for stage, rank in enumerate(homes[0])
+        ]
+        rows = tuple(map(tuple, homes))
+        return cls(kind="linear", replicas=len(rows), stages=tuple(stages), homes=rows)
 
     @classmethod
     def of_lanes(
@@ -154,6 +181,23 @@ class Placement(_Section):
         return 1 + max(place.worker for place in self.stages)
 
     @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For every replica the ranks of its workers, in the order of their first stages."""
+        if self.homes is not None:
+            return tuple(tuple(dict.fromkeys(row)) for row in self.homes)
+        return tuple(
+            tuple(range(replica, self.workers * self.replicas, self.replicas)) for replica in range(self.replicas)
+        )
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a worker belongs to.
+
+        Args:
+            rank: Of the worker in the job.
+        """
+        return next(replica for replica, ranks in enumerate(self.ranks) if rank in ranks)
+
+    @property
     def lanes_each(self) -> int:
         """Lanes of a worker, where all have as many."""
         return len(self.lanes) // self.workers
@@ -161,6 +205,8 @@ class Placement(_Section):
     @property
     def is_usual(self) -> bool:
         """Whether stages are where `kind` alone puts them, so that they can be dealt out to other workers as well."""
+        if self.homes is not None:
+            return False
         lanes, stages = len(self.lanes), len(self.stages)
         fits = {"linear": stages == lanes, "loop": stages % lanes == 0, "v": stages == 2 * lanes}[self.kind]
         if lanes % self.workers or not fits:
@@ -304,7 +350,7 @@ class Plan(_Section):
     @property
     def workers(self) -> int | None:
         """Workers that the plan is for; None where it does not say."""
-        return None if self.placement is None else self.placement.replicas * self.placement.workers
+        return None if self.placement is None else sum(map(len, self.placement.ranks))
 
     @property
     def is_followed(self) -> bool:

@@ -145,9 +145,9 @@ class EmulatedNet(nn.Module):
 class EmulatedDevices(Evaluator):
     """Predicts steps of workers that compute on devices of their own, and do all else on their part of the cores."""
 
-    def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
+    def costs(self, candidate: Candidate, *, exchange: bool = True, replica: int = 0) -> Costs:
         """See `Evaluator`. What takes one core was measured by all workers at a time, and so takes a worker's part."""
-        return replace(super().costs(candidate, exchange=exchange), cores=1.0, compute_cores=0.0)
+        return replace(super().costs(candidate, exchange=exchange, replica=replica), cores=1.0, compute_cores=0.0)
 
 
 def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: bool, output: str | None) -> None:

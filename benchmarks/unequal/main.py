@@ -148,7 +148,9 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
             return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
 
         trainer = Trainer(build(), optimizer_for, criterion, TrainConfig(), world=world)
-        tuner = ShareTuner(world, ranks, batch_size, 1, idle=True, in_pairs=False, wait=trainer.wait)
+        tuner = ShareTuner(
+            world, [[one] for one in range(ranks)], batch_size, 1, idle=True, in_pairs=False, wait=trainer.wait
+        )
         busy: list[float] = []
 
         def step(counts: list[int]) -> StepResult:

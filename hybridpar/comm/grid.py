@@ -4,6 +4,9 @@ Along one axis are the replicas of its stages, with which it adds gradients; alo
 its own, with which it exchanges activations and their gradients. Replicas of a stage have neighbouring ranks, because
 launchers number the workers of a host one after the other and gradients are heavier than activations.
 
+Replicas may also have different numbers of workers. A position is then a stage, and one worker may be at several
+positions of its replica: each position's workers, one of every replica, have sums of their own.
+
 Whatever needs all workers to set up is set up here, in one order that is the same everywhere.
 """
 
@@ -44,43 +47,56 @@ class Grid:
         positions: P, the number of workers that share the stages of one replica.
         pairs: Which positions send to which: (from, to), each direction by itself. The same on all workers.
         lanes: Number of gradient sync lanes of each position.
+        homes: For every replica the rank that is at each position, where replicas have different numbers of workers.
 
     Attributes:
         world: All workers of the job.
         positions: P.
         replicas: R.
-        position: This worker's position.
+        position: This worker's place among the workers of its replica, which is its position where it has but one.
         replica: This worker's replica.
+        ranks: The workers of this replica, by their place.
         columns: For every position the ranks of its workers, by replica.
-        replica_world: The workers of this position. Its rank is the replica.
-        senders: Where messages leave, by the position that they go to.
-        receivers: Where messages arrive, by the position that they come from.
+        worlds: The workers of each of this worker's positions.
+        senders: Where messages leave, by the place that they go to.
+        receivers: Where messages arrive, by the place that they come from.
 
     Raises:
         UsageError: The workers do not fill a grid, or a pair is not of two positions.
         SyncError: The workers want different grids, or one of them died or did not answer within the time-out.
     """
 
-    def __init__(self, world: World, positions: int, pairs: Iterable[tuple[int, int]], *, lanes: int = 2) -> None:
+    def __init__(
+        self,
+        world: World,
+        positions: int,
+        pairs: Iterable[tuple[int, int]],
+        *,
+        lanes: int = 2,
+        homes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         pairs = sorted(set(pairs))
-        _check(world, positions, pairs)
+        _check(world, positions if homes is None else 1, pairs, positions)
         self.world = world
         self.positions = positions
-        self.replicas = world.size // positions
-        self.position, self.replica = divmod(world.rank, self.replicas)
+        count = world.size // positions
+        self._homes = homes or [range(replica, world.size, count) for replica in range(count)]
+        self.replicas = len(self._homes)
+        self.replica = next(replica for replica, row in enumerate(self._homes) if world.rank in row)
+        self.ranks = list(dict.fromkeys(self._homes[self.replica]))
+        self.position = self.ranks.index(world.rank)
+        self._is_rectangle = homes is None
         self.senders: dict[int, SendEnd] = {}
         self.receivers: dict[int, ReceiveEnd] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         hosts = self._agree(pairs)
-        self.columns = [range(first, first + self.replicas) for first in range(0, world.size, self.replicas)]
-        self.replica_world = world.split(self.columns, lanes)
-        channels = [
-            (self.rank_of(source, replica), self.rank_of(target, replica))
-            for source, target in pairs
-            for replica in range(self.replicas)
-        ]
+        self.columns = [list(column) for column in zip(*self._homes, strict=True)]
+        self.worlds: dict[int, World] = {}
+        wanted = [(row[source], row[target]) for source, target in pairs for row in self._homes]
+        channels = [one for one in dict.fromkeys(wanted) if one[0] != one[1]]
         try:
+            self._divide(lanes)
             shared = self._share_memory([one for one in channels if hosts[one[0]] == hosts[one[1]] is not None])
             with world.named_errors("connecting the stages of the pipeline"):
                 self._connect([one for one in channels if one not in shared])
@@ -95,13 +111,39 @@ class Grid:
             position: From 0 to `positions` - 1.
             replica: From 0 to `replicas` - 1.
         """
-        return position * self.replicas + replica
+        return self._homes[replica][position]
+
+    @property
+    def replica_world(self) -> World:
+        """The workers of this worker's position, or of its first."""
+        return next(iter(self.worlds.values()))
+
+    def _divide(self, lanes: int) -> None:
+        """Open the worlds of this worker's positions, in one order on all workers."""
+        rank = self.world.rank
+        if self._is_rectangle:
+            self.worlds[self.position] = self.world.split(self.columns, lanes)
+            return
+        for position, column in enumerate(self.columns):
+            others = [[one] for one in range(self.world.size) if one not in column]
+            party = self.world.split([column, *others], lanes)
+            if rank in column:
+                self.worlds[position] = party
 
     def device_mesh(self) -> DeviceMesh:
         """The grid for other code: dimensions `stage` and `replica`, over process groups of this grid.
 
         The first call is a collective over all workers of the job. The mesh ends with the grid.
+
+        Raises:
+            UsageError: Replicas have different numbers of workers.
         """
+        if not self._is_rectangle:
+            raise UsageError(
+                f"a device mesh of replicas with {[len(set(row)) for row in self._homes]} workers",
+                "A mesh is a rectangle: stages times replicas.",
+                "Give all replicas as many workers.",
+            )
         if self._mesh is None:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -124,13 +166,14 @@ class Grid:
         if dist.is_initialized():
             for group in groups:
                 dist.destroy_process_group(group)
-        self.replica_world.close()
+        for world in self.worlds.values():
+            world.close()
 
     # ------------------------------------------------------------------- set-up
 
     def _agree(self, pairs: list[tuple[int, int]]) -> list[str | None]:
         """Make sure that all workers want the same grid, and learn where they are."""
-        mine = (self.positions, pairs)
+        mine = (self.positions, pairs, [] if self._is_rectangle else [list(row) for row in self._homes])
         answers = self.world.gather((mine, self.world.memory_host()))
         hosts: list[str | None] = []
         for rank, answer in enumerate(answers):
@@ -159,11 +202,11 @@ class Grid:
             for one, place in places.items():
                 end = _attempt(partial(take_offer, place, one[0], timeout), one[0]) if one[1] == rank else None
                 if end is not None:
-                    self.receivers[one[0] // self.replicas] = end
+                    self.receivers[self.ranks.index(one[0])] = end
                     taken[one] = True
             opened = _merged(self.world.gather(taken))
             for one in offers.keys() & opened.keys():
-                self.senders[one[1] // self.replicas] = offers[one].accept()
+                self.senders[self.ranks.index(one[1])] = offers[one].accept()
         except OSError as error:
             raise self.world.peer_error("connecting the stages of the pipeline", error) from error
         finally:
@@ -189,11 +232,11 @@ class Grid:
                 sender = BackendSend(group, int(source < target), device)
                 sender.send([torch.zeros(first.shape, device=device)])
                 sender.bytes_sent = 0
-                self.senders[target // self.replicas] = sender
+                self.senders[self.ranks.index(target)] = sender
             else:
                 receiver = BackendReceive(group, int(target < source), device)
                 receiver.receive([first])
-                self.receivers[source // self.replicas] = receiver
+                self.receivers[self.ranks.index(source)] = receiver
 
     def _own_group(self, parties: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of every party, and return this worker's."""
@@ -208,7 +251,7 @@ class Grid:
         return open_group([world.members[rank] for rank in ranks], world.timeout, members_only=part)
 
 
-def _check(world: World, positions: int, pairs: list[tuple[int, int]]) -> None:
+def _check(world: World, positions: int, pairs: list[tuple[int, int]], columns: int) -> None:
     if positions < 1 or world.size % positions:
         fits = [str(number) for number in range(1, world.size + 1) if world.size % number == 0]
         raise UsageError(
@@ -216,12 +259,12 @@ def _check(world: World, positions: int, pairs: list[tuple[int, int]]) -> None:
             "Every replica of a pipeline has a worker at every position.",
             f"Start a multiple of {max(positions, 1)} workers, or use {' or '.join(fits)} position(s).",
         )
-    wrong = next((pair for pair in pairs if pair[0] == pair[1] or not set(pair) <= set(range(positions))), None)
+    wrong = next((pair for pair in pairs if pair[0] == pair[1] or not set(pair) <= set(range(columns))), None)
     if wrong is not None:
         raise UsageError(
-            f"a channel from position {wrong[0]} to position {wrong[1]} of {positions} was asked for",
+            f"a channel from position {wrong[0]} to position {wrong[1]} of {columns} was asked for",
             "A channel is from one position to another.",
-            f"Name two different positions from 0 to {positions - 1}.",
+            f"Name two different positions from 0 to {columns - 1}.",
         )
 
 

@@ -83,9 +83,10 @@ class PipelineConfig:
     schedule: str | None = None
     """Order of passes: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, or another registered one; default: greedy,
     the fastest of all on the measured times."""
-    placement: Literal["linear", "loop", "v"] | None = None
+    placement: str | None = None
     """Stages on lanes: one per lane (`linear`), round-robin (`loop`), or V-shaped (`v`); default: linear, and loop
-    where there are more stages than workers."""
+    where there are more stages than workers. Or, for every replica, the rank that runs each stage: `0,0;1,2` is worker
+    0 alone beside workers 1 and 2 as a pipeline."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs, and compute their activations again in the backward pass."""
 
@@ -112,8 +113,40 @@ class PipelineConfig:
         return shares
 
     @property
+    def homes(self) -> tuple[tuple[int, ...], ...] | None:
+        """For every replica the rank that runs each stage, as `placement` says; None where it names a kind or nothing.
+
+        Raises:
+            UsageError: It is neither, or does not fit the numbers of stages and replicas.
+        """
+        said = self.placement
+        if said in (None, "linear", "loop", "v"):
+            return None
+        try:
+            homes = tuple(tuple(map(int, row.split(","))) for row in said.split(";"))
+        except ValueError:
+            homes = ((-1,),)
+        ranks = [rank for row in homes for rank in set(row)]
+        if sorted(ranks) != list(range(len(ranks))) or any(len(row) != self.stages for row in homes):
+            raise UsageError(
+                f"--placement {said} with --stages {self.stages}",
+                "It is linear, loop, v, or for every replica, parted by `;`, a rank for each stage. Ranks are numbered "
+                "from 0; each is in one replica.",
+                "Write for instance --stages 2 --placement '0,0;1,2'.",
+            )
+        if self.replicas not in (None, len(homes)):
+            raise UsageError(
+                f"--placement {said} with --replicas {self.replicas}",
+                f"It places {len(homes)} replica(s).",
+                "Leave out --replicas.",
+            )
+        return homes
+
+    @property
     def workers_wanted(self) -> int | None:
         """Number of workers that stages and replicas ask for; None where they leave it open."""
+        if (homes := self.homes) is not None:
+            return 1 + max(map(max, homes))
         return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
 
 
@@ -324,6 +357,8 @@ class TrainConfig(
                 "Leave out one of them.",
             )
         self._check_shares()
+        if self.homes is not None:
+            self.check_unequal()
         if self.channels_last and self.memory_format == "contiguous":
             raise UsageError(
                 "--channels-last with --memory-format contiguous",
@@ -333,6 +368,22 @@ class TrainConfig(
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
         check_recipe(self)
+
+    def check_unequal(self) -> None:
+        """Refuse what needs replicas of equal numbers of workers.
+
+        Raises:
+            UsageError: Such an option is given.
+        """
+        for option, given, why in (
+            ("--batch-norm sync", self.batch_norm == "sync", "Workers would wait for each other in different orders."),
+            ("--compress auto", self.chooses, "It measures the links of all replicas at once."),
+            (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off"), "It compares replicas."),
+            (f"--sync {self.sync}", self.outer_steps is not None, "Groups between outer steps are equal."),
+            ("--timeline", self.timeline is not None, "It pairs the workers of equal replicas."),
+        ):
+            if given:
+                raise refuse(option, "replicas of different numbers of workers", why)
 
     def _check_shares(self) -> None:
         """Refuse what cannot be done with shares that change, or that are empty."""

@@ -40,7 +40,6 @@ from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepSt
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.actions import Edge, Kind, Layout
 from hybridpar.schedule.program import Program, lower
-from hybridpar.schedule.schedules import make
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.policy import agree_on_policy, is_auto
 from hybridpar.sync.reducer import SyncLanes, open_sync_lanes
@@ -104,22 +103,32 @@ class PipelineEngine:
         self._input_names = tuple(stages[0].model_inputs)
         #: Number of random operations of every stage that has any.
         self.random_stages: dict[int, int] = {}
+        homes = options.homes
         layout = options.layout(len(stages))
-        self.positions = layout.workers
+        self.positions = layout.workers if homes is None else len(stages)
+        where = layout.home if homes is None else int
         pairs = {
             pair
             for index in range(len(stages))
             for target in consumers_of(stages, index)
-            for pair in _both_ways(layout.home(index), layout.home(target))
+            for pair in _both_ways(where(index), where(target))
         }
-        if world.size % self.positions:
+        if homes is not None and world.size != 1 + max(map(max, homes)):
+            raise ScheduleError(
+                f"replicas are placed on {1 + max(map(max, homes))} workers, and the job has {world.size}",
+                "Every worker runs stages of one replica.",
+                "Start as many workers as are named.",
+            )
+        if homes is None and world.size % self.positions:
             raise ScheduleError(
                 f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
                 "Workers are stages' workers times replicas.",
                 f"Start {self.positions} workers, or a multiple of that.",
             )
         # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
-        make(options.schedule, options.request(options.layout(len(stages), _plain_edges(stages)), micro_batches))
+        for replica in range(1 if homes is None else len(homes)):
+            known = options.layout(len(stages), _plain_edges(stages), replica)
+            options.order(known, micro_batches)
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
@@ -136,13 +145,17 @@ class PipelineEngine:
         replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
         # A whole model's replicas are all workers, who have groups to sum on already.
         is_grid = world.size > 1 and not self.is_whole
-        self.grid = Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if is_grid else None
+        self.grid = None
+        if is_grid:
+            self.grid = Grid(world, self.positions, pairs, lanes=self._sum_groups(layout), homes=homes)
         self.position = self.grid.position if self.grid is not None else 0
-        self.replica_world = self.grid.replica_world if self.grid is not None else world
-        self.replica, self.replicas = self.replica_world.rank, self.replica_world.size
+        self.replica, self.replicas = world.rank, world.size
+        if self.grid is not None:
+            self.replica, self.replicas = self.grid.replica, self.grid.replicas
         self.stages: dict[int, LocalStage] = {}
         self._nodes: NodeWorlds | None = None
         try:
+            layout = options.layout(len(stages), replica=self.replica if homes is not None else 0)
             self._open(layout, loss, optimizer, time_backward, after_step)
         except BaseException:
             self._release()
@@ -156,7 +169,8 @@ class PipelineEngine:
         time_backward: Callable[[], float] | None,
         after_step: Callable[[nn.Module], AfterStep] | None,
     ) -> None:
-        options, lanes, replicas = self.options, self._lanes, self.replica_world
+        options, lanes = self.options, self._lanes
+        replicas = self.world if self.grid is None else self.grid.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
         synced = options.sync.sync_batch_norm and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
@@ -203,12 +217,18 @@ class PipelineEngine:
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
         norms = dict(zip(compute, replicas.lane_sums[sum_lanes:], strict=False)) if synced else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
+        apart = options.homes is not None and self.grid is not None
         mailbox = Mailbox()
         # A whole model draws from torch's generators, as in any loop.
         first = self.replica * self.micro_batches
         keys = None if self.is_whole else RandomKeys(options.seed, lanes.device, first, options.compile)
         for index in mine:
             stage = self._all_stages[index]
+            if apart and self.grid is not None and index != mine[0]:
+                replicas = self.grid.worlds[index]
+                sync_lanes = (
+                    open_sync_lanes(replicas, lanes, name=f"sync of stage {index}") if replicas.size > 1 else []
+                )
             run = StageRun(
                 stage,
                 consumers_of(self._all_stages, index),
@@ -242,8 +262,9 @@ class PipelineEngine:
             self.borders,
             self._make_program,
             self.position,
+            self.grid.ranks if self.grid is not None else [0],
             self.world,
-            replicas,
+            None if apart else replicas,
             lanes,
             mailbox,
             self.grid.senders if self.grid is not None else {},
@@ -404,9 +425,10 @@ class PipelineEngine:
         if self.grid is None or self.positions == 1:
             return
         layout = self.options.layout(len(self._all_stages))
+        ranks = self._first_ranks()
         with self.world.named_errors("collecting the model"):
             for stage in self._all_stages:
-                broadcast_state(module_of(stage), self.grid.rank_of(layout.home(stage.index), 0), self.world)
+                broadcast_state(module_of(stage), ranks[layout.home(stage.index)], self.world)
 
     def gather_on_main(self, mine: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective.
@@ -416,7 +438,12 @@ class PipelineEngine:
         """
         if self.grid is None:
             return [mine]
-        return self.world.gather_on_main(mine, [self.grid.rank_of(position, 0) for position in range(self.positions)])
+        return self.world.gather_on_main(mine, self._first_ranks())
+
+    def _first_ranks(self) -> list[int]:
+        """The workers of replica 0, by their place."""
+        assert self.grid is not None
+        return list(dict.fromkeys(self.grid.rank_of(position, 0) for position in range(self.positions)))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs to add in the same order: the orders of buckets. A collective."""
@@ -524,8 +551,8 @@ class PipelineEngine:
 
     def _make_program(self, micro_batches: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self.options
-        layout = options.layout(len(self._all_stages), edges)
-        schedule = make(options.schedule, options.request(layout, micro_batches))
+        layout = options.layout(len(self._all_stages), edges, self.replica if options.homes is not None else 0)
+        schedule = options.order(layout, micro_batches)
         if not options.split_backward:
             schedule = keep_whole(schedule)
         return lower(

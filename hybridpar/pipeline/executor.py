@@ -61,8 +61,9 @@ class Executor:
         make_program: Makes the program for a number of micro-batches, what flows between stages for a full-sized one,
             and the number of gradient buckets of every stage of this worker.
         position: This worker's place among those of its replica.
+        ranks: The workers of its replica, by their place.
         world: All workers.
-        replicas: Those that hold the same stages.
+        replicas: Those that hold the same stages, all of them; None where each stage has others.
         lanes: The lanes of this worker.
         mailbox: Where its stages leave tensors for each other.
         senders: Where messages to other positions go.
@@ -80,8 +81,9 @@ class Executor:
         borders: BorderTable,
         make_program: Callable[[int, tuple[Edge, ...], Mapping[int, int]], Program],
         position: int,
+        ranks: Sequence[int],
         world: World,
-        replicas: World,
+        replicas: World | None,
         lanes: Lanes,
         mailbox: Mailbox,
         senders: Mapping[int, SendEnd],
@@ -96,7 +98,7 @@ class Executor:
         self.stages = stages
         self.borders = borders
         self._make_program = make_program
-        self._position = position
+        self._position, self._ranks = position, ranks
         self._world = world
         self._replicas = replicas
         self._micro_batches = micro_batches
@@ -106,7 +108,7 @@ class Executor:
         self._receivers = {
             peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
         }
-        self._agreement = Agreement(stages, world, replicas, lanes, whole=whole)
+        self._agreement = Agreement(stages, world, lanes, whole=whole)
         self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
@@ -299,10 +301,12 @@ class Executor:
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
         # A replica without samples follows the program of the others, who have the usual number of micro-batches.
         count = len(request.micro_batches) or self._micro_batches
-        key = (count, tuple(buckets.items()), self.borders.trainable)
+        # Sums of stages with groups of their own need no common order.
+        apart = facts is None and self._replicas is None
+        key = (count, tuple(buckets.items()), self.borders.trainable, apart)
         if key not in self._programs:
             edges = () if facts is None else self.borders.edges(facts)
-            if not self._whole and self._replicas.size > 1:
+            if not self._whole and self._replicas is not None and self._replicas.size > 1:
                 # Micro-batches of replicas may differ in size, and the order of their sums must not.
                 self.wait()
                 answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
@@ -399,11 +403,11 @@ class Executor:
         """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
         flight.
         """
-        place = f"adding gradients of stage {stage} over its replicas"
+        place, replicas = f"adding gradients of stage {stage} over its replicas", self.stages[stage].replicas
 
         def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
             def named() -> None:
-                with self._replicas.named_errors(place):
+                with replicas.named_errors(place):
                     work()
 
             return spans.timed(
@@ -433,7 +437,7 @@ class Executor:
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
         other = self.program.layout.home(peer)
-        other_rank = other * self._replicas.size + self._replicas.rank
+        other_rank = self._ranks[other]
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         producer = min(action.stage, peer)
         user = max(action.stage, peer)

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class LocalStage:
             counts: a 0-d tensor, 1 or 0, where the host does not read it.
 
     Attributes:
+        replicas: The workers that hold the same stage.
         gradients: Sums the gradients over the replicas, where there are any.
         batch_norm: Pools the statistics of the stage's BatchNorm layers; None where they are not pooled.
         constants: Numbers that were copied to the device of the lane.
@@ -96,7 +98,7 @@ class LocalStage:
         self.module = run.module
         self.options = options
         self._lanes = lanes
-        self._replicas = replicas
+        self.replicas = replicas
         self._sync_lanes = sync_lanes
         self._nodes = nodes
         self._step_optimizer = step_optimizer
@@ -147,18 +149,18 @@ class LocalStage:
 
     def _make_gradients(self) -> LocalGradients:
         options = self.options
-        if self._replicas.size == 1:
+        if self.replicas.size == 1:
             return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
         parameters, plain = dict(self.module.named_parameters()), options.policy.changes_nothing
-        place = (parameters, self._replicas, self._lanes, self.lane)
+        place = (parameters, self.replicas, self._lanes, self.lane)
         if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache
             # Stages know the norm of all of them only once they have added theirs up.
             exact = options.global_norm is not None or self.lane is not self._lanes.caller
-            if plain and self._replicas.transport == "shared memory" and SharedReducer.fits(parameters):
+            if plain and self.replicas.transport == "shared memory" and SharedReducer.fits(parameters):
                 try:
                     return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
                 except OSError as error:  # on all workers
-                    if self._replicas.is_main:
+                    if self.replicas.is_main:
                         _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
             elif not plain and self._nodes is None and options.policy.in_one_message and CodedReducer.fits(parameters):
                 return CodedReducer(
@@ -326,7 +328,6 @@ class Agreement:
     Args:
         stages: This worker's stages by number.
         world: All workers.
-        replicas: Those that hold the same stages.
         lanes: The lanes of this worker.
         whole: The model is not cut, so its one stage is all there is.
 
@@ -334,14 +335,11 @@ class Agreement:
         lane: Where the messages are summed.
     """
 
-    def __init__(
-        self, stages: Mapping[int, LocalStage], world: World, replicas: World, lanes: Lanes, *, whole: bool = False
-    ) -> None:
+    def __init__(self, stages: Mapping[int, LocalStage], world: World, lanes: Lanes, *, whole: bool = False) -> None:
         # One worker alone waits for no other.
         self.lane = lanes.caller if whole and world.size == 1 else lanes.open("control", priority=-1)
         self._stages = stages
         self._world = world
-        self._replicas = replicas
         self._lanes = lanes
         self._whole = whole
         self._device = lanes.device
@@ -357,12 +355,14 @@ class Agreement:
         Returns:
             Waits for the sum and returns it; raises UsageError where another worker refuses the step.
         """
-        group = self._replicas.control_sum
-        if group is None:
+        # Each of them has one worker of every replica, so the sums are the same.
+        parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
+        if parties[0].control_sum is None:
             return lambda: samples
-        counts = torch.tensor([float(samples), float(refusing)], dtype=torch.float64, device=self._device)
         self.lane.wait(self._lanes.caller.record())
-        self.lane.submit(lambda: self._sum(counts, group, "exchanging sample counts", self._replicas), uses=(counts,))
+        for party in parties:
+            counts = torch.tensor([float(samples), float(refusing)], dtype=torch.float64, device=self._device)
+            self.lane.submit(partial(self._sum, counts, "exchanging sample counts", party), uses=(counts,))
         known = self.lane.record()
 
         def read() -> int:
@@ -381,20 +381,19 @@ class Agreement:
             step: The step.
             index: The stage, whose last forward pass has been issued.
         """
-        stage, flight, group = self._stages[index], step.flights[index], self._replicas.control_sum
+        stage, flight = self._stages[index], step.flights[index]
 
         def report() -> None:
             step.reports[index] = _report_of(stage, step.request)
 
         def add() -> None:
-            assert group is not None
             message = step.reports[index]
             self.lane.keep(message)
-            self._sum(message, group, f"exchanging statistics of stage {index}", self._replicas, step)
+            self._sum(message, f"exchanging statistics of stage {index}", stage.replicas, step)
             flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
 
         stage.lane.submit(report)
-        if group is not None:
+        if stage.replicas.control_sum is not None:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
@@ -410,21 +409,21 @@ class Agreement:
         for action, event in step.events.items():
             if action.kind is Kind.SYNC:
                 self.lane.wait(event)
-        for index in self._stages:
+        for index, stage in self._stages.items():
             self.lane.submit(lambda index=index: self._share_backward(step, index))  # type: ignore[misc]
-            if self._replicas.control_sum is not None:
+            if stage.replicas.control_sum is not None:
                 step.shared[index] = self.lane.record()
         self.lane.submit(lambda: self._decide(step))
         step.decided = self.lane.record()
 
     def _share_backward(self, step: StepState, index: int) -> None:
         """On the lane: sum the backward report of a stage, the squares of its gradients and who used what."""
-        flight, group = step.flights[index], self._replicas.control_sum
+        flight, replicas = step.flights[index], self._stages[index].replicas
         self.lane.keep(flight.squares)
         step.squares[index] = self._stages[index].gradients.squares(flight)
-        if group is not None:
+        if replicas.control_sum is not None:
             message = backward_report(step.squares[index], step.used[index], self._constants)
-            self._sum(message, group, f"exchanging who used the parameters of stage {index}", self._replicas, step)
+            self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
             step.squares[index], step.users[index] = message[0], message[1:]
 
     def _decide(self, step: StepState) -> None:
@@ -432,23 +431,26 @@ class Agreement:
         guard = any(stage.guarded for stage in self._stages.values())
         measured = any(stage.measured for stage in self._stages.values())
         total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
+        is_cut = any(self._world.size > stage.replicas.size for stage in self._stages.values())
         for index, squares in step.squares.items():
+            if (
+                is_cut and self._stages[index].replicas.rank
+            ):  # replicas know the same of a stage: the first one tells it
+                continue
             report = step.reports[index]
             self.lane.keep(report, squares)
             total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
-        if self._world.size > self._replicas.size:  # replicas know the same of a stage, so the first one tells it
-            assert self._world.control_sum is not None
-            if self._replicas.rank:
-                total.zero_()
-            self._sum(total, self._world.control_sum, "agreeing on the step", self._world, step)
+        if is_cut:
+            self._sum(total, "agreeing on the step", self._world, step)
         step.values = decide(total, total[SAVE + 1], guard=guard, measured=measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
-    def _sum(self, message: Tensor, group: SumGroup, doing: str, workers: World, step: StepState | None = None) -> None:
+    def _sum(self, message: Tensor, doing: str, workers: World, step: StepState | None = None) -> None:
         """On the lane: sum a message over some workers, in place, and note the bytes sent in a step."""
-        with self._world.named_errors(doing):
-            group.all_reduce(message)
+        assert workers.control_sum is not None
+        with workers.named_errors(doing):
+            workers.control_sum.all_reduce(message)
         if step is not None:
             step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
 

@@ -25,8 +25,8 @@ from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
-from hybridpar.schedule.actions import Action, Edge, Layout
-from hybridpar.schedule.schedules import ScheduleRequest
+from hybridpar.schedule.actions import Action, Edge, Layout, Schedule, layout_of_row
+from hybridpar.schedule.schedules import ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
@@ -414,8 +414,9 @@ class PipelineOptions:
     Attributes:
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
+        homes: For every replica the rank that runs each stage, where they have different numbers of workers.
         devices: For every lane its device, where one worker drives several; empty for the device of the worker.
-        schedule: Name of the schedule.
+        schedule: Name of the schedule; with `homes`, of replicas with a worker for each stage.
         recompute: Stages whose activations are computed again in the backward pass.
         compile: Compile every stage with torch.compile.
         threads: Intra-op threads of every lane on a CPU.
@@ -437,6 +438,7 @@ class PipelineOptions:
 
     lane_of: tuple[int, ...]
     worker_of: tuple[int, ...]
+    homes: tuple[tuple[int, ...], ...] | None = None
     devices: tuple[str, ...] = ()
     schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
@@ -457,12 +459,13 @@ class PipelineOptions:
     capture: bool = False
     record: bool = False
 
-    def layout(self, stages: int, edges: tuple[Edge, ...] = ()) -> Layout:
+    def layout(self, stages: int, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
         """Where the stages are, and what flows between them.
 
         Args:
             stages: Number of stages.
             edges: What flows from stage to stage.
+            replica: Of which replica, where they differ.
 
         Raises:
             ScheduleError: There are lanes for another number of stages.
@@ -473,7 +476,9 @@ class PipelineOptions:
                 "Every stage has a lane.",
                 "Use the placement of the plan that the stages were made from.",
             )
-        return Layout(self.lane_of, self.worker_of, edges)
+        if self.homes is None:
+            return Layout(self.lane_of, self.worker_of, edges)
+        return layout_of_row(self.homes[replica], edges)
 
     def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
         """What a schedule is made from.
@@ -494,6 +499,19 @@ class PipelineOptions:
             latency_ms=self.latency_ms,
             bytes_per_second=self.bytes_per_second,
         )
+
+    def order(self, layout: Layout, micro_batches: int) -> Schedule:
+        """The order of computation. A replica with several stages on a worker, beside others, has one made for it.
+
+        Args:
+            layout: Where the stages of a replica are.
+            micro_batches: Of a replica and step.
+
+        Raises:
+            ScheduleError: The schedule cannot be made for this layout.
+        """
+        name = self.schedule if self.homes is None else order_of_replica(self.schedule, layout)
+        return make(name, self.request(layout, micro_batches))
 
 
 #: A model that is not cut: one stage, which runs one micro-batch after the other.

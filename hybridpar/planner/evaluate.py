@@ -23,7 +23,7 @@ from hybridpar.schedule.actions import Layout, Schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
-from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
+from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 from hybridpar.schedule.simulate import Simulation, simulate
 
@@ -74,6 +74,7 @@ class Outcome:
         exposed_sync_ms: By how much the exchange of gradients outlasts computing.
         bytes_sent: Mean over the workers.
         peak_saved_bytes: The most that a worker keeps for backward passes.
+        limit_bytes: Memory of the device that needs `memory_bytes`: of unequal replicas the one with the least left.
     """
 
     candidate: Candidate
@@ -84,6 +85,12 @@ class Outcome:
     exposed_sync_ms: float
     bytes_sent: float
     peak_saved_bytes: int
+    limit_bytes: float = math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether all devices have the memory that they need."""
+        return self.memory_bytes <= self.limit_bytes
 
 
 class Evaluator:
@@ -116,45 +123,56 @@ class Evaluator:
         self._throughput = cache(self._make_throughput)
         self.shares = cache(self._make_shares)
 
-    def samples(self, shape: Shape) -> int:
+    def samples(self, shape: Shape, replica: int | None = None) -> int:
         """Samples of the largest micro-batch.
 
         Args:
             shape: How workers are divided.
+            replica: Of one that differs from others; None for the largest of all.
         """
-        return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
+        shares = self.shares(shape) if shape.homes is not None else None
+        if shares is None:
+            return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
+        share = (max(shares) if replica is None else shares[replica]) / sum(shares)
+        return max(1, math.ceil(self._inputs.batch * share / shape.micro_batches - 1e-3))
 
-    def layout(self, candidate: Candidate) -> Layout:
+    def layout(self, candidate: Candidate, replica: int = 0) -> Layout:
         """Where the stages of a candidate run, and what flows between them.
 
         Args:
             candidate: The candidate.
+            replica: Of which replica, where they differ.
         """
-        return self._layout(candidate.shape, candidate.cut, candidate.variant)
+        return self._layout(candidate.shape, candidate.cut, candidate.variant, replica)
 
-    def figures(self, candidate: Candidate) -> StageFigures:
+    def figures(self, candidate: Candidate, replica: int = 0) -> StageFigures:
         """What its stages cost on the device of the profile.
 
         Args:
             candidate: The candidate.
+            replica: Of which replica, where they differ.
         """
-        return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape))
+        return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape, replica))
 
-    def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
+    def costs(self, candidate: Candidate, *, exchange: bool = True, replica: int = 0) -> Costs:
         """What its actions take on this cluster.
 
         Args:
             candidate: The candidate.
             exchange: Whether gradients are exchanged; without them costs are the same for all codecs.
+            replica: Of which replica, where they differ.
         """
+        return self._costs(candidate, self.figures(candidate, replica), exchange, replica)
+
+    def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
         inputs, shape = self._inputs, candidate.shape
         # Without an exchange costs are a bound for all codecs.
         coded = (candidate.codec > 0 and shape.replicas > 1) if exchange else None
-        figures, throughput = self.figures(candidate), self._throughput(shape, coded)
-        network = self._network(shape.positions, shape.replicas)
-        layout = self.layout(candidate)
+        throughput = self._throughput(shape, coded, replica)
+        network = self._network(shape.positions, shape.replicas, shape.homes)
+        layout = shape.layout(figures.edges, replica)
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
-        link, own = self._transfers(shape.positions, shape.replicas, pairs)
+        link, own = self._transfers(shape, pairs, replica)
         sending, receiving = self._core_seconds(shape.workers)
         # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
         # added to any; both once a step, and spread here over its micro-batches.
@@ -189,15 +207,16 @@ class Evaluator:
             control_ms=network.control_ms() if shape.workers > 1 else 0.0,
         )
 
-    def simulation(self, candidate: Candidate, costs: Costs) -> Simulation:
+    def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
         """One step, simulated over the actions of all workers of a replica; other replicas do the same.
 
         Args:
             candidate: The candidate.
             costs: What its actions take.
+            replica: Of which replica, where they differ; each is taken to be as far as the others when it adds to them.
         """
-        layout = self.layout(candidate)
-        schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
+        layout = self.layout(candidate, replica)
+        schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant, replica)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
         program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         return simulate(program, costs)
@@ -208,17 +227,24 @@ class Evaluator:
         Args:
             candidate: The candidate.
         """
-        costs = self.costs(candidate)
-        result = self.simulation(candidate, costs)
+        kinds = candidate.shape.kinds
+        results = [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in kinds]
+        result = max(results, key=lambda one: one.step_ms)
+        sent = [size for one in results for size in one.bytes_sent]
+        needs = [
+            (self.memory(candidate, results[replica].peak_saved_bytes, replica), self.limit(candidate, replica))
+            for replica in kinds
+        ]
         return Outcome(
             candidate,
             result.step_ms,
             result.step_ms * self.space.codec_choices[candidate.codec].steps,
-            self.memory(candidate, result.peak_saved_bytes),
+            *max(needs, key=lambda one: one[0] / one[1])[:1],
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms),
-            sum(result.bytes_sent) / len(result.bytes_sent),
-            max(result.peak_saved_bytes),
+            sum(sent) / len(sent),
+            max(max(one.peak_saved_bytes) for one in results),
+            max(needs, key=lambda one: one[0] / one[1])[1],
         )
 
     def parts(self, candidate: Candidate) -> Parts:
@@ -227,16 +253,21 @@ class Evaluator:
         Args:
             candidate: The candidate.
         """
-        costs = self.costs(candidate)
+        steps_ms = [
+            self.simulation(candidate, self.costs(candidate, replica=replica), replica).step_ms
+            for replica in candidate.shape.kinds
+        ]
+        slowest = steps_ms.index(max(steps_ms))
+        costs = self.costs(candidate, replica=slowest)
         free = replace(
             costs,
             buckets=tuple(
                 tuple(replace(one, encode_ms=0.0, decode_ms=0.0) for one in stage) for stage in costs.buckets
             ),
         )
-        whole, without = self.simulation(candidate, costs), self.simulation(candidate, free)
+        whole, without = (self.simulation(candidate, one, slowest) for one in (costs, free))
         busy = max(without.busy_ms)
-        layout, steps = self.layout(candidate), costs.step_ms or (0.0,) * candidate.shape.stages
+        layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.shape.stages
         # A lane updates its stages one after the other.
         updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
         update = min(without.step_ms - without.compute_ms, costs.control_ms + updating + costs.overhead_ms)
@@ -249,7 +280,7 @@ class Evaluator:
             update,
         )
 
-    def memory(self, candidate: Candidate, saved: tuple[int, ...]) -> float:
+    def memory(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> float:
         """The most bytes that a device needs, with the margin.
 
         Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
@@ -260,9 +291,10 @@ class Evaluator:
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
+            replica: Of which replica, where they differ.
         """
-        inputs, layout, shape = self._inputs, self.layout(candidate), candidate.shape
-        figures, whole = self.figures(candidate), inputs.profile.model_bytes
+        inputs, layout, shape = self._inputs, self.layout(candidate, replica), candidate.shape
+        figures, whole = self.figures(candidate, replica), inputs.profile.model_bytes
         gradients = self._gradients(candidate.cut, candidate.variant, shape)
         own, largest = [0] * layout.workers, [0] * layout.workers
         lasting = [whole] * layout.workers  # from one step to the next
@@ -271,7 +303,7 @@ class Evaluator:
             own[home] += size
             lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
             largest[home] = max(largest[home], figures.largest_bytes[stage])
-        shares = self.shares(shape)
+        shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
         # A faster replica has larger micro-batches.
         larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
         needs = [kept + larger * held for kept, held in zip(lasting, saved, strict=True)]
@@ -285,33 +317,51 @@ class Evaluator:
 
     def _shared_bytes(self, layout: Layout, shape: Shape) -> int:
         """What workers of one host share to add gradients in, and to hand tensors from stage to stage."""
-        if self._network(shape.positions, shape.replicas).grouping.hosts > 1:
+        if self._network(shape.positions, shape.replicas, shape.homes).grouping.hosts > 1:
             return 0
         adding = shape.replicas > 1 and not self._inputs.rates  # codecs need process groups
         sums = self._inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
         return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
 
-    def least_memory(self, candidate: Candidate, *, make_order: bool = False) -> float:
+    def may_fit(self, candidate: Candidate, *, make_order: bool = False) -> bool:
+        """Whether a candidate may fit into memory, by what its schedule keeps at least.
+
+        Args:
+            candidate: The candidate.
+            make_order: As for `least_memory`.
+        """
+        return all(
+            self.least_memory(candidate, make_order=make_order, replica=replica) <= self.limit(candidate, replica)
+            for replica in candidate.shape.kinds
+        )
+
+    def least_memory(self, candidate: Candidate, *, make_order: bool = False, replica: int = 0) -> float:
         """What a candidate needs at least, without simulating it; see `_make_peaks`.
 
         Args:
             candidate: The candidate.
             make_order: Also for a schedule that simulates several orders to find one.
+            replica: Of which replica, where they differ.
         """
         name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
-        return self.memory(candidate, self._peaks(name, candidate.shape, candidate.cut, candidate.variant))
+        peaks = self._peaks(name, candidate.shape, candidate.cut, candidate.variant, replica)
+        return self.memory(candidate, peaks, replica)
 
-    def limit(self, candidate: Candidate) -> float:
+    def limit(self, candidate: Candidate, replica: int = 0) -> float:
         """The least memory of the devices that a candidate uses.
 
         Args:
             candidate: The candidate.
+            replica: Of the devices of which replica, where they differ.
         """
+        if candidate.shape.homes is not None:
+            sizes = [self._workers[rank][1].memory for rank in candidate.shape.ranks(replica)]
+            return min(math.inf if size is None else float(size) for size in sizes)
         return self._least_memory[candidate.shape.workers - 1]
 
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, shape: Shape, coded: bool | None) -> float:
+    def _make_throughput(self, shape: Shape, coded: bool | None, replica: int) -> float:
         """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down.
 
         With shares replicas take equally long, as many devices of one speed in between would with equal parts.
@@ -320,6 +370,8 @@ class Evaluator:
         beside = max(Counter(host for host, _ in used).values())
         profile = self._inputs.profile
         slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
+        if shape.homes is not None:
+            return self.speeds(shape)[replica] / slower
         shares = self.shares(shape)
         if shares is None:
             return used[-1][1].throughput / slower
@@ -328,22 +380,55 @@ class Evaluator:
         return equal / longest_time(self._costs_of_replicas(shape), shares) / slower
 
     def speeds(self, shape: Shape) -> list[float]:
-        """Of each replica the throughput of its slowest device; rank = position * replicas + replica.
+        """Of each replica the throughput of its slowest device.
 
         Args:
             shape: How workers are divided.
         """
-        used = [host.throughput for _, host in self._workers[: shape.workers]]
-        return [min(used[replica :: shape.replicas]) for replica in range(shape.replicas)]
+        return [
+            min(self._workers[rank][1].throughput for rank in shape.ranks(replica)) for replica in range(shape.replicas)
+        ]
 
     def _make_shares(self, shape: Shape) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
 
         With BatchNorm parts stay equal: others would be normalised by other samples.
         """
-        if self._inputs.profile.batch_norm or len(set(self.speeds(shape))) == 1:
+        if self._inputs.profile.batch_norm:
+            return None
+        if shape.homes is not None:
+            return self._unequal_shares(shape)
+        if len(set(self.speeds(shape))) == 1:
             return None
         return tuple(round(part, 2) for part in best_division(self._costs_of_replicas(shape), self._inputs.batch))
+
+    def _unequal_shares(self, shape: Shape) -> tuple[float, ...]:
+        """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
+        cut, batch = self.space.library.cuts(shape.stages)[0], self._inputs.batch
+        candidate = Candidate(shape, cut, "1f1b")
+        parts = [batch / shape.replicas] * shape.replicas
+        known: list[WorkCost] = []
+        for _ in range(4):
+            times = [self._time_of_part(candidate, replica, part) for replica, part in enumerate(parts)]
+            halves = [self._time_of_part(candidate, replica, part / 2) for replica, part in enumerate(parts)]
+            known = [
+                WorkCost(max(0.0, 2 * half - time), max(_LEAST_MS, 2 * (time - half) / part))
+                for time, half, part in zip(times, halves, parts, strict=True)
+            ]
+            parts = [max(1.0, part) for part in best_division(known, batch)]
+        return tuple(round(part, 2) for part in parts)
+
+    def _time_of_part(self, candidate: Candidate, replica: int, samples: float) -> float:
+        """Milliseconds of a step of one replica that has so many samples, with its exchange."""
+        shape, cut = candidate.shape, candidate.cut
+        figures = self._figures(cut, 0, samples / shape.micro_batches)
+        costs = self._costs(candidate, figures, False, replica)
+        layout = shape.layout(figures.edges, replica)
+        request = ScheduleRequest(
+            layout, shape.micro_batches, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms
+        )
+        schedule = make(order_of_replica(candidate.schedule, layout), request)
+        return simulate(lower(schedule, layout), costs).step_ms
 
     def _costs_of_replicas(self, shape: Shape) -> list[WorkCost]:
         fixed, sample = self._work(shape)
@@ -386,19 +471,23 @@ class Evaluator:
         passes = 3 + 2 * self._inputs.optimizer_copies
         return tuple(1e3 * passes * size / speed for size in figures.parameter_bytes)
 
-    def _make_layout(self, shape: Shape, cut: Cut, variant: int) -> Layout:
-        return shape.layout(self._figures(cut, variant, self.samples(shape)).edges)
+    def _make_layout(self, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Layout:
+        return shape.layout(self._figures(cut, variant, self.samples(shape, replica)).edges, replica)
 
     def _make_transfers(
-        self, positions: int, replicas: int, pairs: frozenset[tuple[int, int]]
+        self, shape: Shape, pairs: frozenset[tuple[int, int]], replica: int
     ) -> tuple[Link, dict[tuple[int, int], Link]]:
-        return self._network(positions, replicas).transfers(pair for pair in pairs if pair[0] != pair[1])
+        network = self._network(shape.positions, shape.replicas, shape.homes)
+        ranks = shape.ranks(replica) if shape.homes is not None else ()
+        return network.transfers((pair for pair in pairs if pair[0] != pair[1]), ranks)
 
-    def _make_network(self, positions: int, replicas: int) -> Network:
-        return Network(self._inputs.cluster, positions, replicas)
+    def _make_network(self, positions: int, replicas: int, homes: tuple[tuple[int, ...], ...] | None = None) -> Network:
+        return Network(self._inputs.cluster, positions, replicas, homes)
 
-    def _make_prices(self, positions: int, replicas: int, throughput: float) -> BucketPrices:
-        return BucketPrices(self._network(positions, replicas), self._inputs.codec_rates, throughput)
+    def _make_prices(
+        self, positions: int, replicas: int, homes: tuple[tuple[int, ...], ...] | None, throughput: float
+    ) -> BucketPrices:
+        return BucketPrices(self._network(positions, replicas, homes), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
         self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: float
@@ -406,7 +495,7 @@ class Evaluator:
         if shape.replicas == 1:
             return ((),) * cut.stages
         figures = self._figures(cut, variant, self.samples(shape))
-        prices = self._prices(shape.positions, shape.replicas, throughput)
+        prices = self._prices(shape.positions, shape.replicas, shape.homes, throughput)
         factor = 2 * (shape.replicas - 1) / shape.replicas
         core_speed = self._least_core[shape.workers - 1] / 1e3
         made = []
@@ -446,31 +535,32 @@ class Evaluator:
             sizes.append(4 * sum(one.count for one in parameters) + waiting)
         return tuple(sizes)
 
-    def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int) -> Schedule:
+    def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Schedule:
         """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
-        figures = self._figures(cut, variant, self.samples(shape))
+        figures = self._figures(cut, variant, self.samples(shape, replica))
+        layout = self._layout(shape, cut, variant, replica)
         request = ScheduleRequest(
-            self._layout(shape, cut, variant),
+            layout,
             shape.micro_batches,
             forward_ms=figures.forward_ms,
             backward_ms=figures.backward_ms,
             saved_bytes=figures.saved_bytes,
             bytes_per_second=cut.link_speed,
         )
-        return make(name, request)
+        return make(name if shape.homes is None else order_of_replica(name, layout), request)
 
-    def _make_peaks(self, name: str | None, shape: Shape, cut: Cut, variant: int) -> tuple[int, ...]:
+    def _make_peaks(self, name: str | None, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> tuple[int, ...]:
         """For every worker what its activations take at least, whatever the times of its actions are.
 
         A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
         on a worker the fullest counts. Where no schedule is named: each keeps one micro-batch of each stage, at
         different times.
         """
-        figures = self._figures(cut, variant, self.samples(shape))
-        layout, sizes = self._layout(shape, cut, variant), figures.saved_bytes
+        figures = self._figures(cut, variant, self.samples(shape, replica))
+        layout, sizes = self._layout(shape, cut, variant, replica), figures.saved_bytes
         homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
         if name is not None:
-            schedule = self._schedule(name, shape, cut, variant)
+            schedule = self._schedule(name, shape, cut, variant, replica)
             homes, held = list(layout.worker_of), most_held(schedule, layout, sizes).lane_bytes
         peaks = [0] * layout.workers
         for home, size in zip(homes, held, strict=True):

@@ -5,6 +5,7 @@ Differences are those of the parts of a step, so they add up.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
 from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.space import Candidate
+from hybridpar.planner.space import Candidate, Shape
 
 #: Parts of a step, as they are told.
 PARTS = {
@@ -92,6 +93,9 @@ def describe(candidate: Candidate, answer: Answer) -> str:
     if shape.stages == 1:
         parts = ["one device" if shape.workers == 1 else f"data parallel over {shape.replicas} devices"]
         parts += [f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else []
+    elif shape.homes is not None:
+        parts = [f"{shape.stages} stages on {_sizes(shape)} devices"]
+        parts += [f"{shape.micro_batches} micro-batches", candidate.schedule, candidate.cut.name]
     else:
         parts = [f"{shape.stages} stages on {shape.positions} {devices if shape.positions > 1 else 'device'}"]
         parts += [f"{shape.lanes} lanes"] if shape.lanes > 1 else []
@@ -114,11 +118,19 @@ def brief(candidate: Candidate, answer: Answer) -> str:
     shape = candidate.shape
     if shape.stages == 1:
         name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
+    elif shape.homes is not None:
+        name = f"{shape.stages} stages on {_sizes(shape)} workers"
     else:
         name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
         name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
     parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
     return ", ".join(parts + _codec_and_variant(candidate, answer))
+
+
+def _sizes(shape: Shape) -> str:
+    """How many workers the replicas have: `1 + 2`, and `2 x 1 + 2` where two of them have one each."""
+    sizes = Counter(len(shape.ranks(replica)) for replica in range(shape.replicas))
+    return " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in sizes.items())
 
 
 def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
@@ -261,7 +273,7 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
         if not ranks:
             lines.append(f"{told}: left out, as a step with it would take no less time")
             continue
-        part = sum(shares[rank % shape.replicas] for rank in ranks) / (sum(shares) * shape.positions)
+        part = sum(_part_of(shape, shares, rank) for rank in ranks)
         lines.append(f"{told}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}, {100 * part:.0f} % of the work of a step")
     speeds = evaluator.speeds(shape)
     if inputs.profile.batch_norm and min(speeds) < max(speeds):
@@ -271,6 +283,13 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
             f"divides them by speed, and computing then takes up to {gain:.2f} times less"
         )
     return lines
+
+
+def _part_of(shape: Shape, shares: Sequence[float], rank: int) -> float:
+    """A worker's part of a step's work: its replica's samples, and of its stages its own, which are about equal."""
+    replica = next(one for one in range(shape.replicas) if rank in shape.ranks(one))
+    row = shape.homes[replica] if shape.homes is not None else shape.ranks(replica)
+    return shares[replica] / sum(shares) * row.count(rank) / len(row)
 
 
 def _name_of(host: Hosts) -> str:

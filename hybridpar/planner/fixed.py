@@ -140,6 +140,7 @@ def not_modelled(config: TrainConfig) -> str:
     reasons = {
         "--recompute": bool(config.recompute),
         "--cuda-graph": config.cuda_graph,
+        f"--placement {config.placement}": config.homes is not None,
         "--batch-norm sync": config.batch_norm == "sync",
         f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",

@@ -113,6 +113,7 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
     def all_to_all(message: Tensor) -> None:
         assert group is not None
         each = message.numel() // size
+        message = message[: each * size]
         group.all_to_all(torch.empty_like(message), message, [each] * size, [each] * size)
 
     def all_gather(message: Tensor) -> None:

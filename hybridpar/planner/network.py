@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,16 +58,19 @@ class Network:
         spec: The cluster, of which the first `positions * replicas` workers are used.
         positions: Workers that share the stages of one replica.
         replicas: Copies of the pipeline.
+        homes: For every replica the rank that runs each stage, where replicas have different numbers of workers.
     """
 
     spec: ClusterSpec
     positions: int
     replicas: int
+    homes: tuple[tuple[int, ...], ...] | None = None
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
         """For every worker its host."""
-        return tuple(host for host, _ in self.spec.by_worker[: self.positions * self.replicas])
+        workers = self.positions * self.replicas if self.homes is None else 1 + max(map(max, self.homes))
+        return tuple(host for host, _ in self.spec.by_worker[:workers])
 
     @property
     def _inside(self) -> LinkLevel:
@@ -83,6 +86,10 @@ class Network:
         groups = [self.hosts[first : first + self.replicas] for first in range(0, len(self.hosts), self.replicas)]
         counts = [Counter(group) for group in groups]
         users = Counter(host for count in counts if len(count) > 1 for host in count)
+        if self.homes is not None:
+            counts = [Counter(self.hosts[rank] for rank in column) for column in zip(*self.homes, strict=True)]
+            # What one worker sends for several of its stages shares its link in the simulation.
+            users = Counter({host: self.hosts.count(host) for host in self.hosts})
         return Grouping(
             self.replicas,
             max(map(len, counts)),
@@ -90,25 +97,28 @@ class Network:
             max(users.values(), default=1),
         )
 
-    def transfers(self, edges: Iterable[tuple[int, int]]) -> tuple[Link, dict[tuple[int, int], Link]]:
+    def transfers(
+        self, edges: Iterable[tuple[int, int]], ranks: Sequence[int] = ()
+    ) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own.
 
         Args:
             edges: Pairs of positions between which something is sent.
+            ranks: The workers of one replica, where replicas differ.
         """
         inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
         own: dict[tuple[int, int], Link] = {}
         crossing: dict[int, set[int]] = {}
         for one, other in sorted({pair for edge in edges for pair in (edge, edge[::-1])}):
-            far = [
-                replica
-                for replica in range(self.replicas)
-                if self.hosts[one * self.replicas + replica] != self.hosts[other * self.replicas + replica]
-            ]
+            pairs = (
+                [(ranks[one], ranks[other])]
+                if ranks
+                else [(one * self.replicas + each, other * self.replicas + each) for each in range(self.replicas)]
+            )
+            far = [pair[0] for pair in pairs if self.hosts[pair[0]] != self.hosts[pair[1]]]
             if not far:
                 own[one, other] = inside
-            for replica in far:
-                rank = one * self.replicas + replica
+            for rank in far:
                 crossing.setdefault(self.hosts[rank], set()).add(rank)
         most = max((len(ranks) for ranks in crossing.values()), default=0)
         return (self._sends(self._between, most) if most else between, own)

@@ -117,7 +117,7 @@ def _said(plan: Plan) -> tuple[object, ...]:
     stages = len(plan.partition.stages)
     return (
         stages,
-        _placed(placement) if placement is not None else (1, None, [(0, 0)]),
+        _placed(placement) if placement is not None else (1, None, None, [(0, 0)]),
         placement.kind if placement is not None and stages > 1 else "linear",
         pipeline.micro_batches if pipeline is not None else 1,
         pipeline.schedule if pipeline is not None else "accumulate",
@@ -147,13 +147,16 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
 def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
     shape, layout = candidate.shape, evaluator.layout(candidate)
     kind = evaluator.space.inputs.cluster.by_worker[0][1].kind
-    placement = Placement.of_lanes(layout.lane_of, layout.worker_of, shape.placement, shape.replicas, kind)
+    if shape.homes is not None:
+        placement = Placement.of_homes(shape.homes, kind)
+    else:
+        placement = Placement.of_lanes(layout.lane_of, layout.worker_of, shape.placement, shape.replicas, kind)
     return placement.model_copy(update={"shares": evaluator.shares(shape)})
 
 
 def _placed(placement: Placement) -> tuple[object, ...]:
     """Replicas with their shares, and for every stage its worker and lane."""
-    return placement.replicas, placement.shares, [placement.lanes[lane] for lane in placement.lane_of]
+    return placement.replicas, placement.shares, placement.homes, [placement.lanes[lane] for lane in placement.lane_of]
 
 
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -70,6 +71,8 @@ def resolve(
     """
     decided = decided_options(config) if decided is None else decided
     placement = _place(config, workers, plan, decided, device)
+    if placement.homes is not None:
+        config.check_unequal()
     shares = plan.placement.shares if plan is not None and plan.placement is not None else None
     if shares is not None and "shares" not in decided and len(shares) == placement.replicas:
         placement = placement.model_copy(update={"shares": shares})
@@ -160,7 +163,8 @@ def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | 
 
 def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collection[str], device: str) -> Placement:
     """Where stages run: as a plan places them, or as the kind of placement deals them out to these workers."""
-    stages, replicas, kind = config.stages, config.replicas, config.placement
+    stages, replicas, homes = config.stages, config.replicas, config.homes
+    kind = None if homes is not None else cast("PlacementKind | None", config.placement)
     if plan is not None:
         count = len(plan.partition.stages)
         if stages != count and ("stages" in decided or stages > 1):
@@ -171,6 +175,17 @@ def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collec
             )
         stages = count
     said = plan.placement if plan is not None else None
+    if homes is None and config.placement is None and config.replicas is None and said is not None:
+        homes = said.homes
+    if homes is not None:
+        named = 1 + max(map(max, homes))
+        if named != workers:
+            raise UsageError(
+                f"stages are placed on {named} worker(s), and here are {workers}",
+                "Every worker runs stages of one replica.",
+                f"Start {named} workers.",
+            )
+        return Placement.of_homes(homes, device)
     if plan is not None and said is not None:
         if "replicas" not in decided and (plan.inputs is not None or plan.workers == workers):
             replicas = said.replicas

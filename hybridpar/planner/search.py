@@ -205,8 +205,8 @@ def find_plan(
     known: dict[Candidate, Outcome] = {}
     for name, candidate in space.baselines().items():
         known[candidate] = evaluator.outcome(candidate)
-        baselines[name] = known[candidate] if _fits(evaluator, known[candidate]) else None
-    fitting = [outcome for outcome in known.values() if _fits(evaluator, outcome)]
+        baselines[name] = known[candidate] if known[candidate].fits else None
+    fitting = [outcome for outcome in known.values() if outcome.fits]
     best = heapq.nsmallest(keep, (one.score for one in fitting))
     place = 0
     for bound, candidate in _by_bound(evaluator, candidates):
@@ -215,10 +215,10 @@ def find_plan(
         place += 1
         if progress is not None and place % 64 == 0:
             progress(place, len(candidates))
-        if candidate in known or not _may_fit(evaluator, candidate, make_order=True):
+        if candidate in known or not evaluator.may_fit(candidate, make_order=True):
             continue
         known[candidate] = outcome = evaluator.outcome(candidate)
-        if _fits(evaluator, outcome):
+        if outcome.fits:
             fitting.append(outcome)
             best = heapq.nsmallest(keep, (*best, outcome.score))
     if progress is not None:
@@ -242,8 +242,14 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
     @cache
     def bound_of(shape: Shape, cut: Cut, codec: int, variant: int, exchange: bool) -> float:
         candidate = Candidate(shape, cut, "", codec, variant)
-        costs = evaluator.costs(candidate, exchange=exchange)
-        return lower_bound_ms(evaluator.layout(candidate), costs, shape.micro_batches)
+        return max(
+            lower_bound_ms(
+                evaluator.layout(candidate, replica),
+                evaluator.costs(candidate, exchange=exchange, replica=replica),
+                shape.micro_batches,
+            )
+            for replica in shape.kinds
+        )
 
     heap = [
         (bound_of(one.shape, one.cut, 0, one.variant, False) * choices[one.codec].steps, place, one, False)
@@ -252,22 +258,13 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
     heapq.heapify(heap)
     while heap:
         bound, place, one, final = heapq.heappop(heap)
-        if not final and not _may_fit(evaluator, one):
+        if not final and not evaluator.may_fit(one):
             continue
         if final or one.shape.replicas == 1:  # where nothing is exchanged, the first bound is its own
             yield bound, one
             continue
         own = bound_of(one.shape, one.cut, one.codec, one.variant, True) * choices[one.codec].steps
         heapq.heappush(heap, (max(bound, own), place, one, True))
-
-
-def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:
-    return outcome.memory_bytes <= evaluator.limit(outcome.candidate)
-
-
-def _may_fit(evaluator: Evaluator, candidate: Candidate, *, make_order: bool = False) -> bool:
-    """Whether a candidate may fit, by what its schedule keeps at least."""
-    return evaluator.least_memory(candidate, make_order=make_order) <= evaluator.limit(candidate)
 
 
 def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], advise: bool) -> PlanError:
@@ -313,7 +310,7 @@ def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
     while high - max(low, least - 1) > 1:
         middle = (max(low, least - 1) + high) // 2
         tried = Evaluator(Space(replace(inputs, batch=middle), evaluator.space.workers, library))
-        if _fits(tried, tried.outcome(candidate)):
+        if tried.outcome(candidate).fits:
             low = middle
         else:
             high = middle

@@ -133,6 +133,36 @@ class Space:
                         shape = Shape(positions, replicas, stages, lanes, placement, count)
                         if _is_decided_shape(self.inputs.fixed, shape):
                             yield shape
+            yield from self._unequal_shapes(workers, most)
+
+    def _unequal_shapes(self, workers: int, most: int) -> Iterator[Shape]:
+        """Replicas of few fast devices beside replicas of more slow ones, or of ones with less memory.
+
+        The workers are divided where devices differ. Each side has replicas of its own number of workers, and the
+        stages are those of the side with more.
+        """
+        placed = [host for _, host in self.inputs.cluster.by_worker[:workers]]
+        for first in range(1, workers):
+            if placed[first] == placed[first - 1]:
+                continue
+            for few, many in self._sides(first, workers - first, most):
+                stages = max(few, many)
+                homes = [
+                    tuple(rank for rank in range(start, start + size) for _ in range(stages // size))
+                    for size, begin, end in ((few, 0, first), (many, first, workers))
+                    for start in range(begin, end, size)
+                ]
+                for count in self.micro_batch_counts(len(homes)):
+                    shape = Shape(stages, len(homes), stages, 1, "linear", count, tuple(homes))
+                    if self.inputs.fixed.placement is None and _is_decided_shape(self.inputs.fixed, shape):
+                        yield shape
+
+    def _sides(self, first: int, rest: int, most: int) -> Iterator[tuple[int, int]]:
+        """Numbers of workers of a replica on both sides, one a multiple of the other."""
+        for few in (size for size in range(1, min(first, most) + 1) if first % size == 0):
+            for many in (size for size in range(1, min(rest, most) + 1) if rest % size == 0):
+                if few != many and max(few, many) % min(few, many) == 0:
+                    yield few, many
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
         """Numbers of micro-batches to try; the first is the plain one.

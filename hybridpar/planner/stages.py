@@ -53,12 +53,14 @@ def cut_model(
     """
     if not any(stage.units for stage in plan.partition.stages):
         placement, device = plan.placement, example.device
+        # Of replicas that differ, some have a worker for each stage.
+        workers = placement.workers if placement.homes is None else len(placement.stages)
 
         def make() -> str:
             """Measure and cut on rank 0; an error there is raised on all workers."""
             problem = Problem(
                 len(placement.stages),
-                (Worker(device.type, placement.lanes_each),) * placement.workers,
+                (Worker(device.type, placement.lanes_each),) * workers,
                 placement.kind,
                 micro_batches=plan.pipeline.micro_batches,
                 optimizer_copies=state_copies(config),
@@ -112,6 +114,7 @@ def pipeline_options(
     return PipelineOptions(
         placement.lane_of,
         placement.worker_of,
+        homes=placement.homes,
         devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
         schedule=pipeline.schedule,
         recompute=pipeline.recompute,

@@ -42,12 +42,14 @@ class WorkerFigures:
     memory_bytes: int | None
 
 
-def measured_fields(answers: Sequence[object], replicas: int, *, step_ms: float | None, whole: bool) -> dict[str, Any]:
+def measured_fields(
+    answers: Sequence[object], replicas: Sequence[Sequence[int]], *, step_ms: float | None, whole: bool
+) -> dict[str, Any]:
     """What the summary says over all workers, which the metrics of rank 0 do not.
 
     Args:
         answers: Of all workers, by rank: `WorkerFigures`.
-        replicas: Number of replicas.
+        replicas: The ranks of each replica.
         step_ms: Time of a step, as the summary has it.
         whole: Whether they noted the whole run; of a part of it only what metrics lack is told.
     """

@@ -86,7 +86,8 @@ def find_rate(
 def _alone(config: TrainConfig, workers: int) -> TrainConfig:
     """The options of one worker that makes the steps of all of them."""
     outer: dict[str, Any] = {one.name: one.default for one in fields(config) if one.name.startswith("outer_")}
-    replicas = config.replicas or max(1, workers // config.stages)
+    homes = config.homes
+    replicas = len(homes) if homes is not None else config.replicas or max(1, workers // config.stages)
     return replace(
         config,
         workers=1,

@@ -220,7 +220,7 @@ class Run(RunLoop):
         self.shares: ShareTuner | None = None
         if config.shares.strip() == "auto" and self.replicas > 1:
             self.shares = ShareTuner(
-                *(world, self.replicas, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
+                *(world, plan.placement.ranks, config.batch_size, config.parts_per_step(plan.pipeline.micro_batches)),
                 idle=plan.sync.batch_norm != "sync",
                 in_pairs=config.mixes,
                 wait=self.trainer.wait,
@@ -257,10 +257,10 @@ class Run(RunLoop):
     def _divide(self, plan: ResolvedPlan) -> Callable[[int], TrainBatches]:
         """Divide batches and the test set as a plan says; returns what makes batches of another size."""
         config, world = self.config, self.world
-        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
+        # The workers of one replica are given the same samples.
         self.replicas = plan.placement.replicas
         shares = shares_of(config, plan)
-        batches_of = batch_maker(self.data, config, plan, world.device, world.rank % self.replicas, shares)
+        batches_of = batch_maker(self.data, config, plan, world.device, plan.placement.replica_of(world.rank), shares)
         self.batches = batches_of(config.batch_size)
         place = self.data, config, plan, world.device, world.size, world.rank, world.size
         self._make_test = partial(test_batches, *place)
@@ -576,7 +576,7 @@ class Run(RunLoop):
         summary = self._summary(stopped)
         # What all workers noted covers, of a run that was resumed or went on by another plan, a part only.
         whole = self._is_one_layout
-        summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
+        summary |= measured_fields(answers, engine.plan.placement.ranks, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary["planning"] = self._said_of_planning
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)

@@ -497,7 +497,9 @@ class ServedRun(RunLoop):
         states, _ = self.state.snapshot()
         summary = self._summary(stopped)
         whole = self.at.resumed_from is None
-        summary |= measured_fields(answers, self.place.workers, step_ms=summary["step_ms_median"], whole=whole)
+        summary |= measured_fields(
+            answers, [[rank] for rank in range(self.place.workers)], step_ms=summary["step_ms_median"], whole=whole
+        )
         ages = StalenessHistogram.of_dict(states[0]["histogram"])  # of all steps, as in metrics.jsonl
         mean = ages.mean
         summary["staleness"] = {

@@ -31,8 +31,8 @@ class ShareTuner:
     """Decides on the samples of each replica.
 
     Args:
-        world: All workers; rank = position * replicas + replica.
-        replicas: Number of replicas.
+        world: All workers.
+        replicas: The ranks of each replica.
         batch_size: Samples of a step.
         micro_batches: Of a replica and step.
         idle: A replica may have none.
@@ -46,7 +46,7 @@ class ShareTuner:
     def __init__(
         self,
         world: World,
-        replicas: int,
+        replicas: Sequence[Sequence[int]],
         batch_size: int,
         micro_batches: int,
         *,
@@ -54,9 +54,9 @@ class ShareTuner:
         in_pairs: bool,
         wait: Callable[[], None],
     ) -> None:
-        self._world, self._batch_size, self._wait = world, batch_size, wait
+        self._world, self._replicas, self._batch_size, self._wait = world, replicas, batch_size, wait
         self._least, self._options = FEWEST_PER_PART * micro_batches, {"idle": idle, "in_pairs": in_pairs}
-        self.counts = self._equal = self._rounded([1.0] * replicas)
+        self.counts = self._equal = self._rounded([1.0] * len(replicas))
         self._costs: list[WorkCost] = []
         self._drift = 0.0
         self._before: tuple[list[int], list[float]] | None = None
@@ -88,8 +88,7 @@ class ShareTuner:
         self._wait()
         mine = max(quarters[1], 1e-6), quarters[2] - quarters[0]
         answers: list[tuple[float, float]] = self._world.gather(mine)  # type: ignore[assignment]
-        replicas = len(self.counts)
-        times = [max(time for time, _ in answers[replica::replicas]) for replica in range(replicas)]
+        times = [max(answers[rank][0] for rank in ranks) for ranks in self._replicas]
         noise = max(spread / time for time, spread in answers) / len(self._times) ** 0.5
         self._times, self._watched = [], min(2 * self._watched, MOST_WATCHED)
         return self.decide(times, noise)

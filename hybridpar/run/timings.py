@@ -211,12 +211,12 @@ class Share:
     bytes_after: int = 0
 
 
-def combine(shares: Sequence[Share], replicas: int, step_ms: float | None = None) -> dict[str, Any]:
+def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
     """The figures of a run from those of its workers.
 
     Args:
-        shares: Of all workers, by rank. Rank = position * replicas + replica.
-        replicas: Number of replicas.
+        shares: Of all workers, by rank.
+        replicas: The ranks of each replica.
         step_ms: Time of a step, which the parts are to add up to.
 
     Returns:
@@ -234,8 +234,8 @@ def combine(shares: Sequence[Share], replicas: int, step_ms: float | None = None
         result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
     bubbles = [
         joint_bubble(step)
-        for replica in range(replicas)
-        for step in zip(*(one.computed for one in shares[replica::replicas]), strict=False)
+        for ranks in replicas
+        for step in zip(*(shares[rank].computed for rank in ranks), strict=False)
     ]
     if bubbles:
         result["bubble"] = round(statistics.mean(bubbles), 4)

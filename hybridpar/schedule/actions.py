@@ -201,6 +201,17 @@ def place_stages(
     return Layout(lane_of, tuple(lane // per_worker for lane in range(lanes)), given)
 
 
+def layout_of_row(row: Sequence[int], edges: tuple[Edge, ...] = ()) -> Layout:
+    """Where the stages of a replica run that has one lane on each of its workers.
+
+    Args:
+        row: The rank that runs each stage. Workers of the layout are numbered in the order of their first stages.
+        edges: What is sent between them.
+    """
+    workers = list(dict.fromkeys(row))
+    return Layout(tuple(map(workers.index, row)), tuple(range(len(workers))), edges)
+
+
 @dataclass(frozen=True)
 class Shape:
     """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
@@ -212,6 +223,8 @@ class Shape:
         lanes: Lanes of each worker.
         placement: How stages are dealt out to lanes.
         micro_batches: Per replica and step.
+        homes: For every replica the rank that runs each stage, where replicas have different numbers of workers;
+            `positions` is then the most.
     """
 
     positions: int
@@ -220,18 +233,37 @@ class Shape:
     lanes: int
     placement: Literal["linear", "loop", "v"] = "linear"
     micro_batches: int = 1
+    homes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def workers(self) -> int:
         """Workers used."""
-        return self.positions * self.replicas
+        return self.positions * self.replicas if self.homes is None else 1 + max(map(max, self.homes))
 
-    def layout(self, edges: tuple[Edge, ...] = ()) -> Layout:
+    @property
+    def kinds(self) -> range:
+        """Replicas that differ; of all alike the first."""
+        return range(1 if self.homes is None else self.replicas)
+
+    def ranks(self, replica: int) -> tuple[int, ...]:
+        """The workers of a replica, in the order of their first stages.
+
+        Args:
+            replica: Its number.
+        """
+        if self.homes is None:
+            return tuple(range(replica, self.workers, self.replicas))
+        return tuple(dict.fromkeys(self.homes[replica]))
+
+    def layout(self, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
         """Where the stages of a replica run.
 
         Args:
             edges: What is sent between them.
+            replica: Of which replica, where they differ.
         """
+        if self.homes is not None:
+            return layout_of_row(self.homes[replica], edges)
         lanes = self.positions * self.lanes
         return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
 

@@ -58,16 +58,17 @@ class Flight:
 SyncLanes = Sequence[tuple[Lane, SumGroup]]
 
 
-def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0) -> SyncLanes:
+def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sync") -> SyncLanes:
     """One lane for each of the world's groups that add gradients.
 
     Args:
         world: The workers.
         lanes: Where to open the lanes.
         spared: Groups that are left for other uses; the last ones.
+        name: What messages call them, with their numbers.
     """
     groups = world.lane_sums[: len(world.lane_sums) - spared]
-    return [(lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(groups)]
+    return [(lanes.open(f"{name}-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
 
 class LocalGradients:

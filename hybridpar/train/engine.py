@@ -395,7 +395,7 @@ class Engine:
         self.pipeline.wait()
         if self.plan.sync.batch_norm == "local":
             for stage in self.pipeline.stages.values():
-                average_buffers(stage.module, self.pipeline.replica_world)
+                average_buffers(stage.module, stage.replicas)
         self.pipeline.collect()
 
     @contextmanager

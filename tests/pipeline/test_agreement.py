@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_bytes_of_an_all_reduce(payload, workers, sent):
 
 
 def agree(world, lanes, whole=True):
-    return Agreement({}, world, world, lanes, whole=whole)
+    return Agreement({0: SimpleNamespace(replicas=world)}, world, lanes, whole=whole)
 
 
 def test_one_worker_alone_counts_its_own_samples():

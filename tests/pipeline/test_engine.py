@@ -188,6 +188,41 @@ def test_stages_on_workers_in_replicas_one_of_them_idle() -> None:
     on_workers(4, "residual", 2, places(2, workers=2), setting, samples=12, together=True, bytes_per_second=1e6)
 
 
+ALONE_AND_TWO = ((0, 0), (1, 2))  # worker 0 beside workers 1 and 2 as a pipeline
+
+
+@pytest.mark.parametrize("shared_memory", TRANSPORTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "greedy"])
+def test_a_worker_alone_beside_two_as_a_pipeline(schedule: str, shared_memory: bool) -> None:
+    # A replica without samples in one step, shares that change, and BatchNorm over all of them.
+    setting = Setting(2, shares=(8, 4), others=((0, 9), (7, 0), (5, 5)))
+    options = {"homes": ALONE_AND_TWO, "schedule": schedule, "shared_memory": shared_memory}
+    runs = on_workers(3, "residual", 2, places(2), setting, samples=12, checked=True, together=True, **options)
+    held = [{key for key in run.state if "/" in key} for run in runs]
+    assert held[0] == held[1] | held[2]
+    assert not held[1] & held[2]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "residual"])
+def test_any_model_in_unequal_replicas(name: str) -> None:
+    setting = with_sync(Setting(2, shares=(5, 4)), clip_norm=0.1)
+    # The worker that runs both stages has a rank between those of the others.
+    on_workers(3, name, 2, places(2), setting, samples=9, exact=False, homes=((0, 2), (1, 1)))
+
+
+def test_cuts_of_replicas_that_cross_each_other() -> None:
+    setting = Setting(2, shares=(4, 8))
+    homes = ((0, 1, 1), (2, 2, 3))
+    on_workers(4, "dense", 3, places(3), setting, samples=12, exact=False, homes=homes, schedule="greedy")
+
+
+def test_replicas_need_the_workers_that_they_name() -> None:
+    model = seeded(MODELS["residual"])
+    options = {"homes": ((0, 0), (1, 2))}
+    with pytest.raises(ScheduleError, match="3 workers, and the job has 1"):
+        train_stages(model, cut(model, images(4)[0], 2), [], Setting(), places(2), **options)
+
+
 @pytest.mark.parametrize(
     "options", [{"clip_norm": 0.1}, {"guard": False}, {"pool_batch_norm": False}, {"guard": False, "clip_norm": 0.1}]
 )

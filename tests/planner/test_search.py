@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster
 from hybridpar.plan import parse_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.explain import contributions
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import SizedTimes, Variant
@@ -45,11 +47,12 @@ def same_as_enumeration(asked: PlannerInputs) -> None:
 def no_lower_than_bounds(asked: PlannerInputs) -> None:
     evaluator = Evaluator(Space(asked))
     for candidate in evaluator.space.candidates():
-        costs = evaluator.costs(candidate)
-        took = evaluator.simulation(candidate, costs).step_ms * (1 + 1e-9)
-        for known in (costs, evaluator.costs(candidate, exchange=False)):
-            bound = lower_bound_ms(evaluator.layout(candidate), known, candidate.shape.micro_batches)
-            assert bound <= took, candidate
+        for replica in candidate.shape.kinds:
+            costs = evaluator.costs(candidate, replica=replica)
+            took = evaluator.simulation(candidate, costs, replica).step_ms * (1 + 1e-9)
+            for known in (costs, evaluator.costs(candidate, exchange=False, replica=replica)):
+                layout = evaluator.layout(candidate, replica)
+                assert lower_bound_ms(layout, known, candidate.shape.micro_batches) <= took, candidate
 
 
 @settings(max_examples=10, deadline=None)
@@ -338,8 +341,10 @@ def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for()
     assert found.chosen.step_ms == pytest.approx(18 * 8 / 4)
 
 
-def unequal(*throughputs: float, bandwidth: float = 1e12) -> ClusterSpec:
+def unequal(*throughputs: float, bandwidth: float = 1e12, small: float | None = None) -> ClusterSpec:
+    """Hosts of one GPU each; those of throughput 1 have `small` bytes of memory."""
     hosts = [{"throughput": one, "name": f"x{one:g}", "kind": "cuda"} for one in throughputs]
+    hosts = [{**host, "memory": small} if small is not None and host["throughput"] == 1 else host for host in hosts]
     return parse_cluster({"hosts": hosts, "between": {"bandwidth": bandwidth}})
 
 
@@ -395,6 +400,50 @@ def test_larger_shares_take_more_memory():
     )
     assert shared.candidate.shape == equal.candidate.shape
     assert shared.memory_bytes > equal.memory_bytes
+
+
+#: A model of 192 ms for 16 samples on a device of speed 2, which takes 17 MB whole.
+LARGE = chain([(4, 8)] * 8, [(256, 512)] * 8)
+
+
+def test_a_large_device_is_alone_beside_two_small_ones_as_a_pipeline():
+    found = find_plan(inputs(LARGE, unequal(1, 2, 1, bandwidth=1e9, small=14e6), batch=16, most_stages=4))
+    shape = found.chosen.candidate.shape
+    assert shape.homes == ((0, 0), (1, 2))
+    equal = next(one for one in found.ranked if one.candidate.shape.homes is None)
+    assert equal.step_ms > 1.3 * found.chosen.step_ms
+    plan = plan_of(found)
+    assert plan.placement is not None
+    assert plan.placement.homes == shape.homes
+    assert is_as_recorded(parse_plan(json.loads(plan.to_json())))
+    # Both replicas take equally long with their shares, as far as samples can be divided.
+    times = [
+        found.evaluator.simulation(found.chosen.candidate, costs, replica).step_ms
+        for replica in shape.kinds
+        for costs in [found.evaluator.costs(found.chosen.candidate, replica=replica)]
+    ]
+    assert max(times) < 1.2 * min(times)
+    told = "\n".join(contributions(found.evaluator.space.inputs, found))
+    assert "x2 (1 device), throughput 2: rank 0, 5" in told
+    assert "x1 (1 device), throughput 1: ranks 1 to 2, 4" in told
+
+
+def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
+    for spec in (unequal(2, 1, 1, small=1e6), unequal(2, 1, 1, small=14e6, bandwidth=1e6)):
+        found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4))
+        assert found.chosen.candidate.shape.workers == 1
+        assert "left out" in contributions(found.evaluator.space.inputs, found)[-1]
+
+
+def test_replicas_of_two_and_of_four_devices():
+    spec, fixed = unequal(2, 2, 1, 1, 1, 1, bandwidth=1e9, small=13e6), Fixed(workers=6, micro_batches=4)
+    found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4, fixed=fixed))
+    assert found.chosen.candidate.shape.homes == ((0, 0, 1, 1), (2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
+def test_laws_of_the_search_over_unequal_replicas(law):
+    law(inputs(LARGE, unequal(2, 1, 1, bandwidth=1e8), batch=16, most_stages=2, fidelity="lossy"))
 
 
 def test_the_progress_is_told():

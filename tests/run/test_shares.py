@@ -1,12 +1,15 @@
 """`--shares`: decisions of `auto` on times that are made up, and runs with shares beside one worker alone."""
 
+import os
 import random
+import signal
 from unittest import mock
 
 import pytest
 import torch
 
 from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.plan import read_plan
@@ -14,6 +17,7 @@ from hybridpar.run import shares as tuning
 from hybridpar.run.shares import ShareTuner
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import check_run, saved_state, train, train_rank
 
@@ -29,7 +33,7 @@ class Made(World):
 
     def tuner(self, **options):
         rules = {"idle": True, "in_pairs": False, "wait": lambda: None, **options}
-        self.tuned = ShareTuner(self, len(self.costs), BATCH, 1, **rules)
+        self.tuned = ShareTuner(self, [[rank] for rank in range(len(self.costs))], BATCH, 1, **rules)
         return self.tuned
 
     def times(self):
@@ -189,6 +193,86 @@ def test_the_shares_of_a_plan_are_followed(alone, tmp_path):
     assert check_run(tmp_path / "followed")["shares"] == "0,1"
     assert read_plan(tmp_path / "followed" / "plan.json").placement.shares == (0, 1)
     assert_close(tmp_path / "followed", alone)
+
+
+# -------------------------------------------------------------------------- replicas of different numbers of workers
+
+BESIDE = {**UNEVEN, "stages": 2, "placement": "0,0;1,2"}
+
+
+def stopped_rank(world, directory, stop, options):
+    """A run whose last worker gets a signal before a step; None lets it finish."""
+    step = Trainer.step
+
+    def told(trainer, *batch, **asked):
+        if world.rank == world.size - 1 and trainer.steps_done + 1 == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *batch, **asked)
+
+    with mock.patch.object(Trainer, "step", told):
+        return train(directory, **options)
+
+
+def test_a_worker_beside_two_is_stopped_and_any_layout_goes_on(alone, tmp_path):
+    options = {**BESIDE, "shares": "1,6"}
+    run_ranks(stopped_rank, 3, tmp_path, 5, options)
+    run_ranks(stopped_rank, 3, tmp_path, 9, {**options, "placement": "0,2;1,1", "resume": True})
+    train(tmp_path, resume=True, **UNEVEN)
+    assert check_run(tmp_path)["workers"] == 1
+    assert_close(tmp_path, alone)
+
+
+def test_shares_of_unequal_replicas_are_found_and_their_plan_can_be_followed(alone, tmp_path):
+    placed = {**BESIDE, "placement": "0,1;2,2"}
+    run_ranks(slow_replica, 3, tmp_path / "found", "plain", None, {**placed, "shares": "auto"})
+    assert check_run(tmp_path / "found")["shares"] == "auto:4,12"
+    assert_close(tmp_path / "found", alone)
+    options = {**UNEVEN, "plan": tmp_path / "found" / "plan.json"}
+    run_ranks(train_rank, 3, tmp_path / "followed", "plain", None, options)
+    assert read_plan(tmp_path / "followed" / "plan.json").placement.homes == ((0, 1), (2, 2))
+    assert_close(tmp_path / "followed", alone)
+
+
+def slow_replica(world, directory, model, fault, options):
+    """As `slow_rank`; the first replica has two workers."""
+    note = ShareTuner.note
+
+    def told(tuner, busy_ms, samples):
+        slow = world.rank < 2
+        return note(tuner, tuner.counts[not slow] * (3.0 if slow else 1.0), samples)
+
+    with (
+        mock.patch.multiple(tuning, LEFT_OUT=1, WATCHED=2),
+        mock.patch.object(ShareTuner, "note", told),
+    ):
+        return train_rank(world, directory, model, fault, options)
+
+
+def test_codecs_of_unequal_replicas_keep_what_they_have_not_sent(tmp_path):
+    options = {**BESIDE, "compress": "onebit", "epochs": 1}
+    run_ranks(stopped_rank, 3, tmp_path / "whole", None, options)
+    run_ranks(stopped_rank, 3, tmp_path / "parts", 4, options)
+    run_ranks(stopped_rank, 3, tmp_path / "parts", None, {**options, "resume": True})
+    whole, parts = saved_state(tmp_path / "whole"), saved_state(tmp_path / "parts")
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"placement": "0,0;1,3"}, "--placement 0,0;1,3 with --stages 2"),
+        ({"placement": "0;1,2"}, "--placement 0;1,2 with --stages 2"),
+        ({"placement": "0,1;1,2"}, "--placement 0,1;1,2 with --stages 2"),
+        ({"placement": "up"}, "--placement up with --stages 2"),
+        ({"replicas": 3}, "--placement 0,0;1,2 with --replicas 3"),
+        ({"batch_norm": "sync"}, "--batch-norm sync with replicas of different numbers of workers"),
+        ({"compress": "auto"}, "--compress auto with replicas of different numbers of workers"),
+    ],
+)
+def test_placements_that_cannot_be(options, what):
+    with pytest.raises(UsageError) as raised:
+        TrainConfig(**{"stages": 2, "placement": "0,0;1,2", **options}).check()
+    assert raised.value.what == what
 
 
 def refused(world, directory):

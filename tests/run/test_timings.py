@@ -106,6 +106,10 @@ def test_the_parts_add_up_to_the_time_that_passed(steps):
 # ------------------------------------------------------------------------------------------------- over all workers
 
 
+def combined(found, replicas, step_ms=None):
+    return combine(found, [range(replica, len(found), replicas) for replica in range(replicas)], step_ms)
+
+
 def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
     layout = place_stages(positions, positions)
     program = lower(make("gpipe", ScheduleRequest(layout, micro_batches)), layout, [1] * positions)
@@ -124,16 +128,16 @@ def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (3, 1)])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_bubble_is_that_of_the_textbook(stages, micro_batches, replicas):
-    figures = combine(shares(stages, micro_batches, replicas), replicas)
+    figures = combined(shares(stages, micro_batches, replicas), replicas)
     assert figures["bubble"] == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-4)
 
 
 def test_other_clocks_do_not_change_it():
-    assert combine(shares(2, 4, ahead=(0.0, 123.0)), 1) == combine(shares(2, 4), 1)
+    assert combined(shares(2, 4, ahead=(0.0, 123.0)), 1) == combined(shares(2, 4), 1)
 
 
 def test_means_over_workers_and_medians_over_steps():
-    figures = combine(shares(3, 2), 1)
+    figures = combined(shares(3, 2), 1)
     assert figures["bytes_sent"] == 100.0
     assert "compute_ms" not in figures, "there is no step that it could be a part of"
 
@@ -156,7 +160,7 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
         for times in steps:
             timings.add(StepTimes(*times), 0, NOTHING)
         found.append(timings.share())
-    figures = combine(found, 1, step_ms)
+    figures = combined(found, 1, step_ms)
     parts = [figures[key] for key in STEP_PARTS if key in figures]
     if any(share.parts for share in found):
         assert sum(parts) == pytest.approx(step_ms, abs=2e-3)
@@ -171,8 +175,8 @@ def test_a_part_is_a_share_of_its_own_workers_step():
         timings = Timings()
         timings.add(StepTimes(compute, exposed, 0.0), 0, NOTHING)
         found.append(timings.share())
-    assert combine(found, 1, 40.0)["exposed_sync_ms"] == 20.0
-    assert combine(found[:1], 1, 40.0)["exposed_sync_ms"] == 10.0
+    assert combined(found, 1, 40.0)["exposed_sync_ms"] == 20.0
+    assert combined(found[:1], 1, 40.0)["exposed_sync_ms"] == 10.0
 
 
 def test_overlap_is_what_did_not_outlast_computation():
@@ -183,7 +187,7 @@ def test_overlap_is_what_did_not_outlast_computation():
     times, _ = StepClock().divide(spans, 0.0)
     timings.add(times, 0, spans)
     # The sum takes 8 ms and begins 2 ms before the end of the pass.
-    assert combine([timings.share()], 1)["overlap"] == pytest.approx(0.25)
+    assert combined([timings.share()], 1)["overlap"] == pytest.approx(0.25)
 
 
 def _accumulate():
@@ -194,7 +198,7 @@ def _accumulate():
 def test_what_was_not_recorded_is_not_told():
     timings = Timings()
     timings.add(StepTimes(5.0, 0.0, 1.0), 7, NOTHING)
-    assert combine([timings.share(), Timings().share()], 2, 6.0) == {
+    assert combined([timings.share(), Timings().share()], 2, 6.0) == {
         "compute_ms": 5.0,
         "exposed_sync_ms": 0.0,
         "data_ms": 1.0,
@@ -208,7 +212,7 @@ def test_the_first_steps_count_only_where_there_are_no_others():
         first = number < 3
         timings.add(StepTimes(1.0 - first, float(first), 0.0), 1 + 99 * first, NOTHING)
     assert timings.share().parts == (1.0, 0.0, 0.0)
-    assert combine([timings.share()], 1, 1.0)["bytes_sent"] == 1.0
+    assert combined([timings.share()], 1, 1.0)["bytes_sent"] == 1.0
     few = Timings()
     few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
     assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)

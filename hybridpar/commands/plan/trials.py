@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
+from hybridpar.data.sampling import FEWEST_PER_PART, allot
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.plan import Plan, ResolvedPlan
@@ -71,11 +72,14 @@ class Trial:
             own = self._place(world, config, run)
             if own is None:
                 return
-            replicas = run.placement.replicas
-            replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
-            mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
-            parts = [part.tensor_split(run.pipeline.micro_batches) for part in mine]
-            self._batch = Batch(tuple(zip(*parts, strict=True)), len(mine[1]), len(targets))
+            replicas, replica = run.placement.replicas, run.placement.replica_of(own.rank)
+            count = run.pipeline.micro_batches
+            shares = run.placement.shares or (1.0,) * replicas
+            counts = allot(len(targets), shares, FEWEST_PER_PART * count, idle=True, in_pairs=False)
+            start = sum(counts[:replica])
+            mine = [one[start : start + counts[replica]].tensor_split(count) for one in (images, targets)]
+            parts = tuple(zip(*mine, strict=True)) if counts[replica] else ()
+            self._batch = Batch(parts, counts[replica], len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
             self.trainer = Trainer(
                 copy.deepcopy(model),
@@ -83,7 +87,7 @@ class Trial:
                 world=own,
                 lanes=lanes,
                 plan=PlannedRun(run),
-                example=parts[0][0],
+                example=images[: run.micro_batch_samples(len(images))],
             )
             self._stack.callback(self.trainer.close)
         except BaseException:
@@ -93,7 +97,7 @@ class Trial:
     def _place(self, world: World, config: TrainConfig, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
         lanes, shared = run.sync.groups, config.shares_memory(run.sync.codec)
-        workers = run.placement.replicas * run.placement.workers
+        workers = sum(map(len, run.placement.ranks))
         if workers == world.size:
             # Codecs are not exchanged through shared memory.
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)

@@ -156,6 +156,19 @@ def make(name: str, request: ScheduleRequest) -> Schedule:
     return SCHEDULES.get(name)(request)
 
 
+def order_of_replica(name: str, layout: Layout) -> str:
+    """The schedule of one replica among others that place the same stages otherwise.
+
+    Args:
+        name: What is asked for, for a worker per stage.
+        layout: Of the replica.
+
+    Returns:
+        The name, or `greedy` where a lane has several stages.
+    """
+    return name if layout.lanes == layout.stages else "greedy"
+
+
 def forwards(stage: int, count: int) -> list[Action]:
     """The forward passes of micro-batches 0 to count - 1.
 
