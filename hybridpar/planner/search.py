@@ -245,8 +245,11 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
         costs = evaluator.costs(candidate, exchange=exchange)
         return lower_bound_ms(evaluator.layout(candidate), costs, shape.micro_batches)
 
+    def _first(one: Candidate) -> float:
+        return bound_of(one.shape, one.cut, 0, one.variant, False)
+
     heap = [
-        (bound_of(one.shape, one.cut, 0, one.variant, False) * choices[one.codec].steps, place, one, False)
+        (0.0 if choices[one.codec].every > 1 else _first(one) * choices[one.codec].steps, place, one, False)
         for place, one in enumerate(candidates)
     ]
     heapq.heapify(heap)
@@ -367,6 +370,8 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
         shape = one.candidate.shape
         if shape.stages > 1 and shape.workers not in (1, workers):
             continue  # a pipeline on a part of the workers cannot run beside the others
+        if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
+            continue  # a few steps do not show what it takes
         key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.codec, one.candidate.variant)
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
