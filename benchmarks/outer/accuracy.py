@@ -229,7 +229,9 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
     )
     each = batches.steps_per_epoch
     assert isinstance(data.test, MemoryImages)
-    by_epoch, losses, sent, exchanges = [], [], 0, 0
+    by_epoch: list[float] = []
+    losses: list[float] = []
+    sent = exchanges = 0
     with Trainer(
         copy.deepcopy(model), config=config, world=world, total_steps=config.epochs * each, steps_per_epoch=each
     ) as trainer:

@@ -98,9 +98,7 @@ def main(options: Options) -> int:
             try:
                 if options.link == LOOPBACK:
                     command = [sys.executable, *arguments, "--workers", str(options.workers)]
-                    subprocess.run(
-                        command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True
-                    )
+                    subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)
                 else:
                     with Network(options.workers, options.link) as network:
                         launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=said)
