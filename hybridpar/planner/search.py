@@ -296,9 +296,8 @@ def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], ad
 def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
-    said = {
-        name: value for name, value in vars(fixed).items() if name not in ("codecs", "parts", "exchanged", "staged")
-    }
+    apart = ("codecs", "parts", "every_step", "exchanged", "staged")
+    said = {name: value for name, value in vars(fixed).items() if name not in apart}
     told = [f"{name} {value}" for name, value in said.items() if value is not None]
     told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
     return PlanError(

@@ -96,20 +96,16 @@ class Space:
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
         for shape in self.shapes():
-            first = last if fixed.codecs is not None else 0
-            ways = [way for way in range(first, last + 1) if self._may_exchange(shape, way)]
+            open_ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
+            ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(shape)]
             for cut in self.library.cuts(shape.stages):
                 for schedule in self._schedules(shape):
                     for codec in ways:
                         for variant in variants:
                             yield Candidate(shape, cut, schedule, codec, variant)
 
-    def _may_exchange(self, shape: Shape, way: int) -> bool:
-        """Whether replicas may exchange in a way: in an outer loop whole models on hosts of their own, all of them."""
-        if shape.replicas == 1:
-            return way == 0
-        if self.codec_choices[way].every == 1:
-            return True
+    def _may_part(self, shape: Shape) -> bool:
+        """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
         hosts = [host for host, _ in self.inputs.cluster.by_worker[: shape.workers]]
         return shape.stages == 1 and shape.replicas == self.workers and len(set(hosts)) == len(hosts)
 
