@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpar.errors import UsageError
 from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
@@ -159,6 +158,8 @@ class _Run:
         for argument, user in last_use.items():
             dying.setdefault(user, []).append(argument)
         given = iter(inputs)
+        from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+
         counter = FlopCounterMode(display=False)
         with counter:
             for node in self.graph.nodes:
