@@ -246,6 +246,8 @@ class Sync(_Section):
     bucket_bytes: int = Field(8 << 20, ge=1)
     policy: tuple[SyncRule, ...] = (SyncRule(),)
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
+    #: Steps that workers train on their own between two exchanges; None where each step's gradients are exchanged.
+    outer: int | None = Field(None, ge=1)
 
     @property
     def codec(self) -> str:

@@ -281,10 +281,12 @@ def _is_a(value: Any, kind: str) -> bool:
 
 
 def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
-    """The median step of a run less what it waited for data, which nothing predicts; None without a step.
+    """A step of a run less what it waited for data, which nothing predicts; None without a step.
+
+    It is the median, and in an outer loop, of whose steps few wait for an exchange, the mean.
 
     Args:
         summary: Of the run.
     """
-    step = summary["step_ms_median"]
+    step = summary.get("step_ms_mean", summary["step_ms_median"])
     return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))

@@ -19,6 +19,7 @@ from hybridpar.compress.auto import FIDELITIES, PLAIN, Layers, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.network import Network
+from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
 from hybridpar.planner.profile import Parameter
 from hybridpar.sync.buckets import cut_buckets
 
@@ -40,21 +41,32 @@ STEPS_TO_TARGET = {
 }
 
 
+#: What progress is sent as in an outer loop, under `lossy`.
+OUTER_CODECS = ("none", "onebit")
+
+
 @dataclass(frozen=True)
 class CodecChoice:
-    """Codecs of the gradients.
+    """Codecs of the gradients, or of the progress of many steps in an outer loop.
 
     Attributes:
         name: For people.
         codecs: Texts of codecs by parameter; the gradient of a parameter that is not named is sent as it is.
         steps: Training steps to the target over those of float32.
         rank: 0 for gradients as they are, 1 for a codec for all, 2 for several.
+        outer: Of an outer loop, what its `steps` rest on; None where gradients are exchanged in every step.
     """
 
     name: str
     codecs: Mapping[str, str]
     steps: float = 1.0
     rank: int = 0
+    outer: OuterSteps | None = None
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return 1 if self.outer is None else self.outer.every
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ def left_out(fidelity: str) -> tuple[str, ...]:
 
 
 def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
-    """All choices of codecs, `none` first: codecs for everything, and policies per layer.
+    """All choices of codecs, `none` first: codecs for everything, policies per layer, and outer loops.
 
     Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
 
@@ -117,7 +129,25 @@ def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
     """
     rates = tuple((text, tuple(tried.items())) for text, tried in inputs.rates.items())
     parts = (inputs.profile.parameters, rates, inputs.workers, inputs.bucket_bytes, inputs.sync_lanes)
-    return _choices(inputs.fidelity, *parts)
+    return (*_choices(inputs.fidelity, *parts), *_outer_choices(inputs))
+
+
+def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
+    """The outer loops of which it was measured what they take to an accuracy."""
+    if inputs.fidelity != "lossy" or inputs.fixed.every_step:
+        return []
+    names = [one.name for one in inputs.profile.parameters]
+    found = []
+    for codec in OUTER_CODECS:
+        if codec != "none" and codec not in inputs.rates:
+            continue
+        for every in planned_intervals(codec):
+            row = expected_steps(every, inputs.workers, codec, inputs.run_steps)
+            if row is not None and every > 1:
+                codecs = {} if codec == "none" else dict.fromkeys(names, codec)
+                name = f"an exchange every {every} steps" + (f" as {codec}" if codecs else "")
+                found.append(CodecChoice(name, codecs, row.factor, 1 if codecs else 0, row))
+    return found
 
 
 @lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these

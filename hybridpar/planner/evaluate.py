@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
+from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
@@ -166,6 +167,8 @@ class Evaluator:
 
     def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
         inputs, shape = self._inputs, candidate.shape
+        parted = self.space.codec_choices[candidate.codec].every > 1 and exchange
+        exchange = exchange and not parted
         # Without an exchange costs are a bound for all codecs.
         coded = (candidate.codec > 0 and shape.replicas > 1) if exchange else None
         throughput = self._throughput(shape, coded, replica)
@@ -204,8 +207,34 @@ class Evaluator:
             sync_own_link=network.grouping.hosts == 1,
             sync_lanes=inputs.sync_lanes,
             commit=True,
-            control_ms=network.control_ms() if shape.workers > 1 else 0.0,
+            # Between two exchanges of an outer loop workers agree on nothing.
+            control_ms=network.control_ms() if shape.workers > 1 and not parted else 0.0,
         )
+
+    def outer(self, candidate: Candidate) -> tuple[float, float, float]:
+        """What the exchange of an outer loop adds to each step: training waits for it every so many steps.
+
+        Args:
+            candidate: The candidate.
+
+        Returns:
+            Milliseconds of codecs, milliseconds on the link, and bytes that a worker sends; zeros without such a loop.
+        """
+        shape, choice = candidate.shape, self.space.codec_choices[candidate.codec]
+        if choice.every == 1:
+            return 0.0, 0.0, 0.0
+        throughput, profile = self._throughput(shape, None), self._inputs.profile
+        network = self._network(shape.positions, shape.replicas)
+        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput)[0]
+        codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput
+        link = sum((one.wire_ms or 0.0) + (one.latency_ms or 0.0) for one in buckets) + network.control_ms()
+        factor = 2 * (shape.replicas - 1) / shape.replicas
+        sent = factor * sum(one.bytes for one in buckets)
+        if profile.batch_norm:  # mean and variance of each channel, float64, of which a norm has two parameters
+            statistics = 8 * sum(one.count for one in profile.parameters if len(one.shape) == 1)
+            link += statistics * network.exchange([PLAIN])[PLAIN].ms_per_byte
+            sent += factor * statistics
+        return codec / choice.every, link / choice.every, sent / choice.every
 
     def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
         """One step, simulated over the actions of all workers of a replica; other replicas do the same.
@@ -230,6 +259,8 @@ class Evaluator:
         kinds = candidate.shape.kinds
         results = [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in kinds]
         result = max(results, key=lambda one: one.step_ms)
+        codec_ms, link_ms, outer_bytes = self.outer(candidate)
+        step_ms = result.step_ms + codec_ms + link_ms
         sent = [size for one in results for size in one.bytes_sent]
         needs = [
             (self.memory(candidate, results[replica].peak_saved_bytes, replica), self.limit(candidate, replica))
@@ -237,12 +268,12 @@ class Evaluator:
         ]
         return Outcome(
             candidate,
-            result.step_ms,
-            result.step_ms * self.space.codec_choices[candidate.codec].steps,
+            step_ms,
+            step_ms * self.space.codec_choices[candidate.codec].steps,
             *max(needs, key=lambda one: one[0] / one[1])[:1],
             min(1.0, max(0.0, result.bubble)),
-            max(0.0, *result.exposed_sync_ms),
-            sum(sent) / len(sent),
+            max(0.0, *result.exposed_sync_ms) + codec_ms + link_ms,
+            sum(sent) / len(sent) + outer_bytes,
             max(max(one.peak_saved_bytes) for one in results),
             max(needs, key=lambda one: one[0] / one[1])[1],
         )
@@ -266,17 +297,18 @@ class Evaluator:
             ),
         )
         whole, without = (self.simulation(candidate, one, slowest) for one in (costs, free))
+        codec_ms, link_ms, _ = self.outer(candidate)
         busy = max(without.busy_ms)
         layout, steps = self.layout(candidate, slowest), costs.step_ms or (0.0,) * candidate.shape.stages
         # A lane updates its stages one after the other.
         updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
         update = min(without.step_ms - without.compute_ms, costs.control_ms + updating + costs.overhead_ms)
         return Parts(
-            whole.step_ms,
+            whole.step_ms + codec_ms + link_ms,
             busy,
             without.compute_ms - busy,
-            without.step_ms - without.compute_ms - update,
-            whole.step_ms - without.step_ms,
+            without.step_ms - without.compute_ms - update + link_ms,
+            whole.step_ms - without.step_ms + codec_ms,
             update,
         )
 
@@ -302,6 +334,8 @@ class Evaluator:
             home = layout.home(stage)
             own[home] += size
             lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
+            if self.space.codec_choices[candidate.codec].every > 1:  # weights of the last exchange, and what is sent
+                lasting[home] += 2 * size
             largest[home] = max(largest[home], figures.largest_bytes[stage])
         shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
         # A faster replica has larger micro-batches.

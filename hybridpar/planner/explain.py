@@ -249,6 +249,7 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
     lines += contributions(inputs, answer)
+    lines += outer_loops(answer)
     lines += caveats(inputs)
     if missing := left_out(inputs.fidelity):
         lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
@@ -290,6 +291,18 @@ def _part_of(shape: Shape, shares: Sequence[float], rank: int) -> float:
     replica = next(one for one in range(shape.replicas) if rank in shape.ranks(one))
     row = shape.homes[replica] if shape.homes is not None else shape.ranks(replica)
     return shares[replica] / sum(shares) * row.count(rank) / len(row)
+
+
+def outer_loops(answer: Answer) -> list[str]:
+    """What is expected of the outer loops that were compared, with the measurements that this rests on.
+
+    Args:
+        answer: Of the search.
+    """
+    rests = ", ".join(
+        f"{one.name}: {one.outer.told()}" for one in answer.evaluator.space.codec_choices if one.outer is not None
+    )
+    return [f"outer loops, as ResNet-18 on digits showed: {rests}"] if rests else []
 
 
 def _name_of(host: Hosts) -> str:

@@ -29,6 +29,7 @@ class Fixed:
         kernels: `stock` or `tuned`.
         codecs: Codec of each parameter; the gradients of others are sent as they are.
         parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
+        every_step: Gradients are exchanged in every step: options were given that an outer loop does not know.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
     """
@@ -43,6 +44,7 @@ class Fixed:
     kernels: str | None = None
     codecs: Mapping[str, str] | None = None
     parts: int | None = None
+    every_step: bool = False
     exchanged: bool = False
     staged: bool = False
 
@@ -125,6 +127,7 @@ def fixed_by(
         memory_format=memory_format,
         kernels=kernels,
         codecs=codecs,
+        every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
         **chosen,

@@ -41,7 +41,7 @@ from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.calibrate import calibrated
-from hybridpar.planner.codecs import planned_codecs
+from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
@@ -150,7 +150,9 @@ class Question:
         """What gradients may be sent as; with `steps` None also what a looser fidelity would allow."""
         if self.fixed.codecs is not None:
             return sorted(set(self.fixed.codecs.values()))
-        return list(planned_codecs("lossy" if self.steps is None else self.fidelity))
+        fidelity = "lossy" if self.steps is None else self.fidelity
+        outer = OUTER_CODECS[1:] if fidelity == "lossy" and not self.fixed.every_step else ()
+        return [*planned_codecs(fidelity), *outer]
 
 
 @dataclass(frozen=True)
@@ -485,6 +487,7 @@ def _inputs(
         # Each part of a step needs two samples, wherever it is computed.
         most_micro_batches=max(1, min(32, asked.batch // (2 * cluster.workers))),
         fixed=fixed,
+        run_steps=asked.steps,
     )
     return calibrated(rehearsed(inputs, took))
 

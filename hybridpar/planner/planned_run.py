@@ -62,7 +62,7 @@ _DETAILS = ", details in plan.json"
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
     *("replicas", "micro_batches", "schedule", "recompute", "placement", "bucket_mb", "compress"),
-    *("memory_format", "channels_last", "kernels", "stages"),
+    *("memory_format", "channels_last", "kernels", "stages", "sync"),
 }
 
 
@@ -315,7 +315,8 @@ def plan_loop(
         replicas = resolve(config, world.size).placement.replicas
         samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
         asked = replace(config, replicas=replicas, batch_size=samples)
-        decided |= {"stages", "replicas", "micro_batches"}
+        # Between two exchanges of an outer loop the workers' models differ, which a script would have to know.
+        decided |= {"stages", "replicas", "micro_batches", "sync"}
     found = plan_run(
         model,
         asked,
@@ -599,6 +600,12 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
         told = "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
         line += f" (next best: {brief(other.candidate, answer)}, {told})"
     lines = [f"{line}; planned in {seconds:.1f} s{_DETAILS}"]
+    if (outer := answer.evaluator.space.codec_choices[chosen.candidate.codec].outer) is not None:
+        exchange_ms = outer.every * sum(answer.evaluator.outer(chosen.candidate)[:2])
+        lines.append(
+            f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
+        )
+        lines.append(f"         expected, as ResNet-18 on digits showed: {outer.told()}")
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
     return (*lines, *(f"         {one}" for one in caveats(inputs)))

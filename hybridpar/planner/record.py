@@ -45,6 +45,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
             policy=_rules(evaluator.space.codec_choices[candidate.codec]),
+            outer=_outer(evaluator.space.codec_choices[candidate.codec]),
         ),
         kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
         measured=Measured(
@@ -125,6 +126,7 @@ def _said(plan: Plan) -> tuple[object, ...]:
         measured.memory_format if measured is not None else "contiguous",
         plan.kernels is not None,
         sync.policy if sync is not None else (SyncRule(),),
+        sync.outer if sync is not None else None,
     )
 
 
@@ -141,6 +143,7 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
         variant.memory_format,
         variant.kernels != "stock",
         _rules(space.codec_choices[candidate.codec]),
+        _outer(space.codec_choices[candidate.codec]),
     )
 
 
@@ -174,6 +177,10 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
     )
+
+
+def _outer(choice: CodecChoice) -> int | None:
+    return choice.every if choice.every > 1 else None
 
 
 def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:

@@ -251,8 +251,11 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
             for replica in shape.kinds
         )
 
+    def _first(one: Candidate) -> float:
+        return bound_of(one.shape, one.cut, 0, one.variant, False)
+
     heap = [
-        (bound_of(one.shape, one.cut, 0, one.variant, False) * choices[one.codec].steps, place, one, False)
+        (0.0 if choices[one.codec].every > 1 else _first(one) * choices[one.codec].steps, place, one, False)
         for place, one in enumerate(candidates)
     ]
     heapq.heapify(heap)
@@ -290,9 +293,8 @@ def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], ad
 def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
-    said = {
-        name: value for name, value in vars(fixed).items() if name not in ("codecs", "parts", "exchanged", "staged")
-    }
+    apart = ("codecs", "parts", "every_step", "exchanged", "staged")
+    said = {name: value for name, value in vars(fixed).items() if name not in apart}
     told = [f"{name} {value}" for name, value in said.items() if value is not None]
     told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
     return PlanError(
@@ -364,6 +366,8 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
         shape = one.candidate.shape
         if shape.stages > 1 and shape.workers not in (1, workers):
             continue  # a pipeline on a part of the workers cannot run beside the others
+        if answer.evaluator.space.codec_choices[one.candidate.codec].every > 1:
+            continue  # a few steps do not show what it takes
         key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.codec, one.candidate.variant)
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]

@@ -96,12 +96,18 @@ class Space:
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
         for shape in self.shapes():
-            ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
+            open_ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
+            ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(shape)]
             for cut in self.library.cuts(shape.stages):
                 for schedule in self._schedules(shape):
                     for codec in ways:
                         for variant in variants:
                             yield Candidate(shape, cut, schedule, codec, variant)
+
+    def _may_part(self, shape: Shape) -> bool:
+        """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
+        hosts = [host for host, _ in self.inputs.cluster.by_worker[: shape.workers]]
+        return shape.stages == 1 and shape.replicas == self.workers and len(set(hosts)) == len(hosts)
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""

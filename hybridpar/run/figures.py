@@ -15,6 +15,7 @@ from hybridpar.observe.records import EpochRecord, RunInfo
 from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.plan import Plan, Ran, StepFigures
 from hybridpar.run.best import MetricRule
+from hybridpar.run.plan import sync_of
 from hybridpar.run.timings import Share, combine
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of
 from hybridpar.train.trainer import Trainer
@@ -149,7 +150,7 @@ def recipe_fields(
     """
     return {
         "recipe": config.recipe,
-        "sync": config.sync.strip(),
+        "sync": sync_of(config, trainer.plan),
         "double_buffer": _buffering(trainer),
         "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
     }

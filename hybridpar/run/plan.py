@@ -12,6 +12,7 @@ import torch
 from hybridpar.comm.clocks import clock_identity
 from hybridpar.compress import format_codec
 from hybridpar.config import TrainConfig
+from hybridpar.config.server import OUTER
 from hybridpar.machine.process import available_cores
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.engine import PipelineEngine
@@ -83,6 +84,17 @@ def plan_of_run(trainer: Trainer, device: str, wire_format: WireFormat) -> Resol
     return plan.model_copy(update=update)
 
 
+def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:
+    """How replicas are kept in step, as `--sync` takes it.
+
+    Args:
+        config: The user's request.
+        plan: What is followed, which may have chosen an outer loop.
+    """
+    outer = plan.sync.outer is not None and config.outer_steps is None
+    return f"{OUTER}:{plan.sync.outer}" if outer else config.sync.strip()
+
+
 def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
     """The options of a run as a resumed run is to recall them, which does not recall a plan's file.
 
@@ -95,7 +107,8 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
     if config.plan_file is None:
         return config
     sync = plan.sync
-    return replace(config, sync_lanes=sync.lanes, batch_norm=sync.batch_norm, compress=sync.codec)
+    own = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": sync.codec}
+    return replace(config, sync=sync_of(config, plan), **own)  # type: ignore[arg-type]
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
@@ -156,7 +169,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     if profile is not None and cores is not None and cores < 1:
         source += f"; {cores:.2g} of a lane's cores are there"
     link = costs.link if travels and steps else None
-    return Forecast(simulate(program, costs), link, source, is_all=config.outer_steps is None)
+    return Forecast(simulate(program, costs), link, source, is_all=engine.plan.sync.outer is None)
 
 
 def _profile(plan: Plan, pipeline: PipelineEngine) -> tuple[list[float], list[float]] | None:

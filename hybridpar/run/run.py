@@ -580,8 +580,9 @@ class Run(RunLoop):
         summary["kernels"] = kernels
         summary["planning"] = self._said_of_planning
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
-        if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:
+        if engine.plan.sync.outer is not None and (rate := self.timings.steps_per_second()) is not None:
             summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything
+            summary |= self.timings.mean_step()
         shares = self.batches.shares if self.shares is None else self.shares.counts
         if shares is not None:
             summary["shares"] = "auto:" * (self.shares is not None) + ",".join(f"{share:g}" for share in shares)

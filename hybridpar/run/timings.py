@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridpar.observe.summary import divided_step, step_shares
+from hybridpar.observe.summary import STEP_PARTS, divided_step, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.sync.figures import SyncFigures
 
@@ -164,6 +164,18 @@ class Timings:
         times = self.times[warmup:] or self.times
         total = sum(one.step_ms for one in times)
         return 1e3 * len(times) / total if total > 0 else None
+
+    def mean_step(self, warmup: int = 3) -> dict[str, float]:
+        """What the summary says of steps that are not alike: means of their time and its parts.
+
+        Args:
+            warmup: Number of first steps that are left out, where there are others.
+        """
+        times = self.times[warmup:] or self.times
+        if not times:
+            return {}
+        parts = {key: statistics.fmean(getattr(one, key) for one in times) for key in STEP_PARTS}
+        return {key: round(value, 3) for key, value in {**parts, "step_ms_mean": sum(parts.values())}.items()}
 
     def share(self, ahead: float = 0.0, warmup: int = 3) -> Share:
         """What this worker tells the others; without the first steps where there are others.

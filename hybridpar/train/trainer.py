@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.recipe import LATE
+from hybridpar.config.server import OUTER
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
@@ -212,6 +213,8 @@ class Trainer:
         options = expand(asked, **given)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
+        if plan.sync.outer is not None and asked.outer_steps is None:
+            options = replace(options, sync=f"{OUTER}:{plan.sync.outer}")
         #: The learning rate of which every step's is a fraction.
         self.peak_rate = options.lr
 

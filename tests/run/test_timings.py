@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.observe.summary import STEP_PARTS
+from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
 from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
 from hybridpar.schedule.actions import parse_action, place_stages
 from hybridpar.schedule.costs import BucketCost, Costs, Link
@@ -225,3 +225,14 @@ def test_a_step_that_takes_long_counts_in_the_rate_and_in_what_was_sent():
         timings.add(StepTimes(10.0, 200.0 if number == 10 else 0.0, 0.0), 800 if number == 10 else 0)
     assert timings.steps_per_second() == pytest.approx(8 / 0.28)
     assert timings.share().medians["bytes_sent"] == 100
+
+
+def test_a_mean_step_counts_the_few_that_exchange():
+    timings = Timings()
+    assert timings.mean_step() == {}
+    for number in range(12):
+        timings.add(StepTimes(10.0, 90.0 if number % 3 == 2 else 0.0, 1.0), 0)
+    found = timings.mean_step()
+    assert found == {"compute_ms": 10.0, "exposed_sync_ms": 30.0, "data_ms": 1.0, "step_ms_mean": 41.0}
+    assert step_without_data_ms({"step_ms_median": 11.0, **found}) == 40.0
+    assert step_without_data_ms({"step_ms_median": 11.0, "data_ms": 1.0}) == 10.0

@@ -11,11 +11,16 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
+from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
+from hybridpar.run.plan import as_asked, sync_of
 from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.outer import OuterEngine
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state
@@ -98,6 +103,15 @@ def test_one_worker_trains_as_without_a_loop_bit_by_bit(optimizer, every):
     assert same(looped["weights"], plain["weights"])
     assert same(looped["buffers"], plain["buffers"])
     assert looped["losses"] == plain["losses"]
+
+
+def test_a_plan_that_says_it_is_followed():
+    plan = resolve(config(sync="outer:3"), 1)
+    with Trainer(make_net(), config=config(), world=World(), plan=PlannedRun(plan)) as trainer:
+        assert isinstance(trainer.engine, OuterEngine)
+        assert sync_of(trainer.config, trainer.plan) == "outer:3"
+        assert as_asked(config(plan="plan.json"), trainer.plan).sync == "outer:3"
+    assert sync_of(config(sync="local:3"), plan) == "local:3"
 
 
 def test_local_is_the_plainest_outer_loop():

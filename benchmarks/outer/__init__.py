@@ -1,0 +1,1 @@
+"""Measures the outer loop: accuracy by H, workers and codec, steps on slow links, and time to an accuracy."""

@@ -1,0 +1,155 @@
+"""The outer loop as a choice of the planner: when it is one, what it is predicted to take, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.plan import Sync
+from hybridpar.planner import outer_steps
+from hybridpar.planner.explain import notes, rows
+from hybridpar.planner.fixed import decided_options, fixed_by
+from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
+from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
+from hybridpar.planner.resolve import resolve
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.space import Candidate
+from tests.planner.small import RATES, chain, cluster, inputs
+
+GOOD = OuterSteps(16, 4, "onebit", 230, 5, 0.1, 1.02, 1.1)
+PLAIN = OuterSteps(16, 4, "none", 230, 5, -0.2, 0.95, 0.98)
+BROKEN = OuterSteps(64, 4, "onebit", 230, 5, 4.0, None, None)
+WIDE = OuterSteps(16, 8, "onebit", 230, 5, 1.4, 1.5, 1.9)
+SLOW = 1.25e6
+
+
+@pytest.fixture(autouse=True)
+def _table(monkeypatch):
+    monkeypatch.setattr(outer_steps, "TABLE", (GOOD, PLAIN, BROKEN, WIDE))
+
+
+def asked(bandwidth: float = SLOW, **options: Any) -> Any:
+    given = {"fidelity": "lossy", "run_steps": 230, "most_stages": 1, **options}
+    given.setdefault("rates", {**RATES, "onebit": {1 << 20: (1.0, 1.0)}})
+    return inputs(spec=cluster(given.pop("workers", 2), bandwidth), **given)
+
+
+def chosen_of(found: Any) -> Any:
+    return found.evaluator.space.codec_choices[found.chosen.candidate.codec]
+
+
+def test_a_slow_link_gets_an_outer_loop_and_a_fast_one_does_not():
+    long = chain([(100, 200)] * 2, [(512, 512)] * 2)
+    slow, fast = find_plan(asked(profile=long)), find_plan(asked(1.25e10, profile=long))
+    assert chosen_of(slow).outer == GOOD
+    assert chosen_of(fast).every == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fidelity": "exact"},
+        {"fidelity": "close"},
+        {"run_steps": None},
+        {"run_steps": 229},
+        {"workers": 8, "batch": 16},
+    ],
+    ids=["exact", "close", "no length", "a shorter run", "broken with more workers"],
+)
+def test_it_is_no_choice_without_a_measurement_that_says_so(options):
+    found = find_plan(asked(**options))
+    assert all(one.every == 1 for one in found.evaluator.space.codec_choices if one.codecs or options.get("fidelity"))
+    assert chosen_of(found).every == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "may"),
+    [
+        ({}, True),
+        ({"sync": "local:4"}, False),
+        ({"compress": "onebit"}, False),
+        ({"shares": "auto"}, False),
+        ({"cuda_graph": True}, False),
+    ],
+)
+def test_options_that_it_does_not_know_leave_it_out(options, may):
+    config = TrainConfig(fidelity="lossy", **options)
+    fixed = fixed_by(config, decided_options(config), 2, ["w"])
+    assert fixed.every_step is not may
+    choices = find_plan(asked(fixed=replace(fixed, codecs=None, workers=None))).evaluator.space.codec_choices
+    assert any(one.every > 1 for one in choices) is may
+
+
+def test_workers_of_one_host_and_parts_of_a_model_have_none():
+    together = replace(asked(), cluster=_one_host())
+    assert chosen_of(find_plan(together)).every == 1
+    for one in find_plan(asked(most_stages=3), prune=False).ranked:
+        choice = one.candidate.codec
+        assert one.candidate.shape.stages == 1 or choice < 5
+
+
+def _one_host():
+    from hybridpar.machine.cluster_file import parse_cluster
+
+    level = {"bandwidth": SLOW, "latency_ms": 0.1}
+    return parse_cluster({"hosts": [{"count": 1, "devices": 2}], "inside": level})
+
+
+def test_a_step_is_computing_and_a_part_of_the_exchange():
+    found = find_plan(asked(), prune=False)
+    space, evaluator = found.evaluator.space, found.evaluator
+    plain = next(one for one in found.ranked if space.codec_choices[one.candidate.codec].outer == PLAIN)
+    alone = evaluator.outcome(Candidate(replace(plain.candidate.shape), plain.candidate.cut, "accumulate", 0))
+    size = 4 * sum(one.count for one in space.inputs.profile.parameters)
+    assert plain.bytes_sent == pytest.approx(size / 16, rel=1e-3)
+    parts = evaluator.parts(plain.candidate)
+    assert parts.compute + parts.bubble + parts.sync + parts.codec + parts.update == pytest.approx(parts.step)
+    assert parts.step == pytest.approx(plain.step_ms)
+    assert size / 16 / SLOW * 1e3 <= plain.step_ms - parts.compute - parts.update < alone.step_ms
+    # It is not taken to need fewer steps than training in synchrony.
+    assert plain.score == pytest.approx(1.05 * plain.step_ms)
+
+
+@pytest.mark.parametrize("bandwidth", [SLOW, 1e8, 1.25e10])
+def test_leaving_out_by_bounds_changes_no_answer(bandwidth):
+    short, whole = find_plan(asked(bandwidth)), find_plan(asked(bandwidth), prune=False)
+    assert short.chosen == whole.chosen
+    assert short.fastest.score == whole.fastest.score
+
+
+def test_the_plan_says_it_and_is_found_again():
+    found = find_plan(asked())
+    plan = plan_of(found)
+    assert plan.sync is not None
+    assert (plan.sync.outer, plan.sync.codec) == (16, "onebit")
+    assert candidate_of(plan, found.evaluator) == found.chosen.candidate
+    assert is_as_recorded(plan)
+    assert not is_as_recorded(plan.model_copy(update={"sync": plan.sync.model_copy(update={"outer": 8})}))
+    resolved = resolve(TrainConfig(fidelity="lossy"), 2, plan)
+    assert resolved.sync.outer == 16
+    assert resolve(TrainConfig(sync="outer:4"), 2, plan).sync.outer == 4
+    assert resolve(TrainConfig(), 2).sync == Sync()
+
+
+def test_it_is_explained_with_the_table():
+    found = find_plan(asked())
+    assert "an exchange every 16 steps as onebit" in rows(found)[0].name
+    told = "\n".join(notes(asked(), found))
+    assert "1.02 (at most 1.10) times the steps of synchronous training" in told
+    assert "5 runs of 230 steps, 4 workers" in told
+
+
+def test_the_table_is_read_by_the_next_larger_number_of_workers_and_the_longest_run_that_is_no_longer(monkeypatch):
+    longer = replace(GOOD, length=460, most=1.2)
+    monkeypatch.setattr(outer_steps, "TABLE", (GOOD, longer, WIDE))
+    assert expected_steps(16, 2, "onebit", 500) == longer
+    assert expected_steps(16, 4, "onebit", 459) == GOOD
+    assert expected_steps(16, 5, "onebit", 459) is None
+    assert planned_intervals("onebit") == [16]
+    assert GOOD.factor == 1.1
+    assert replace(GOOD, most=0.8).factor == 1.05
+    assert not replace(GOOD, runs=1).holds
+    assert BROKEN.told() == "did not reach the target in all of 5 runs"
