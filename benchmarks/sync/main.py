@@ -68,8 +68,8 @@ class Options:
     """Folder with checkouts of the peers; see benchmarks/sync/peers.py. Without it they have no rows."""
     rounds: int | None = None
     """Rounds to keep; default 30, and 20 on 100 Mbit/s."""
-    seeds: int = 3
-    """Seeds of the losses."""
+    seeds: int = 5
+    """Seeds of the losses. A method that the table has with as many is not trained again."""
     quick: bool = False
     """Small settings, busy rounds kept, nothing written."""
     keep_busy: bool = False
