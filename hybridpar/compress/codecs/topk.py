@@ -97,6 +97,10 @@ class LargestOfBucketCoder(LargestCoder):
     """Sends the elements of v that are largest among those of all coders that write with it.
 
     Those whose elements travel among zeros, as that takes no more bytes, choose for themselves.
+
+    Args:
+        spec: The parameter.
+        picks: How many elements, and how they are sent.
     """
 
     def __init__(self, spec: TensorSpec, picks: Picks) -> None:
@@ -124,9 +128,9 @@ class LargestOfBucketCoder(LargestCoder):
             room = slice(taken, taken := taken + coder._picks.picked)
             sent[room] = coder._picks.write(values[room], places[room], out)
         limits = torch.searchsorted(places, torch.tensor([0, *ends], device=places.device)).tolist()
-        for (coder, _), end, own in zip(written, ends, map(slice, limits, limits[1:]), strict=False):
+        for (coder, _), end, mine in zip(written, ends, map(slice, limits, limits[1:]), strict=False):
             coder._team, coder._start = team, end - coder.spec.count
-            coder._leave(places[own] - coder._start, values[own], sent[own])
+            coder._leave(places[mine] - coder._start, values[mine], sent[mine])
 
     def finish(self, out: Tensor) -> None:
         if self._picks.dense:
