@@ -465,7 +465,8 @@ def _start(network: Network, told: dict[str, Any]) -> None:
 
 def _measure(told: dict[str, Any]) -> None:
     what = told.pop("what")
-    {"cost": measure_cost, "slow": measure_slow, "codecs": measure_codecs}[what](**told)
+    measures: dict[str, Callable[..., None]] = {"cost": measure_cost, "slow": measure_slow, "codecs": measure_codecs}
+    measures[what](**told)
 
 
 if __name__ == "__main__":
