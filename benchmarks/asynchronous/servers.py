@@ -269,14 +269,10 @@ def _cost_rows(result: Paired, setting: str) -> list[Check]:
 
 def small_vgg16(classes: int = 10) -> nn.Module:
     """VGG-16 with the head that it has for images of 32x32: 15 million parameters, half a million of them dense."""
-    from torchvision.models import vgg16_bn
+    from torchvision.models.vgg import cfgs, make_layers
 
-    model = vgg16_bn(num_classes=classes)
-    model.avgpool = nn.Identity()
-    model.classifier = nn.Sequential(
-        *(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes))
-    )
-    return model
+    dense = nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)
+    return nn.Sequential(make_layers(cfgs["D"], batch_norm=True), nn.Flatten(), *dense)
 
 
 def measure_codecs(quick: bool, model: str, rounds: int, steps: int, output: str | None) -> None:
