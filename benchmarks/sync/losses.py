@@ -8,6 +8,7 @@ Nothing here depends on time, so a busy machine does not matter.
 
 from __future__ import annotations
 
+import csv
 import json
 import statistics
 from itertools import count, islice
@@ -38,9 +39,16 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
         peers: Folder with the peers' checkouts.
     """
     steps, last = (4, 2) if quick else (STEPS, LAST)
-    rows = []
+    rows: list[Check] = []
     with process_group(timeout=180) as (rank, ranks):
+        trained = f"{_setting(quick, 0)}, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds"
+        known = [_known(trained, output)]
+        dist.broadcast_object_list(known)
         for name in methods:
+            if name in known[0]:
+                if rank == 0:
+                    print(f"{name}: in the table already", flush=True)
+                continue
             try:
                 found = [_train(name, seed, steps, quick, rank, ranks, peers) for seed in range(seeds)]
             except UsageError as error:  # the same on all ranks
@@ -51,7 +59,7 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
                 ends = [statistics.fmean(one[-last:]) for one in found]
                 early = {str(at): statistics.fmean(one[at - 1] for one in found) for at in (20, 50) if at <= steps}
                 row = Check(
-                    setting=f"{_setting(quick, 0)}, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds",
+                    setting=trained,
                     link=link(),
                     what=f"loss, {name}",
                     value=statistics.fmean(ends),
@@ -65,6 +73,15 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
                     append_checks([row], Path(output) / "loss.csv")  # at once: the next one takes minutes
     if rows:
         print_checks(rows, "sync")
+
+
+def _known(trained: str, output: str | None) -> set[str]:
+    """Methods of which the table has a row for this setting, so that a run goes on where it was stopped."""
+    table = None if output is None else Path(output) / "loss.csv"
+    if table is None or not table.exists():
+        return set()
+    with table.open(newline="") as file:
+        return {row["what"].removeprefix("loss, ") for row in csv.DictReader(file) if row["setting"] == trained}
 
 
 def _setting(quick: bool, seed: int) -> Setting:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.sync.main --peers DIR                     # all tables, as root for the shaped links
 python -m benchmarks.sync.main --table links --links 1gbit     # one of them
+python -m benchmarks.sync.main --table auto                    # does auto take the fastest codec?
 python -m benchmarks.sync.main --quick                         # small, and nothing is written: does it run?
 """
 
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ import tyro
 
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing, parse_link
+from benchmarks.sync.promises import AMONG, AUTO
+from hybridpar.compress.auto import PROVEN
 from hybridpar.errors import HybridparError, UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,6 +50,12 @@ OTHER_PLACES = {
     (LOOPBACK, 2): (*BASELINES, "own:auto", "own:none", *FEW),
     ("1gbit", 4): ("none", "ddp", "ddp-fp16", "ddp-psgd1", "epfml-psgd4", *FEW),
 }
+#: The check of `auto`: what is measured where. In full precision a step takes half a minute on the slowest.
+AUTO_LINKS = {
+    "1gbit": (*AMONG, AUTO),
+    "100mbit": (*AMONG, AUTO),
+    "10mbit+50ms": (*(f"own:{text}" for text in PROVEN), AUTO),
+}
 QUICK = ("none", "ddp", "ddp-fp16", "ddp-psgd1", "own:auto", "own:onebit", "hook:powersgd:rank=1")
 #: Fewer rounds where the slowest peers take seconds for a step; the rig wants at least 20.
 ROUNDS = {1e8: 20}
@@ -56,8 +65,9 @@ ROUNDS = {1e8: 20}
 class Options:
     """Measure compressed gradient exchange against what others offer."""
 
-    table: Literal["links", "loss", "wire", "codecs", "all"] = "all"
-    """Steps on links, losses after 100 steps, bytes on the wire, codecs on one core."""
+    table: Literal["links", "loss", "wire", "codecs", "auto", "all"] = "all"
+    """Steps on links, losses after 100 steps, bytes on the wire, codecs on one core; `auto`, not in `all`: what
+    `--compress auto --fidelity lossy` chooses on three links, beside steps with all that it chooses from."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "1gbit:4", "100mbit")
     """Links as `benchmarks/README.md` tells, and after a colon what they join where it is not 2 ranks: 4, or 2x4."""
     methods: tuple[str, ...] = ()
@@ -68,8 +78,8 @@ class Options:
     """Folder with checkouts of the peers; see benchmarks/sync/peers.py. Without it they have no rows."""
     rounds: int | None = None
     """Rounds to keep; default 30, and 20 on 100 Mbit/s."""
-    seeds: int = 3
-    """Seeds of the losses."""
+    seeds: int = 5
+    """Seeds of the losses. A method that the table has with as many is not trained again."""
     quick: bool = False
     """Small settings, busy rounds kept, nothing written."""
     keep_busy: bool = False
@@ -81,6 +91,9 @@ class Options:
 def main(options: Options) -> int:
     """Take every table that is asked for."""
     _check(options)
+    if options.table == "auto":
+        for link, names in AUTO_LINKS.items():
+            _links(replace(options, links=(link,), methods=options.methods or names))
     # Losses come before steps: they say which codecs may be called the best.
     for name, start in (("wire", _wire), ("codecs", _throughput), ("loss", _loss), ("links", _links)):
         if options.table in (name, "all"):

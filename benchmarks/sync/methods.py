@@ -283,7 +283,11 @@ class _Own(Method):
         config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
         world = place.world(lanes, shared_memory=not config.may_compress(config.compress))
         self.model = setting.build()
-        self._trainer = Trainer(self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world)
+        # As in `hybridpar train`, what backward hides of the sync does not count for auto.
+        example = torch.zeros(setting.batch, 3, setting.side, setting.side) if name == "auto" else None
+        self._trainer = Trainer(
+            self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world, example=example
+        )
         self._sent = 0
         self.note = f"{lanes} lanes, {world.transport}"
         if name == "auto":

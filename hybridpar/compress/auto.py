@@ -136,6 +136,8 @@ def choose(
     codecs: Mapping[str, Codec],
     rates: Mapping[str, CodecRate],
     link: Mapping[Kind, LinkCost],
+    *,
+    hides: bool = True,
 ) -> tuple[Policy, list[Prediction], list[Prediction]]:
     """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last.
 
@@ -144,6 +146,8 @@ def choose(
         codecs: The codecs that may be chosen besides `none`.
         rates: How fast those are that fit any layer.
         link: How long each kind of message takes.
+        hides: Whether messages that go along with the backward pass cost it nothing, so that a layer whose message is
+            hidden anyway can be left as it is. On a CPU they take time of its cores.
 
     Returns:
         The policy, what is predicted of it for each part, and what is predicted of `none`.
@@ -157,7 +161,8 @@ def choose(
                 times, names = _times(bucket, codec, rates[text], link, parts[number].workers)
                 if names and times.total < min(best[number][index].total, _MARGIN * without.total):
                     best[number][index], rules[number][index] = times, [(name, text) for name in names]
-    _spare_hidden(best, rules, plain, parts)
+    if hides:
+        _spare_hidden(best, rules, plain, parts)
     none, mixed = _predict_all(plain, parts), _predict_all(best, parts)
     chosen = [rule for part in rules for bucket in part for rule in bucket]
     if not chosen or _exposed(mixed) > _MARGIN * _exposed(none):

@@ -17,9 +17,26 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CHUNK, NO_RESIDUAL, Coder, Residual, Scratch, TensorSpec
+from hybridpar.errors import UsageError, nearest
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
+
+#: How values are rounded: up or down at random, which has no bias; or towards zero.
+ROUNDINGS = ("random", "zero")
+
+
+def check_rounding(rounding: str) -> None:
+    """Check the option `rounding`.
+
+    Args:
+        rounding: What the user asked for.
+
+    Raises:
+        UsageError: There is no such way.
+    """
+    if rounding not in ROUNDINGS:
+        raise UsageError(f"rounding={rounding}", "It says how values are rounded.", nearest(rounding, ROUNDINGS))
 
 
 class Noise:
@@ -27,10 +44,13 @@ class Noise:
 
     Args:
         spec: The parameter.
+        rounding: One of `ROUNDINGS`. With `zero` nothing is drawn.
     """
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, rounding: str = "random") -> None:
         self._spec = spec
+        #: Whether values are rounded at random.
+        self.random = rounding == "random"
         self._generator: torch.Generator | None = None  # a coder of which only the bytes are asked draws nothing
         self._places = random.Random()
         self._ring = torch.empty(0)
@@ -51,6 +71,8 @@ class Noise:
             count: Values of the message.
             scratch: Memory to borrow until the message is written.
         """
+        if not self.random:
+            return
         self._ring = scratch.take("noise", min(count, CHUNK) * 5 // 4 + 1)
         # 64 bits at a time are four grains; a draw of a float would cost as much as all of them.
         drawn = scratch.take("drawn", -(-self._ring.numel() // 4), torch.int64)
@@ -65,6 +87,17 @@ class Noise:
         """
         start = self.place(count)
         return self._ring[start : start + count]
+
+    def round_(self, values: Tensor) -> None:
+        """Round values in place to whole numbers: up or down at random so that the mean stays, or towards zero.
+
+        Args:
+            values: At most a chunk.
+        """
+        if self.random:
+            values.add_(self.take(values.numel())).floor_()
+        else:
+            values.trunc_()
 
     @property
     def ring(self) -> Tensor:

@@ -24,11 +24,12 @@ class ScaledCoder(NoisyCoder):
     Args:
         spec: The parameter.
         rounds: Those that follow the first.
+        rounding: How values are rounded, see `hybridpar.compress.noise`.
     """
 
-    def __init__(self, spec: TensorSpec, rounds: Sequence[Round]) -> None:
+    def __init__(self, spec: TensorSpec, rounds: Sequence[Round], rounding: str = "random") -> None:
         super().__init__(spec, [Round(Collective.MAX, torch.float32, (1,)), *rounds])
-        self._noise = Noise(spec)
+        self._noise = Noise(spec, rounding)
         #: v: the gradient, and what is left from the steps before, where that is kept.
         self._values = torch.empty(0)
         #: What was agreed on, one element; infinite where a value of any worker is not finite.

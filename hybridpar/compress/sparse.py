@@ -7,6 +7,7 @@ workers or while little is left out, the same values are sent among zeros in one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from torch import Tensor
 
 from hybridpar.compress.codec import Collective, Round, Scratch, TensorSpec
 from hybridpar.compress.packing import aligned
+from hybridpar.errors import UsageError
+
+#: A sample is each of so many elements, a prime number, so that it does not follow the shape of a parameter; where
+#: there are at most `_SMALL` elements none is taken. So many standard deviations more than is needed are taken of it.
+_EVERY, _SMALL, _DEVIATIONS = 127, 1 << 16, 3
 
 
 @dataclass(frozen=True)
@@ -26,22 +32,25 @@ class Picks:
         picked: How many of them are sent.
         wire: Type in which values are sent.
         workers: How many workers send.
+        reach: Places that a message may name; at least `count`, which is the default.
     """
 
     count: int
     picked: int
     wire: torch.dtype
     workers: int
+    reach: int = 0
 
     @classmethod
-    def of(cls, spec: TensorSpec, rate: float) -> Picks:
+    def of(cls, spec: TensorSpec, rate: float, reach: int = 0) -> Picks:
         """A share of a parameter's values, at least one.
 
         Args:
             spec: The parameter.
             rate: Share of the elements, above 0 and at most 1.
+            reach: Places that a message may name, where these are more than the elements.
         """
-        return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers)
+        return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers, reach)
 
     @property
     def dense(self) -> bool:
@@ -69,7 +78,7 @@ class Picks:
         if self.dense:
             out.zero_().index_copy_(0, places, values)
             return values
-        sent, where = self._parts(out)
+        sent, where = self.parts(out)
         sent.copy_(values)
         where.copy_(places)
         return sent.to(torch.float32)
@@ -87,19 +96,23 @@ class Picks:
             return
         out.zero_()
         for part in parts:
-            values, places = self._parts(part)
+            values, places = self.parts(part)
             out.index_add_(0, places.to(torch.int64), values.to(torch.float32).div_(divisor))
 
     @property
     def _index(self) -> torch.dtype:
-        return torch.int16 if self.count <= 1 << 15 else torch.int32
+        return torch.int16 if max(self.count, self.reach) <= 1 << 15 else torch.int32
 
     @property
     def _size(self) -> int:
         return aligned(self.picked * self.wire.itemsize) + aligned(self.picked * self._index.itemsize)
 
-    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and places of a message, which begins at a multiple of 8 bytes."""
+    def parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and places of a message.
+
+        Args:
+            message: 1-D uint8, beginning at a multiple of 8 bytes.
+        """
         start = aligned(self.picked * self.wire.itemsize)
         values = message[: self.picked * self.wire.itemsize].view(self.wire)
         return values, message[start : start + self.picked * self._index.itemsize].view(self._index)
@@ -115,8 +128,25 @@ def share(rate: float, count: int) -> int:
     return min(max(-int(-rate * count // 1), 1), count)
 
 
+def check_rate(rate: float, instead: float) -> None:
+    """Check a share of elements.
+
+    Args:
+        rate: What the user asked for.
+        instead: What could be asked for.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if not 0 < rate <= 1:
+        raise UsageError(f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
+
+
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
     """Places of the largest magnitudes, ascending; NaN and infinity count as largest.
+
+    A threshold that a sample says few more than `picked` elements reach leaves these few to choose from. Where fewer
+    reach it, all are looked at, so the choice is the same as without.
 
     Args:
         values: 1-D float32.
@@ -124,4 +154,13 @@ def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
         scratch: Memory to borrow.
     """
     magnitudes = torch.abs(values, out=scratch.take("magnitudes", values.numel()))
-    return torch.topk(magnitudes, picked, sorted=False).indices.sort().values
+    sample = magnitudes[::_EVERY]
+    expected = picked / values.numel() * sample.numel()
+    needed = math.ceil(expected + _DEVIATIONS * math.sqrt(expected)) + 1
+    if values.numel() > _SMALL and needed <= sample.numel() // 2:
+        threshold = sample.topk(needed, sorted=False).values.min()
+        below = torch.lt(magnitudes, threshold, out=scratch.take("below", values.numel(), torch.bool))
+        found = below.logical_not_().nonzero().view(-1)  # NaN is not below
+        if found.numel() >= picked:
+            return found[magnitudes[found].topk(picked, sorted=False).indices].sort().values
+    return magnitudes.topk(picked, sorted=False).indices.sort().values

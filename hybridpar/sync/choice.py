@@ -119,7 +119,8 @@ def choose_policy(
         for text, codec in codecs.items():
             if (rate := measure_codec(codec, shapes, world.size, world.device)) is not None:
                 rates[text] = rate
-        policy, predicted, without = choose(layers, codecs, rates, link)
+        hides = world.device.type != "cpu"
+        policy, predicted, without = choose(layers, codecs, rates, link, hides=hides)
         lines = (
             _link_line(link[PLAIN], world),
             f"auto     {_names(policy)} ({excuse or 'of none, ' + ', '.join(codecs)})",

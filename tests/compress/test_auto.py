@@ -72,6 +72,12 @@ def test_what_backward_hides_needs_no_codec():
     assert chosen(Layers(buckets, workers=2), 12.5) == "fp16"
 
 
+def test_where_lanes_share_cores_with_backward_what_it_hides_gets_one_too():
+    layers = Layers([*BUCKETS, [("first.weight", (512, 512))]], workers=2, backward_ms=5000.0)
+    policy, _, _ = choose([layers], {"fp16": parse_codec("fp16")}, {"fp16": SLOW_CPU}, link(12.5), hides=False)
+    assert str(policy) == "fp16"
+
+
 def test_both_predictions_come_with_the_choice():
     layers = Layers(BUCKETS, workers=2)
     codecs = {"fp16": parse_codec("fp16")}

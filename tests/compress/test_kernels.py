@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.noise import Noise
@@ -192,7 +192,7 @@ def test_qsgd(bits: int, count: int) -> None:
     def quantiser() -> LevelQuantiser:
         noise = Noise(TensorSpec("w", (count,)))
         noise.begin()
-        return LevelQuantiser(_Grid(2**bits - 1, noise))
+        return LevelQuantiser(2**bits - 1, noise)
 
     values = torch.randn(count)
     fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in BOTH]
@@ -231,7 +231,7 @@ def test_special_values(kind: str) -> None:
         RowSigns((4, 25)),
         TernaryQuantiser(Threshold(), CPU),
         TernaryQuantiser(Threshold(by_mean=True), CPU),
-        LevelQuantiser(_Grid(15, noise)),
+        LevelQuantiser(15, noise),
     ):
         for _ in BOTH:
             noise.begin()

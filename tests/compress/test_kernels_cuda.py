@@ -22,7 +22,7 @@ from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels import cuda
@@ -107,7 +107,7 @@ def message_of(quantiser: Quantiser, values: Tensor, residual: Residual) -> Tens
 def levels_of(bits: int, count: int) -> LevelQuantiser:
     noise = Noise(TensorSpec("w", (count,)))
     noise.begin()
-    return LevelQuantiser(_Grid(2**bits - 1, noise))
+    return LevelQuantiser(2**bits - 1, noise)
 
 
 def test_onebit_of_any_shape(found: CudaKernels, by_torch: Callable[[], None]) -> None:

@@ -22,7 +22,13 @@ from tests.sync.test_shared_reducer import reducer_of
 
 SETTINGS: list[dict[str, Any]] = [
     {"compress": "onebit:least=1"},
-    {"compress": "onebit:warmup=2", "micro_batches": 2, "weight_decay": 0.01},
+    {
+        "compress": "onebit:warmup=2",
+        "micro_batches": 2,
+        "weight_decay": 0.01,
+        "no_decay": ("head.weight",),
+        "freeze": ("conv2.*",),
+    },
     {"compress": "onebit:meet=shard", "clip_norm": 0.1},
     {"compress": "onebit:group=column", "optimizer": "adamw", "lr": 0.01},
     {"compress": "twobit", "optimizer": "rmsprop", "lr": 0.001},

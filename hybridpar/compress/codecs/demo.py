@@ -35,7 +35,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.redivide import even_share
-from hybridpar.compress.sparse import Picks, share
+from hybridpar.compress.sparse import Picks, check_rate, share
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("mean", "one", "off")
@@ -84,8 +84,7 @@ class DecoupledMomentum(LargeTensorCodec):
     refuses_momentum = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.0078125.")
+        check_rate(self.rate, 0.0078125)
         if not 0 <= self.momentum <= 1:
             raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
         if not 2 <= self.chunk <= 256:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Coder, Kept, Residual, Round, TensorSpec
 from hybridpar.compress.redivide import even_share
-from hybridpar.compress.sparse import Picks, largest
+from hybridpar.compress.sparse import Picks, check_rate, largest
 from hybridpar.errors import UsageError
 
 #: What the share that is sent is multiplied with from one level of the warm-up to the next; also its first value.
@@ -61,8 +61,7 @@ class DeepGradient(Codec):
     refuses_momentum = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.001.")
+        check_rate(self.rate, 0.001)
         if not 0 <= self.momentum < 1:
             raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
         if self.ramp < 0:

@@ -33,8 +33,7 @@ from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder, read_levels
 from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.sparse import share
-from hybridpar.errors import UsageError
+from hybridpar.compress.sparse import check_rate, share
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
@@ -57,8 +56,7 @@ class GlobalRandomK(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.01.")
+        check_rate(self.rate, 0.01)
         read_levels(self.levels)
         super().__post_init__()
 

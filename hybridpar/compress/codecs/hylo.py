@@ -34,6 +34,7 @@ from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Codec, Coder, 
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.quantised import cut_stripes
+from hybridpar.compress.sparse import check_rate
 from hybridpar.errors import CheckpointError, UsageError, nearest
 
 _MODES = ("agreed", "server")
@@ -71,8 +72,7 @@ class Hylo(Codec):
     def __post_init__(self) -> None:
         if self.least < 1:
             raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-        if not 0 < self.rate <= 1:
-            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.1.")
+        check_rate(self.rate, 0.1)
         if self.power < 0:
             raise UsageError(f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
         if self.delay < 0:

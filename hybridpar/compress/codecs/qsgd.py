@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CHUNK, CODECS, Coder, LargeTensorCodec, Residual, Scratch, TensorSpec
-from hybridpar.compress.noise import Noise
+from hybridpar.compress.noise import Noise, check_rounding
 from hybridpar.compress.packing import Fields, aligned
 from hybridpar.compress.quantised import Quantiser, check_meet, put, quantised_coder
 from hybridpar.errors import UsageError
@@ -38,17 +38,24 @@ class Qsgd(LargeTensorCodec):
         bits: Of a code, its sign included: 2**(bits - 1) - 1 levels above zero.
         bucket: Consecutive elements that share a norm.
         meet: How messages are reduced, as in `onebit`: `shard`, `gather` or `auto`. The paper's is `gather`.
+        rounding: `random`, or `zero` for towards zero, which is biased. With `feedback=on` what is rounded off is sent
+            later.
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4
     bucket: int = 512
     meet: str = "auto"
+    rounding: str = "random"
     least: int = 1000
     name = "qsgd"
-    biased = False
     one_message = True
     stateful = True
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Rounding towards zero is a bias, drawing is none."""
+        return self.rounding != "random"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -56,10 +63,11 @@ class Qsgd(LargeTensorCodec):
         if not 1 <= self.bucket <= CHUNK:
             raise UsageError(f"bucket={self.bucket}", f"1 to {CHUNK} elements share a norm.", "Use 512.")
         check_meet(self.meet)
+        check_rounding(self.rounding)
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> Coder:
-        noise = Noise(spec)
+        noise = Noise(spec, self.rounding)
         return quantised_coder(spec, self.quantiser(noise), self.meet, noise)
 
     def quantiser(self, noise: Noise) -> BucketQuantiser:
@@ -115,7 +123,7 @@ class BucketQuantiser(Quantiser):
         return self._head(shape[0]) + self._fields(shape[0]).bytes
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """There is no error feedback, so the residual is not looked at."""
+        values = residual.take(values, 0)
         norms, words, fields = self._parts(out, values.numel())
         out[: self._head(values.numel())].zero_()
         self._write_norms(values, norms)
@@ -125,8 +133,13 @@ class BucketQuantiser(Quantiser):
             # Dividing first makes the largest ratio at most 1, and a denormal norm harmless.
             torch.div(values[start:stop], self._each(divisors, start, stop, scratch), out=into)
             self.place(into.abs_())
-            into.add_(self._noise.take(stop - start)).floor_().clamp_(max=self._steps)
-            into.copysign_(values[start:stop]).add_(self._steps)
+            self._noise.round_(into)
+            into.clamp_(max=self._steps).copysign_(values[start:stop])
+            if residual.keeps:
+                sent = into.clone()
+                self.level(sent)
+                values[start:stop].sub_(sent.mul_(self._each(norms, start, stop, scratch)))
+            into.add_(self._steps)
 
         self._noise.draw(fields.words, scratch)
         fields.pack(words, code, scratch)

@@ -17,27 +17,19 @@ E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import (
-    CODECS,
-    Coder,
-    Collective,
-    LargeTensorCodec,
-    Residual,
-    Round,
-    Scratch,
-    TensorSpec,
-)
-from hybridpar.compress.noise import Noise
+from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, Residual, Scratch, TensorSpec
+from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder
+from hybridpar.compress.noise import Noise, check_rounding
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser, put, quantised_coder
-from hybridpar.compress.scaled import ScaledCoder, write_scale
+from hybridpar.compress.scaled import write_scale
 from hybridpar.errors import UsageError, nearest
 
 _WAYS = ("sum", "shard")
@@ -54,124 +46,53 @@ class QsgdMaxNorm(LargeTensorCodec):
     Attributes:
         bits: The grid has 2**bits - 1 steps from zero to the largest element.
         meet: `sum` or `shard`, see above.
+        rounding: `random`, or `zero` for towards zero, which is biased: the paper's comparison. With `feedback=on` what
+            is rounded off is sent later.
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4
     meet: str = "sum"
+    rounding: str = "random"
     least: int = 1000
     name = "qsgd_mn"
-    biased = False
     stateful = True
     kernels = ("cpu", "cuda")
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Rounding towards zero is a bias, drawing is none."""
+        return self.rounding != "random"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
             raise UsageError(f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
         if self.meet not in _WAYS:
             raise UsageError(f"meet={self.meet}", "It says how codes meet.", nearest(self.meet, _WAYS))
+        check_rounding(self.rounding)
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> Coder:
         steps = 2**self.bits - 1
         if self.meet == "sum":
-            return SummedLevels(spec, steps)
-        noise = Noise(spec)
-        return quantised_coder(spec, LevelQuantiser(_Grid(steps, noise)), self.meet, noise)
-
-
-_Put = Callable[[int, int, Tensor], None]
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Whole steps from -scale to scale.
-
-    Where a gradient was not finite the scale is infinite: then codes may be anything, and no value decodes to a finite
-    one.
-    """
-
-    steps: int
-    noise: Noise
-
-    def encode(self, values: Tensor, scale: Tensor, fields: Fields, out: Tensor, scratch: Scratch) -> None:
-        """Round to codes and pack them as code + steps.
-
-        Args:
-            values: 1-D.
-            scale: One element, at least as large as any value.
-            fields: Where codes lie.
-            out: The words.
-            scratch: Memory to borrow.
-        """
-        self.noise.draw(fields.words, scratch)
-        if kernels.qsgd_encode(values, scale, self.noise, self.steps, fields, out, scratch):
-            return
-        divisor = torch.where(scale > 0, scale, 1.0)
-
-        def code(start: int, stop: int, into: Tensor) -> None:
-            # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
-            torch.div(values[start:stop], divisor, out=into)
-            into.mul_(self.steps).add_(self.noise.take(stop - start)).floor_().clamp_(max=self.steps)
-            into.add_(self.steps)
-
-        fields.pack(out, code, scratch)
-
-    def decode(self, words: Tensor, fields: Fields, workers: int, divisor: int, put: _Put, scratch: Scratch) -> None:
-        """Unpack codes, or sums of them.
-
-        Args:
-            words: The words.
-            fields: Where codes lie.
-            workers: How many workers' codes were added.
-            divisor: What to divide the sum by.
-            put: Given ranges of sums in units of the scale, which it may change.
-            scratch: Memory to borrow.
-        """
-
-        def use(start: int, stop: int, values: Tensor) -> None:
-            put(start, stop, values.sub_(workers * self.steps).div_(self.steps * divisor))
-
-        fields.unpack(words, use, scratch)
-
-
-class SummedLevels(ScaledCoder):
-    """Agrees on a scale, then adds codes.
-
-    Args:
-        spec: The parameter.
-        steps: s, the steps of the grid from zero to the scale.
-    """
-
-    def __init__(self, spec: TensorSpec, steps: int) -> None:
-        self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
-        super().__init__(spec, [Round(Collective.SUM, self._fields.word, (self._fields.words,))])
-        self._grid = _Grid(steps, self._noise)
-
-    def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._grid.encode(self._values, self._scale, self._fields, parts[0], self._scratch)
-
-    def finish(self, out: Tensor) -> None:
-        spec, steps, (words,) = self.spec, self._grid.steps, self._received
-        zero, unit = spec.workers * steps, spec.divisor * steps
-        if kernels.qsgd_read(words, self._scale, self._fields, zero, unit, out, self._scratch, add=False):
-            return
-
-        def put(start: int, stop: int, values: Tensor) -> None:
-            torch.mul(values, self._scale, out=out[start:stop])
-
-        self._grid.decode(words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
+            return GridsCoder(spec, (steps,), self.rounding)
+        noise = Noise(spec, self.rounding)
+        return quantised_coder(spec, LevelQuantiser(steps, noise), self.meet, noise)
 
 
 class LevelQuantiser(Quantiser):
     """A stripe as [its scale][codes].
 
+    Where a gradient was not finite the scale is infinite: then codes may be anything, and no value decodes to a finite
+    one.
+
     Args:
-        grid: What it rounds to.
+        steps: Whole steps from zero to the scale.
+        noise: What is drawn to round.
     """
 
-    def __init__(self, grid: _Grid) -> None:
-        self._grid = grid
+    def __init__(self, steps: int, noise: Noise) -> None:
+        self._steps, self._noise = steps, noise
 
     def view(self, flat: Tensor) -> Tensor:
         """As it is."""
@@ -182,24 +103,38 @@ class LevelQuantiser(Quantiser):
         return _HEAD + self._fields(shape[0]).bytes
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """There is no error feedback, so the residual is not looked at."""
-        fields = self._fields(values.numel())
+        values, fields = residual.take(values, 0), self._fields(values.numel())
         out[:_HEAD].zero_()
-        scale = out[:4].view(torch.float32)
+        scale, words = out[:4].view(torch.float32), out[_HEAD:].view(fields.word)
         write_scale(values, scale)
-        self._grid.encode(values, scale, fields, out[_HEAD:].view(fields.word), scratch)
+        self._noise.draw(fields.words, scratch)
+        plain = self._noise.random and not residual.keeps
+        if plain and kernels.qsgd_encode(values, scale, self._noise, self._steps, fields, words, scratch):
+            return
+        divisor = torch.where(scale > 0, scale, 1.0)
+
+        def code(start: int, stop: int, into: Tensor) -> None:
+            # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
+            torch.div(values[start:stop], divisor, out=into)
+            self._noise.round_(into.mul_(self._steps))
+            into.clamp_(max=self._steps)
+            if residual.keeps:
+                values[start:stop].sub_(into / self._steps * scale)
+            into.add_(self._steps)
+
+        fields.pack(words, code, scratch)
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         scale = message[:4].view(torch.float32)
-        fields, steps = self._fields(out.numel()), self._grid.steps
+        fields, steps = self._fields(out.numel()), self._steps
         words = message[_HEAD:].view(fields.word)
         if kernels.qsgd_read(words, scale, fields, steps, steps * divisor, out, scratch, add=add):
             return
 
         def use(start: int, stop: int, values: Tensor) -> None:
-            put(values.mul_(scale), out[start:stop], add=add)
+            put(values.sub_(steps).div_(steps * divisor).mul_(scale), out[start:stop], add=add)
 
-        self._grid.decode(words, fields, 1, divisor, use, scratch)
+        fields.unpack(words, use, scratch)
 
     def _fields(self, count: int) -> Fields:
-        return Fields.dense(count, 2 * self._grid.steps)
+        return Fields.dense(count, 2 * self._steps)

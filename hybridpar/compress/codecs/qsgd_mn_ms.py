@@ -20,7 +20,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CHUNK, CODECS, Collective, LargeTensorCodec, Round, TensorSpec
+from hybridpar.compress import kernels
+from hybridpar.compress.codec import CHUNK, CODECS, WORKER, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.scaled import ScaledCoder
 from hybridpar.errors import UsageError
@@ -81,22 +82,25 @@ class GridsCoder(ScaledCoder):
     Args:
         spec: The parameter.
         steps: Of each grid from zero to the scale, ascending.
+        rounding: How values are rounded, see `hybridpar.compress.noise`.
     """
 
-    def __init__(self, spec: TensorSpec, steps: Sequence[int]) -> None:
+    def __init__(self, spec: TensorSpec, steps: Sequence[int], rounding: str = "random") -> None:
         self._coarse, self._finer = steps[0], tuple(steps[1:])
         self._gains = [right - left for left, right in pairwise(steps)]
         self._fields = Fields.summable(spec.count, 2 * self._coarse, spec.workers)
         self._plane = bits_size(spec.count)
         agree = (Round(Collective.AND, torch.uint8, (len(self._finer) * self._plane,)),) if self._finer else ()
-        super().__init__(spec, (*agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))))
+        super().__init__(spec, (*agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))), rounding)
+        self.residuals = {WORKER: spec.count}
         self._planes = torch.empty(0)
 
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
         if index == len(self._rounds) - 1:
             self._noise.draw(self._fields.words, self._scratch)
-            self._fields.pack(out, self._code, self._scratch)
+            if not self._by_kernel(out):
+                self._fields.pack(out, self._code, self._scratch)
         else:
             self._say_what_is_small(out)
 
@@ -106,16 +110,29 @@ class GridsCoder(ScaledCoder):
             self._planes = parts[0]
 
     def finish(self, out: Tensor) -> None:
+        zero, unit = self.spec.workers * self._coarse, self.spec.divisor * self._coarse
+        given = self._received[0], self._scale, self._fields, zero, unit, out, self._scratch
+        if not self._finer and kernels.qsgd_read(*given, add=False):
+            return
+
         def put(start: int, stop: int, sums: Tensor) -> None:
-            sums.sub_(self.spec.workers * self._coarse).div_(self._steps(start, stop)).div_(self.spec.divisor)
+            sums.sub_(zero).div_(self._steps(start, stop).mul_(self.spec.divisor))
             torch.mul(sums, self._scale, out=out[start:stop])
 
         self._fields.unpack(self._received[0], put, self._scratch)
 
+    def _by_kernel(self, out: Tensor) -> bool:
+        """Write codes in one pass, on one grid, where nothing is kept."""
+        if self._finer or self._residual.keeps or not self._noise.random:
+            return False
+        given = self._values, self._scale, self._noise, self._coarse, self._fields, out, self._scratch
+        return kernels.qsgd_encode(*given)
+
     def _code(self, start: int, stop: int, into: Tensor) -> None:
         values, steps = self._values[start:stop], self._steps(start, stop)
         torch.div(values, self._divisor, out=into)
-        into.mul_(steps).add_(self._noise.take(stop - start)).floor_().clamp_(max=self._coarse)
+        self._noise.round_(into.mul_(steps))
+        into.clamp_(max=self._coarse)
         if self._residual.keeps:
             sent = torch.div(into, steps, out=self._scratch.take("position", stop - start))
             values.sub_(sent.mul_(self._scale))

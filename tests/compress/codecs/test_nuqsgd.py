@@ -14,6 +14,8 @@ from tests.compress.codecs.test_qsgd import draws, norms
 VARIANTS = (
     "nuqsgd:bits=2,bucket=64,least=1",
     "nuqsgd:bits=8,meet=shard",
+    "nuqsgd:rounding=zero",
+    "nuqsgd:rounding=zero,feedback=on",
 )
 
 

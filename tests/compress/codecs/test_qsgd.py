@@ -14,6 +14,7 @@ from tests.compress.team import Team
 VARIANTS = (
     "qsgd:bits=2,bucket=64,least=1",
     "qsgd:bits=8,meet=shard",
+    "qsgd:rounding=zero,feedback=on,meet=shard",
 )
 
 

@@ -20,6 +20,9 @@ from tests.compress.team import Team, same_bits
 VARIANTS = (
     "qsgd_mn:bits=8,least=1",
     "qsgd_mn:meet=shard,bits=3",
+    "qsgd_mn:rounding=zero,bits=3",
+    "qsgd_mn:rounding=zero,feedback=on",
+    "qsgd_mn:rounding=zero,meet=shard,feedback=on",
 )
 
 SHAPES = {"w": (50, 20)}

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hybridpar.compress import Collective, TensorSpec, parse_codec
+from hybridpar.compress.codec import Scratch
 from hybridpar.compress.codecs.topk import TopK
-from hybridpar.compress.sparse import Picks, share
+from hybridpar.compress.sparse import Picks, largest, share
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
@@ -19,6 +20,8 @@ VARIANTS = (
     "topk:rate=0.3,least=1",
     "topk:rate=0.02,cast=bf16",
     "topk:feedback=off",
+    "topk:scope=bucket,least=1",
+    "topk:scope=bucket,rate=0.6,cast=bf16",
     "topk:residual=bf16",
 )
 
@@ -98,3 +101,38 @@ def test_shares_are_rounded_up_and_never_nothing() -> None:
 def test_shares_that_are_none_are_refused(rate: float) -> None:
     with pytest.raises(UsageError, match="above 0 and at most 1"):
         TopK(rate=rate)
+
+
+def test_of_a_bucket_the_largest_of_all_layers_are_sent() -> None:
+    """As top-k of all of them in one vector, whose layers differ in size and in how large their gradients are."""
+    shapes = {"small": (50, 40), "large": (100, 400), "last": (30, 50)}
+    team, flat = Team("topk:scope=bucket,rate=0.05", shapes, 3), Team("topk:rate=0.05", {"all": (1, 43_500)}, 3)
+    sizes = [2000, 40_000, 1500]
+    for seed in range(3):
+        gradients = team.gradients(seed)
+        for own in gradients:
+            own[1] *= 0.3
+        together = [[torch.cat(own)] for own in gradients]
+        for left, right in zip(team.step(gradients), flat.step(together)[0].split(sizes), strict=True):
+            assert same_bits(left, right)
+
+
+@pytest.mark.parametrize("kind", ["normal", "one value", "steps", "nan", "few", "striped"])
+def test_a_sample_finds_the_same_elements_as_a_sort(kind: str) -> None:
+    values = torch.randn(200_000)
+    if kind == "one value":
+        values.fill_(-2)
+    elif kind == "steps":
+        values = values.round()
+    elif kind == "nan":
+        values[torch.randperm(200_000)[:5000]] = torch.nan
+    elif kind == "few":
+        values[torch.rand(200_000) < 0.9999] = 0
+    elif kind == "striped":  # what the sample sees is all larger than the rest
+        values[::127] *= 100
+    for picked in (1, 200, 2000, 100_000, 200_000):
+        places = largest(values, picked, Scratch(torch.device("cpu")))
+        assert places.numel() == picked
+        assert bool((places.diff() > 0).all())
+        expected = values.abs().topk(picked).values
+        assert same_bits(values[places].abs().sort(descending=True).values, expected)
