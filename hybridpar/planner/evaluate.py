@@ -223,7 +223,7 @@ class Evaluator:
         shape, choice = candidate.shape, self.space.codec_choices[candidate.codec]
         if choice.every == 1:
             return 0.0, 0.0, 0.0
-        throughput, profile = self._throughput(shape, None), self._inputs.profile
+        throughput, profile = self._throughput(shape, None, 0), self._inputs.profile
         network = self._network(shape.positions, shape.replicas)
         buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput)[0]
         codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput
