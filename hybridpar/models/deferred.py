@@ -219,8 +219,7 @@ class DeferredModel:
         filled: dict[int, Tensor] = {}
         for name, held, key in places(self.module):
             if name in wanted:
-                value = values[name]
-                filled.setdefault(id(held[key]), _like(held[key], value.detach().to(device)))
+                filled.setdefault(id(held[key]), _like(held[key], _placed(values[name], held[key], device)))
         for _, held, key in places(self.module):  # under all of its names
             held[key] = filled.get(id(held[key]), held[key])
 
@@ -309,6 +308,14 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
 def _like(one: Tensor, values: Tensor) -> Tensor:
     """Values as a parameter, where the other one is one."""
     return nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
+
+
+def _placed(values: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """Values on a device, laid out as another tensor is."""
+    if values.stride() == like.stride():
+        return values.detach().to(device)
+    placed = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return placed.copy_(values.detach())
 
 
 def _constructor(trace: TracebackType | None) -> str:

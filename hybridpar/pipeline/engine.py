@@ -1,7 +1,7 @@
 """Trains a model as stages on lanes and workers, times replicas; a model that is not cut is one stage.
 
-Every worker holds the whole model, but trains its own stages only; `collect` makes the model whole again on all
-workers. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
+Every worker trains its own stages. It may hold the whole model, which `collect` makes whole again on all workers, or
+with `own_only` nothing but its stages. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class PipelineEngine:
         self.choice: Choice | None = None
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
-        replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
+        names_of_all = [_names(stage) for stage in stages]
+        replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
         # A whole model's replicas are all workers, who have groups to sum on already.
         is_grid = world.size > 1 and not self.is_whole
         self.grid = Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if is_grid else None
@@ -158,6 +159,10 @@ class PipelineEngine:
     ) -> None:
         options, lanes, replicas = self.options, self._lanes, self.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
+        if options.own_only and replicas.size > 1:
+            with replicas.named_errors("broadcasting the initial stages"):
+                for index in mine:
+                    broadcast_state(module_of(self._all_stages[index]), 0, replicas)
         synced = options.sync.sync_batch_norm and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
         sum_lanes = len(replicas.lane_sums) - int(synced) if self.is_whole else options.sync_lanes
@@ -188,7 +193,8 @@ class PipelineEngine:
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.forwards = forwards
         self.borders = BorderTable(
-            self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context
+            *(self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context),
+            own_only=options.own_only,
         )
         compute: dict[int, Lane] = {
             lane: lanes.caller
@@ -361,11 +367,13 @@ class PipelineEngine:
     def collect(self) -> None:
         """Make the model whole on every worker: stages are copied from where they are trained. A collective.
 
+        With `own_only` it stays in parts.
+
         Raises:
             SyncError: A worker died or did not answer in time.
         """
         self.wait()
-        if self.grid is None or self.positions == 1:
+        if self.grid is None or self.positions == 1 or self.options.own_only:
             return
         layout = self.options.layout(len(self._all_stages))
         with self.world.named_errors("collecting the model"):

@@ -27,6 +27,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -131,6 +132,8 @@ def plan_run(
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
+    elif is_deferred(model):
+        found = _unplanned("no worker holds all of the model to measure it") if "plan" in given else found
     elif why := _not_worth(sample_shape, steps):
         found = _unplanned(why) if "plan" in given else found
     elif option := not_modelled(config):

@@ -17,6 +17,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.formats.cache import measurements_directory
+from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
@@ -32,7 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 def cut_model(
-    model: nn.Module, example: torch.Tensor, plan: ResolvedPlan, config: TrainConfig, world: World
+    model: nn.Module,
+    example: torch.Tensor,
+    plan: ResolvedPlan,
+    config: TrainConfig,
+    world: World,
+    deferred: DeferredModel | None = None,
 ) -> tuple[ResolvedPlan, list[Stage]]:
     """Cut a model into the stages of a plan; a collective.
 
@@ -42,6 +48,7 @@ def cut_model(
         plan: The plan, whose stages may have no units yet.
         config: Options.
         world: All workers.
+        deferred: What gives a model without memory its values: those of the stages of this worker.
 
     Returns:
         The plan with the units of each stage, the same on all workers, and the stages, over the modules and parameters
@@ -71,7 +78,17 @@ def cut_model(
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
-    return plan, stages_from_plan(model, plan, (example,))
+    if deferred is None:
+        return plan, stages_from_plan(model, plan, (example,))
+    placement = plan.placement
+    position = world.rank // placement.replicas
+
+    def fill(stages: list[Stage]) -> None:
+        own = [stage for stage in stages if placement.worker_of[placement.lane_of[stage.index]] == position]
+        held = {name for name, _, _ in places(model)}
+        deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
+
+    return plan, stages_from_plan(model, plan, (example,), fill=fill)
 
 
 def pipeline_options(
@@ -82,6 +99,7 @@ def pipeline_options(
     sync: SyncOptions,
     world: World,
     device: torch.device,
+    own_only: bool = False,
 ) -> PipelineOptions:
     """The options of the pipeline that follows a plan; a collective.
 
@@ -93,6 +111,7 @@ def pipeline_options(
         sync: Options of the exchange of gradients.
         world: All workers.
         device: Of this worker's lanes.
+        own_only: Each worker holds the tensors of its own stages only.
     """
     sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
@@ -103,9 +122,9 @@ def pipeline_options(
         return tuple(found) if len(found) == len(values) else None
 
     saved = known([stage.saved_bytes for stage in sections])
-    halves = (
-        _measure_halves(stages, example, world, pipeline.schedule) if SCHEDULES.get(pipeline.schedule).splits else None
-    )
+    halves = None
+    if SCHEDULES.get(pipeline.schedule).splits and not own_only:
+        halves = _measure_halves(stages, example, world, pipeline.schedule)
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
@@ -128,6 +147,7 @@ def pipeline_options(
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,
         record=config.timeline is not None,
+        own_only=own_only,
     )
 
 

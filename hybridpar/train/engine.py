@@ -67,6 +67,7 @@ class Engine:
         lanes: Lanes of this worker.
         example: Inputs of one micro-batch, on the device: the plan's times of stages are in proportion to its samples,
             and codec `auto` times the backward pass of a model that is not cut by it.
+        own_only: This worker holds the tensors of its own stages only; those of others are on the meta device.
 
     Attributes:
         optimizers: Of each stage that this worker trains.
@@ -89,8 +90,11 @@ class Engine:
         world: World,
         lanes: Lanes,
         example: Tensor | None = None,
+        *,
+        own_only: bool = False,
     ) -> None:
         self.model = model
+        self.own_only = own_only
         self.plan = plan
         self._stages = stages
         self._loss = loss
@@ -134,7 +138,8 @@ class Engine:
             assert example is not None
             stages = self._stages
             with self.autocast():
-                options = pipeline_options(plan, self._stages, example, config, sync, world, self._lanes.device)
+                device, own_only = self._lanes.device, self.own_only
+                options = pipeline_options(plan, self._stages, example, config, sync, world, device, own_only)
         else:
             stages = [WholeModel(self.model)]
             options = replace(

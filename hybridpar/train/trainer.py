@@ -23,6 +23,7 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
+from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import expand, make_optimizer, undecayed_names
@@ -79,7 +80,7 @@ class Trainer:
 
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
-            overwritten with those of rank 0.
+            overwritten with those of rank 0. Or a `DeferredModel`: then each worker holds its own stages only.
         optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
@@ -113,7 +114,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | DeferredModel,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         loss: LossFunction | None = None,
         config: TrainConfig | None = None,
@@ -151,6 +152,7 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
+        self._deferred, model = (model, model.module) if isinstance(model, DeferredModel) else (None, model)
         try:
             check_recipe(self.config)
             freeze(model, self.config.freeze)
@@ -161,7 +163,10 @@ class Trainer:
                 if isinstance(plan, PlannedRun)
                 else plan_loop(model, self.config, self.world, example, total_steps, name, given)
             )
-            self.model = model.to(self.world.device)
+            if self._deferred is not None and self.planned.plan.placement.workers == 1:
+                self._deferred.fill({name for name, _, _ in places(model)})
+                self._deferred = None
+            self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
             self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
@@ -235,10 +240,10 @@ class Trainer:
             )
         placed = self._place(example)
         with autocast(asked.amp, device):
-            plan, stages = cut_model(self.model, placed, plan, asked, self.world)
+            plan, stages = cut_model(self.model, placed, plan, asked, self.world, self._deferred)
         if options.outer_steps is not None:
             return self._open_outer_engine(plan, stages, with_what, placed)
-        return kind(self.model, plan, stages, *with_what, placed)
+        return kind(self.model, plan, stages, *with_what, placed, own_only=self._deferred is not None)
 
     def _open_outer_engine(
         self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
