@@ -137,7 +137,7 @@ def run_example(
         if not is_deferred(model):
             return _Run(model, graph, resolve).run(inputs)
         with imagined(model, inputs[0].device) as mode:
-            return _Run(model, graph, resolve).run([mode.from_tensor(item) for item in inputs])
+            return _Run(model, graph, resolve, imagined=True).run([mode.from_tensor(item) for item in inputs])
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -151,8 +151,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Run:
-    def __init__(self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any]) -> None:
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any], *, imagined: bool = False
+    ) -> None:
         self.graph = graph
+        self.imagined = imagined
         self.resolve = resolve
         self.storages = _Storages()
         self.permanent = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -236,6 +239,8 @@ class _Run:
         }
 
     def _random_state(self) -> tuple[Any, ...]:
+        if self.imagined:  # nothing is drawn, and no state could be read
+            return python_random_state()
         state = torch.cuda.get_rng_state(self.cuda) if self.cuda else torch.get_rng_state()
         return state.numpy().tobytes(), *python_random_state()
 

@@ -145,6 +145,25 @@ class BorderTable:
             self.first = self.first or self._known[key]
         return self._known[key]
 
+    def evaluated(self, inputs: Mapping[str, Tensor]) -> dict[str, MessagePart]:
+        """What crosses the borders in evaluation, where no worker holds all stages; these are in that mode.
+
+        Args:
+            inputs: The model's inputs by name, on the device.
+        """
+        key = "evaluation", *_key_of(inputs)
+        if key not in self._known:
+            facts = BorderFacts()
+            device = next(iter(inputs.values())).device
+            with imagined(nn.ModuleList(map(module_of, self._stages)), device) as mode:
+                values: dict[str, Tensor] = tree_map_only(Tensor, mode.from_tensor, dict(inputs))
+                for stage in self._stages[:-1]:
+                    result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+                    values.update(zip((border.name for border in stage.outputs), result, strict=True))
+                    facts.parts |= {border.name: MessagePart.of(values[border.name]) for border in stage.outputs}
+            self._known[key] = facts
+        return self._known[key].parts
+
     def edges(self, facts: BorderFacts) -> tuple[Edge, ...]:
         """All pairs of stages between which tensors flow, with their bytes.
 

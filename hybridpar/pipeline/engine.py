@@ -106,12 +106,17 @@ class PipelineEngine:
         self.random_stages: dict[int, int] = {}
         layout = options.layout(len(stages))
         self.positions = layout.workers
-        pairs = {
-            pair
-            for index in range(len(stages))
-            for target in consumers_of(stages, index)
-            for pair in _both_ways(layout.home(index), layout.home(target))
-        }
+        pairs: set[tuple[int, int]] = set()
+        for mode in (False, True) if options.own_only else (True,):
+            if options.own_only:  # evaluation, too, goes through the pipeline
+                for stage in stages:
+                    module_of(stage).train(mode)
+            pairs |= {
+                pair
+                for index in range(len(stages))
+                for target in consumers_of(stages, index)
+                for pair in _both_ways(layout.home(index), layout.home(target))
+            }
         if world.size % self.positions:
             raise ScheduleError(
                 f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
@@ -486,6 +491,49 @@ class PipelineEngine:
             finally:
                 module.train()
         return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
+
+    @torch.no_grad()
+    def evaluate_own(self, inputs: Any) -> Any:
+        """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica.
+
+        Args:
+            inputs: A batch of the model's inputs; all workers of a replica are given the same ones.
+
+        Returns:
+            The output, on the worker of the last stage; None on others.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        assert self.grid is not None
+        stages, layout = self._all_stages, self.options.layout(len(self._all_stages))
+        for stage in stages:
+            module_of(stage).eval()
+        try:
+            values, result = self._named(inputs), None
+            parts = self.borders.evaluated(values)
+            for stage in stages:
+                home, result = layout.home(stage.index), None
+                if home == self.position:
+                    result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+                    made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
+                    values.update(made)
+                wanted: dict[int, dict[str, None]] = {}
+                for target, names in consumers_of(stages, stage.index).items():
+                    if layout.home(target) != home:
+                        wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
+                with self.world.named_errors("evaluating"):
+                    for target, needed in sorted(wanted.items()):
+                        if home == self.position:
+                            message = [values[name] for name in needed]
+                            self.grid.senders[target].send(message, [parts[name] for name in needed])
+                        elif target == self.position:
+                            received = self.grid.receivers[home].receive([parts[name] for name in needed])
+                            values.update(zip(needed, received, strict=True))
+            return result
+        finally:
+            for stage in stages:
+                module_of(stage).train()
 
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from hybridpar.models import autocast, freeze, learning_rate_scales, model_finge
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.optim.build import expand, make_optimizer, undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -399,7 +400,8 @@ class Trainer:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
         """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
 
-        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Inside
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Of a
+        `DeferredModel` each evaluates its stages, and the workers of a replica are given the same share. Inside
         `averaged` it is the moving average that is tested.
 
         Args:
@@ -466,10 +468,30 @@ class Trainer:
         if (common := self.engine.common_state()) is not None:
             training["outer"] = common
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
+        if self.engine.own_only:
+            return self._save_in_parts(Path(directory), training, local, average)
+        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
+
+    def _save_in_parts(
+        self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
+    ) -> Path:
+        """The same where no worker holds the whole model: rank 0 knows of all tensors, and is given one at a time."""
+        engine, counts = self.engine, self.engine.pipeline.replica == 0
+        model = {name: tensor.detach() for name, tensor in engine.model.state_dict().items()}
+        held = engine.held_state()
+        state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
+        shares: dict[str, Any] = {
+            "model.pt": held if counts else {},
+            "training.pt": {"optimizer": {"state": dict(ChainMap(*state))}} if counts else {},
+        }
+        if average is not None:
+            shares["model_ema.pt"] = average if counts else {}
+            average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
+        return save_checkpoint(directory, data, self.world, shares)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint written by any number of workers.
@@ -483,7 +505,8 @@ class Trainer:
         Raises:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
-        data = load_checkpoint(Path(path), self.world.rank)
+        own = self.engine.held_state() if self.engine.own_only else None
+        data = load_checkpoint(Path(path), self.world.rank, own)
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
@@ -492,7 +515,10 @@ class Trainer:
             )
         self.engine.wait()
         with usable(Path(path)):
-            self.model.load_state_dict(data.model)
+            if own is None:
+                self.model.load_state_dict(data.model)
+            else:
+                self.engine.load_held_state(data.model)
             self.engine.load_average_state(data.model if data.average is None else data.average)
             self.engine.load_optimizer_state(data.training["optimizer"])
             if self._plateau is not None and "plateau" in data.training:
