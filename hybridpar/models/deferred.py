@@ -29,6 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.errors import UsageError
 
+#: Bytes of a model's parameters and buffers up to which one worker may hold it all for a moment, to measure it.
+MEASURED_BYTES = 128 << 20
+
 #: Elements from which on a new tensor is on the meta device.
 LARGE = 4096
 
@@ -222,6 +225,20 @@ class DeferredModel:
                 filled.setdefault(id(held[key]), _like(held[key], _placed(values[name], held[key], device)))
         for _, held, key in places(self.module):  # under all of its names
             held[key] = filled.get(id(held[key]), held[key])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers."""
+        return sum(tensor.nbytes for tensor in self.module.state_dict().values())
+
+    def whole(self) -> nn.Module:
+        """The whole model with its initial values, to measure it; it shares nothing with `module`."""
+        before = _random_state()
+        _set_random_state(self._state)
+        try:
+            return self._factory()
+        finally:
+            _set_random_state(before)
 
     def _build(self, mode: _Deferring) -> nn.Module:
         before = _random_state()

@@ -17,10 +17,11 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.formats.cache import measurements_directory
-from hybridpar.models.deferred import DeferredModel, places
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
+from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.pipeline.step import PipelineOptions
@@ -71,7 +72,12 @@ def cut_model(
                 optimizer_copies=state_copies(config),
             )
             threads = lane_threads(placement, device)
-            made = partition_model(model, example, problem, threads=threads, cache=measurements_directory())
+            whole = model
+            if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
+                whole = deferred.whole().to(device)
+                if memory_format_name(example) == "channels_last":
+                    whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            made = partition_model(whole, example, problem, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make)))
