@@ -296,7 +296,7 @@ def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
     with FakeTensorMode():
         loaded = torch.load(path, map_location="cpu", weights_only=True)
         storages = [(keys, tensor.untyped_storage()) for keys, tensor in tensor_paths(loaded)]
-    return loaded, {keys: int(storage._checkpoint_offset) for keys, storage in storages}  # type: ignore[attr-defined]
+    return loaded, {keys: int(storage._checkpoint_offset or 0) for keys, storage in storages}
 
 
 def _read_some(path: Path, keep: Callable[[TensorPath], bool] | None) -> Any:
@@ -316,8 +316,8 @@ def _read_some(path: Path, keep: Callable[[TensorPath], bool] | None) -> Any:
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
             extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
             memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
-            file.seek(offsets[keys] + value.storage_offset() * value.element_size())
-            view = memoryview(memory.view(torch.uint8).numpy())
+            file.seek(offsets[keys] + int(value.storage_offset()) * value.element_size())
+            view = memory.view(torch.uint8).numpy().data
             while view:
                 if not (count := file.readinto(view)):
                     raise Unreadable("it ends in the middle of a tensor")

@@ -58,7 +58,7 @@ class CannotDeferError(UsageError):
 #: Functions of `torch.nn.init` that draw until values are right, or read them; on the meta device they do nothing.
 _LOOPS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 
-_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_IS_META: Any = Tensor.is_meta.__get__
 
 
 class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -219,7 +219,7 @@ class _Run:
         kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
         before = self._versions(node)
         drawn = self._random_state()
-        draws = _Draws()
+        draws = _Draws()  # type: ignore[no-untyped-call]
         try:
             with self._watch_saved(facts), draws:
                 value = node_call(node, self.resolve)(*args, **kwargs)

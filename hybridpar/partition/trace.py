@@ -36,6 +36,7 @@ from hybridpar.partition.state import OutsideGraphError, same_attributes, tracea
 from hybridpar.partition.trace_check import Difference, Graphs, OperationCheck, TraceCheck
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
+Check = OperationCheck | TraceCheck
 Method = Literal["fx", "fx with leaves", "module order"]
 
 
@@ -86,7 +87,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     }
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
+    check: Check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -101,7 +102,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     return traced
 
 
-def _difference(check: TraceCheck | OperationCheck, traced: TracedModel) -> Difference | None:
+def _difference(check: Check, traced: TracedModel) -> Difference | None:
     graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
     return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
 
@@ -124,7 +125,7 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
     return {path for path in counters if not leaf(model.get_submodule(path), path)}
 
 
-def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: Check, whole: set[str]) -> set[str]:
     """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
 
     Returns:

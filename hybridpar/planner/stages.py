@@ -76,7 +76,7 @@ def cut_model(
             if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
                 whole = deferred.whole().to(device)
                 if memory_format_name(example) == "channels_last":
-                    whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                    whole.to(memory_format=torch.channels_last)
             made = partition_model(whole, example, problem, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 

@@ -326,7 +326,7 @@ def _write_form(file: Path, item: dict[str, Any]) -> None:
 def _put(file: Path, offset: int, tensor: torch.Tensor) -> None:
     with file.open("r+b", buffering=0) as stream:
         stream.seek(offset)
-        view = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        view = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         while view:
             view = view[stream.write(view) :]
 
@@ -339,7 +339,7 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
     """
     here = () if world.is_main else shares.items()  # rank 0 has written its own already
     mine = [(name, keys, tensor) for name, share in here for keys, tensor in tensor_paths(share)]
-    order = world.gather([(name, keys) for name, keys, _ in mine])
+    order: list[Any] = world.gather([(name, keys) for name, keys, _ in mine])
     offsets: dict[str, dict[TensorPath, int]] = {}
 
     def find() -> None:
@@ -348,7 +348,7 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
     if world.is_main and problem is None:
         problem = _attempt(find)
     for rank, names in enumerate(order):
-        for index, (name, keys) in enumerate(names):  # type: ignore[arg-type]
+        for index, (name, keys) in enumerate(names):
             got = world.gather_on_main(mine[index][2] if rank == world.rank else None, [rank])
             if got is not None and problem is None:
                 problem = _attempt(partial(_put, aside / name, offsets[name][keys], got[0]))

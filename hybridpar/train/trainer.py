@@ -153,7 +153,8 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
-        self._deferred, model = (model, model.module) if isinstance(model, DeferredModel) else (None, model)
+        self._deferred = model if isinstance(model, DeferredModel) else None
+        model = model.module if isinstance(model, DeferredModel) else model
         try:
             check_recipe(self.config)
             freeze(model, self.config.freeze)
