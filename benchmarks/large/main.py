@@ -118,10 +118,12 @@ def run(stages: int, directory: Path, cap: int | None = None) -> list[dict[str, 
     started = []
     for rank in range(stages):
         place = {"RANK": rank, "WORLD_SIZE": stages, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": stages}
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "MALLOC_ARENA_MAX": 2}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "MALLOC_ARENA_MAX": 1}
+        where["MALLOC_MMAP_THRESHOLD_"] = 1 << 20  # what is freed is given back
         names = {name: str(value) for name, value in (place | where).items()}
         given = [str(stages), str(directory), str(cap or 0)]
         command = [sys.executable, "-m", "benchmarks.large.main", "--worker", *given]
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
         started.append(subprocess.Popen(command, env=os.environ | names, stdout=subprocess.PIPE, text=True))
     answers = [one.communicate()[0] for one in started]
     if any(one.returncode for one in started):
@@ -154,22 +156,22 @@ def main(command_line: Sequence[str] | None = None) -> None:
         apart = max(float((exported[name] - plain[name]).abs().max()) for name in plain)
     rows = []
     for half, (before, workers) in enumerate(zip(whole, halves, strict=True)):
-        for rank, one in enumerate(workers):
-            assert one["losses"] == workers[0]["losses"]
-            predicted = 3 * one["parameters"] + one["activations"]  # parameters, gradients, momentum
+        for rank, worker in enumerate(workers):
+            assert worker["losses"] == workers[0]["losses"]
+            predicted = 3 * worker["parameters"] + worker["activations"]  # parameters, gradients, momentum
             rows.append(
                 {
                     "half": ("from the start", "resumed")[half],
                     "worker": rank,
-                    "parameters_mb": round(one["parameters"] / 1e6, 1),
+                    "parameters_mb": round(worker["parameters"] / 1e6, 1),
                     "predicted_mb": round(predicted / 1e6, 1),
-                    "peak_mb": round(one["peak"] / 1e6, 1),
-                    "peak_over_predicted": round(one["peak"] / predicted, 3),
+                    "peak_mb": round(worker["peak"] / 1e6, 1),
+                    "peak_over_predicted": round(worker["peak"] / predicted, 3),
                     "one_process_mb": round(need / 1e6, 1),
                     "cap_mb": round(cap / 1e6, 1),
-                    "peak_over_one_process": round(one["peak"] / need, 3),
-                    "loss_apart": max(abs(a - b) for a, b in zip(one["losses"], before["losses"], strict=True)),
-                    "test_loss_apart": abs(one["test_loss"] - before["test_loss"]),
+                    "peak_over_one_process": round(worker["peak"] / need, 3),
+                    "loss_apart": max(abs(a - b) for a, b in zip(worker["losses"], before["losses"], strict=True)),
+                    "test_loss_apart": abs(worker["test_loss"] - before["test_loss"]),
                     "weights_apart": apart,
                 }
             )

@@ -58,7 +58,7 @@ class CannotDeferError(UsageError):
 #: Functions of `torch.nn.init` that draw until values are right, or read them; on the meta device they do nothing.
 _LOOPS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 
-_IS_META: Any = Tensor.is_meta.__get__
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 setattr(nn.init, name, function)
 
 
-class _NotMeta(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _NotMeta(TorchFunctionMode):
     """Inside, no tensor says that it is on the meta device: code that then skips it would draw nothing for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

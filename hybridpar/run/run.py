@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, describe_data
+from hybridpar.data import Batch, ImageData, TestBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
@@ -208,7 +208,7 @@ class Run(RunLoop):
         place: tuple[Any, ...] = data, config, plan, world.device, world.size, world.rank, world.size
         if deferred is not None and plan.placement.workers > 1:  # the workers of a replica evaluate together
             place = *place[:4], self.replicas, world.rank % self.replicas, self.replicas
-        self._make_test = partial(test_batches, *place)
+        self._make_test: Callable[[Sequence[float] | None], TestBatches] = partial(test_batches, *place)
         self.test = self._make_test(shares)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
