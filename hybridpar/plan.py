@@ -279,7 +279,9 @@ class Plan(_Section):
     measured: Measured | None = None
     predicted: Predicted | None = None
     ran: Ran | None = None
-    followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
+    followed: bool | None = Field(
+        None, description="of a run's plan: whether that run was laid out by a plan; false: one is still searched for"
+    )
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")

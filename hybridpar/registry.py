@@ -91,7 +91,7 @@ def names_in_source(folder: Path, decorator: str) -> set[str]:
         text = path.read_text(encoding="utf-8")
         if f"@{decorator}(" not in text:
             continue
-        for function in ast.walk(ast.parse(text)):
+        for function in ast.parse(text).body:  # they decorate what a module holds itself
             for call in getattr(function, "decorator_list", ()):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
                     found.add(str(ast.literal_eval(call.args[0])) if call.args else function.name)  # type: ignore[attr-defined]

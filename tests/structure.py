@@ -86,7 +86,7 @@ LAYERS: dict[str, set[str]] = {
         "train",
         "tvm_kernels",
     },
-    "integrations": {"comm", "compress", "errors", "sync"},
+    "integrations": {"comm", "compress", "config", "errors", "planner", "sync", "train"},
     "__init__": {"config", "errors", "integrations", "optim", "partition", "plan", "train"},
     "commands": {
         "__init__",

@@ -130,11 +130,11 @@ def planner_inputs(
     found = world.from_main(profile)
     rates = measure_rates(planned_codecs("lossy"), found.parameters, world.size, world.device, world=world)
     overhead = world.from_main(lambda: measure_hand_over(world.device))
-    took = measure_rehearsal(model, images, world, cluster)
+    took = measure_rehearsal(model, images, world, cluster) or ()
     if not isinstance(world.lane_sums[0], Group):
         # Plans with a codec are measured over process groups, so they are rehearsed over some.
         groups = World.join(lanes=2, timeout=world.timeout, device=world.device, shared_memory=False)
-        coded = measure_rehearsal(model, images, groups, cluster)
+        coded = measure_rehearsal(model, images, groups, cluster) or ()
         took += tuple(one for one in coded if one.codec != "none")
         groups.close()
     most = max(1, min(32, setting.batch // (2 * world.size)))  # as in a run: each part of a step has two samples

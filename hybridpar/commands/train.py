@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -18,7 +19,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.machine.launch import in_job, launched_here, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import import_torchvision, in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
 from hybridpar.registry import Registry, names_in_source
 
@@ -116,7 +117,10 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
     prepare_worker(command.tune_process)
     with leaving_at_once():
+        if not command.compile:
+            import_torchvision()
         from hybridpar.run.run import run_training
+    gc.freeze()  # what was imported stays, and need not be searched for garbage
 
     return run_training(command, command.model, named)
 

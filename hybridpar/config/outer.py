@@ -33,6 +33,9 @@ class OuterConfig(ServerConfig):
     """Steps that an exchange may take while training goes on; less than H / fragments."""
     outer_mix: float | None = None
     """Share of the worker's own weights where the result of an exchange arrives; default: 0, and 0.5 with a delay."""
+    outer_pace: str = "equal"
+    """Steps between a worker's exchanges with servers (--sync outer:H,ps-async): H for all (`equal`), fewer for slower
+    workers as is measured (`auto`), or a part of H for each worker, as `1,0.5`."""
 
     @property
     def outer_share(self) -> float:
@@ -67,6 +70,7 @@ class OuterConfig(ServerConfig):
             f"--outer-fragments {self.outer_fragments}": self.outer_fragments != 1,
             f"--outer-delay {self.outer_delay}": self.outer_delay != 0,
             f"--outer-mix {self.outer_mix}": self.outer_mix is not None,
+            f"--outer-pace {self.outer_pace}": self.outer_pace.strip() != "equal",
         }
         option = next((option for option, given in named.items() if given), None)
         if option is not None and self.sync.partition(":")[0] != OUTER:
@@ -77,6 +81,7 @@ class OuterConfig(ServerConfig):
         every = self.outer_steps
         if every is None:
             return
+        self._check_over_servers()
         fits = f"less than H / fragments, here {every} / {self.outer_fragments}, and at least 0"
         rules = [
             Rule("--outer-lr", self.outer_lr, self.outer_lr is None or self.outer_lr > 0, "greater than 0"),
@@ -110,3 +115,66 @@ class OuterConfig(ServerConfig):
                 "A mean has no momentum.",
                 "Use --outer-optimizer slowmo or nesterov.",
             )
+
+    @property
+    def outer_paces(self) -> tuple[float, ...] | None:
+        """The numbers of `outer_pace`; None for `equal` and `auto`.
+
+        Raises:
+            UsageError: It is neither a word nor a list of numbers above 0 and at most 1.
+        """
+        said = self.outer_pace.strip()
+        if said in ("equal", "auto"):
+            return None
+        try:
+            paces = tuple(float(part) for part in said.split(","))
+        except ValueError:
+            paces = ()
+        if not paces or not all(0 < pace <= 1 for pace in paces):
+            raise UsageError(
+                f"--outer-pace is {self.outer_pace}",
+                "It must be equal, auto, or for each worker its part of H: above 0, and at most 1.",
+                "Write for instance --outer-pace 1,0.5 where the second worker takes half of the steps.",
+            )
+        return paces
+
+    def check_paces(self, workers: int) -> None:
+        """Check that `outer_pace` fits a number of workers.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            UsageError: It does not.
+        """
+        paces = self.outer_paces
+        if paces is not None and len(paces) != workers:
+            raise UsageError(
+                f"--outer-pace {self.outer_pace} with {workers} worker{'' if workers == 1 else 's'}",
+                "It must have a number for each worker.",
+            )
+
+    def _check_over_servers(self) -> None:
+        """Refuse what an outer loop has only over servers, or only without.
+
+        Raises:
+            UsageError: Such an option is given.
+        """
+        paced = self.outer_paces is not None or self.outer_pace.strip() != "equal"
+        if not self.uses_servers:
+            if paced:
+                raise UsageError(
+                    f"--outer-pace {self.outer_pace} with --sync {self.sync}",
+                    "In an all-reduce all workers take part after the same step.",
+                    f"Use --sync {self.sync},ps or {self.sync},ps-async; or --shares, for samples of each step.",
+                )
+            return
+        for option, given, why in (
+            ("--outer-fragments", self.outer_fragments != 1, "A worker sends all that it has learned at once."),
+            ("--outer-delay", self.outer_delay != 0, "A worker goes on with the weights that servers answer with."),
+            ("--outer-mix", self.outer_mix is not None, "A worker goes on with the weights of the servers."),
+        ):
+            if given:
+                raise UsageError(
+                    f"{option} with --sync {self.sync}", why, f"Use --sync {OUTER}:{self.outer_steps}, or leave it out."
+                )

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 
-#: Values of `--sync`; `local`, `outer` and `softsync` take a number.
+#: Values of `--sync`; `local`, `outer` and `softsync` take a number. After `outer:H,` a mode of servers may follow.
 ALL_REDUCE, LOCAL, OUTER = "allreduce", "local", "outer"
 SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "ps", "ps-async", "softsync"
 
@@ -19,21 +19,30 @@ class ServerConfig:
     sync: str = ALL_REDUCE
     """`allreduce`: sum the gradients of every step; `outer:H`: train alone for H steps, then exchange the progress, as
     --outer-optimizer and --compress say; `local:H`: likewise, the plain mean; parameter servers: `ps` waits for all
-    workers, `ps-async` for none, `softsync:N` for W/N of W workers."""
+    workers, `ps-async` for none, `softsync:N` for W/N of W workers; `outer:H,ps-async` and the like: an outer loop over
+    servers."""
     servers: int | None = None
     """Parameter server processes beside the workers; default: 1. With 0 every worker hosts one shard."""
     staleness: Literal["none", "inverse", "mean"] | None = None
-    """Weight of a gradient computed on parameters of T updates ago: 1 (`none`), 1/T (`inverse`, default), or 1/N
-    (`mean`), N being the mean staleness of `--sync`. Not with `ps`, where no gradient is stale."""
+    """Weight of a gradient computed on parameters of T updates ago: 1 (`none`), 1/T (`inverse`), or 1/N (`mean`), N
+    being the mean staleness of `--sync`; default: `inverse`, in an outer loop `none`. Not with `ps`."""
     max_staleness: int | None = None
-    """Most steps that a worker may be ahead of the slowest before it waits; default: no limit. Not with `ps`."""
+    """Most pushes that a worker may be ahead of the slowest before it waits; default: no limit. Not with `ps`."""
     pull: Literal["fp32", "fp16"] = "fp32"
     """Number format of parameters that workers get from parameter servers."""
 
     @property
     def uses_servers(self) -> bool:
         """Whether gradients go to parameter servers, in processes of their own or in the workers."""
-        return self.sync != ALL_REDUCE and self.outer_steps is None
+        return self.server_mode is not None
+
+    @property
+    def server_mode(self) -> str | None:
+        """`ps`, `ps-async` or `softsync:N`; None without parameter servers."""
+        loop, _, mode = self.sync.partition(",")
+        if loop.partition(":")[0] in (LOCAL, OUTER):
+            return mode or None
+        return None if self.sync == ALL_REDUCE else self.sync
 
     @property
     def outer_steps(self) -> int | None:
@@ -42,7 +51,7 @@ class ServerConfig:
         Raises:
             UsageError: H is not a number of steps.
         """
-        kind, _, steps = self.sync.partition(":")
+        kind, _, steps = self.sync.partition(",")[0].partition(":")
         if kind not in (LOCAL, OUTER):
             return None
         if not (steps.isascii() and steps.isdigit()) or int(steps) < 1:
@@ -53,8 +62,8 @@ class ServerConfig:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether every update takes a gradient of each worker."""
-        return self.sync in (ALL_REDUCE, SERVER_SYNC) or self.outer_steps is not None
+        """Whether every update takes a gradient, or the progress, of each worker."""
+        return self.server_mode in (None, SERVER_SYNC)
 
     @property
     def server_processes(self) -> int:
@@ -73,7 +82,7 @@ class ServerConfig:
         Raises:
             UsageError: N is not between 1 and the number of workers.
         """
-        name, _, number = self.sync.partition(":")
+        name, _, number = (self.server_mode or "").partition(":")
         if name != SOFT_SYNC:
             return workers if name == SERVER_ASYNC else 1
         if not number.isdigit() or not 1 <= int(number) <= workers:
@@ -90,13 +99,15 @@ class ServerConfig:
         Raises:
             UsageError: A value is out of range, or an option has no meaning in the mode.
         """
-        name, colon, number = self.sync.partition(":")
+        every, mode = self.outer_steps, self.server_mode
+        name, colon, number = (mode or "").partition(":")
         softsync = name == SOFT_SYNC and bool(colon) and number.isdigit()
-        if not softsync and self.outer_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
+        known = softsync or mode in (None, SERVER_SYNC, SERVER_ASYNC)
+        if not known or self.sync.endswith(",") or (every is not None and mode and self.sync.startswith(LOCAL)):
             raise UsageError(
                 f"--sync is {self.sync!r}",
                 f"It must be {ALL_REDUCE}, {OUTER}:H, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N; "
-                "H and N are whole numbers.",
+                f"H and N are whole numbers. For an outer loop over servers, {OUTER}:H,{SERVER_ASYNC} and the like.",
             )
         for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
             if value is not None and self.waits_for_all:

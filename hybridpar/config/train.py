@@ -375,30 +375,37 @@ class TrainConfig(
             ),
             ("--select-batch", bool(self.select_batch), whole),
             ("--replicas", self.replicas is not None, whole),
-            (f"--shares {self.shares}", self.shares.strip() != "equal", whole),
+            ("--shares auto", self.shares.strip() == "auto", "No step is made by all workers together."),
+            (f"--shares {self.shares}", 0 in (self.share_list or ()), "A worker without samples has nothing to push."),
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--profile", self.profile, "It is of workers that make one step together."),
             (
                 f"--optimizer {self.optimizer}",
-                self.optimizer.startswith("timm/kron"),
+                self.optimizer.startswith("timm/kron") and self.outer_steps is None,
                 "It draws random numbers of its own, which a shard could neither save nor draw again.",
             ),
             (
                 f"--optimizer {self.optimizer} --memory-format channels_last",
-                "adafactor" in self.optimizer and self.uses_channels_last,
+                "adafactor" in self.optimizer and self.uses_channels_last and self.outer_steps is None,
                 "It looks at the order of dimensions, and servers hold parameters as they lie in memory.",
             ),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--stop-early", self.stop_early is not None, "Only rank 0 tests, and no shard is told."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
+            (
+                f"--warm-start-steps {self.warm_start_steps}",
+                bool(self.warm_start_steps) and self.outer_steps is not None,
+                "Servers take outer gradients from the first step on.",
+            ),
         ]
         for option, given, rule in refused:
             if given:
                 raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
         if self.workers is not None:
             self.split_count(self.workers)
+            self.check_paces(self.workers)
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
@@ -503,10 +510,11 @@ def _check_outer(config: TrainConfig, outer: str) -> None:
         ("--compress auto", config.chooses, "It measures the exchange of gradients in every step."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an exchange, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
+        ("--shares auto", config.shares.strip() == "auto", "No step is made by all workers together."),
         (
             f"--shares {config.shares}",
-            config.shares.strip() != "equal",
-            "Shares are of steps that all workers make together.",
+            0 in (config.share_list or ()),
+            "A worker without samples would train on nothing between two exchanges.",
         ),
     ):
         if given:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -66,6 +67,36 @@ def prepare_worker(tune: bool) -> None:
         # The system sends SIGTERM when the main thread of our launcher ends, which started this worker.
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def import_torchvision() -> None:
+    """Import torchvision without torch's compiler, which takes longer than all else and which most runs never use.
+
+    torchvision names the compiler where it says what is not to be compiled, and so does torch's `Optimizer`. The names
+    stand for functions that change nothing meanwhile. Where that does not work, nothing is imported here; whoever uses
+    the compiler imports it as ever.
+    """
+    import torch
+
+    names = ("torch._dynamo", "torch._dynamo.utils")
+    if any(name in sys.modules for name in names):
+        return
+    compiler, utils = stand_ins = [types.ModuleType(name) for name in names]
+    vars(compiler).update(utils=utils, disable=lambda function=None, *_, **__: function or (lambda same: same))
+    vars(utils).update(is_compile_supported=lambda device: False)
+    sys.modules.update(zip(names, stand_ins, strict=True))
+    vars(torch)["_dynamo"] = compiler
+    try:
+        with contextlib.suppress(Exception):
+            import torchvision
+            import torchvision.transforms.v2  # noqa: F401
+    finally:
+        for name in names:
+            del sys.modules[name]
+        vars(torch).pop("_dynamo", None)
+    added = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if added is not None:  # where torch keeps what it made of a function that is not to be compiled
+        vars(added).setdefault("__dynamo_disable", added)
 
 
 @contextlib.contextmanager

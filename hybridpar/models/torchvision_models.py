@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
@@ -22,11 +23,12 @@ _RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_
 
 def model_names() -> list[str]:
     """Names of all torchvision classification models."""
-    if names := names_in_source(_folder(), "register_model"):
+    imported = "torchvision.models" in sys.modules  # else reading its source takes less than importing it
+    if not imported and (names := names_in_source(_folder(), "register_model")):
         return sorted(names)
     import torchvision
 
-    return list(torchvision.models.list_models(module=torchvision.models))
+    return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
 def _folder() -> Path:

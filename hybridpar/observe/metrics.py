@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,10 +30,14 @@ METRICS_FILE = "metrics.jsonl"
 #: Bytes of a line that is read.
 _LONGEST_LINE = 1 << 20
 
+#: What a step's line holds of each layer, in the few steps in which it is measured.
+_BY_LAYER = "residual_norms"
+
 #: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
 STEP_COLUMNS = tuple(
     column
     for field in fields(StepRecord)
+    if field.name != _BY_LAYER
     for column in ((field.name, "images_per_second") if field.name == "samples" else (field.name,))
 )
 
@@ -89,12 +93,13 @@ class MetricsWriter:
             RunDirectoryError: The line cannot be written.
         """
         rate = images_per_second(record)
-        self._write(
-            {
-                name: _json_value(name, rate if name == "images_per_second" else getattr(record, name))
-                for name in STEP_COLUMNS
-            }
-        )
+        row: dict[str, Any] = {
+            name: _json_value(name, rate if name == "images_per_second" else getattr(record, name))
+            for name in STEP_COLUMNS
+        }
+        if record.residual_norms is not None:
+            row[_BY_LAYER] = {name: _finite(float(f"{one:.6g}")) for name, one in record.residual_norms.items()}
+        self._write(row)
 
     def write_epoch(self, record: EpochRecord) -> None:
         """Append the end of an epoch, as a line with `"event": "epoch"`.
@@ -109,6 +114,17 @@ class MetricsWriter:
         if record.ema_test_accuracy is None:
             row = {key: value for key, value in row.items() if not key.startswith("ema_")}
         self._write({"event": "epoch"} | row)
+
+    def write_plan(self, row: Mapping[str, object]) -> None:
+        """Append what planning came to while the run went on, as a line with `"event": "plan"`.
+
+        Args:
+            row: Step, cost and outcome, as in the summary's `planning`.
+
+        Raises:
+            RunDirectoryError: The line cannot be written.
+        """
+        self._write({"event": "plan"} | dict(row))
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._failed:
@@ -155,10 +171,12 @@ class MetricsTable:
     Attributes:
         steps: One float64 array per name of `STEP_COLUMNS`, ordered by step; null is NaN, `skipped` is 0 or 1.
         epochs: The ends of epochs, in order.
+        residual_norms: Norm of what was not sent of each layer, when that was measured last.
     """
 
     steps: Mapping[str, NDArray[np.float64]]
     epochs: tuple[EpochRecord, ...]
+    residual_norms: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_metrics(run_dir: Path) -> MetricsTable:
@@ -190,6 +208,7 @@ class MetricsReader:
         self._file, self._done = file, 0
         self._columns = {name: array("d") for name in STEP_COLUMNS}
         self._epochs: dict[int, EpochRecord] = {}
+        self._residual_norms: dict[str, float] = {}
 
     def read(self) -> MetricsTable:
         """All steps and epochs so far, as `read_metrics` returns them."""
@@ -210,6 +229,7 @@ class MetricsReader:
         return MetricsTable(
             steps={name: values[keep] for name, values in tables.items()},
             epochs=tuple(self._epochs[epoch] for epoch in sorted(self._epochs)),
+            residual_norms=self._residual_norms,
         )
 
     def _read_on(self) -> None:
@@ -220,6 +240,8 @@ class MetricsReader:
                 if isinstance(row.get("epoch"), int):
                     self._epochs[row["epoch"]] = _epoch(row)
             elif "event" not in row and row:
+                if isinstance(norms := row.get(_BY_LAYER), dict):
+                    self._residual_norms = {name: _number(one) for name, one in norms.items()}
                 for name, append in columns:
                     value = row.get(name)
                     append(math.nan if value is None else value if type(value) is float else _number(value))

@@ -6,6 +6,7 @@ without training anything. Times are milliseconds of one worker, averaged over t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class StepRecord:
     """Part of `sync_ms` that computation hid, 0 to 1."""
     residual_norm: float | None = None
     """Global L2 norm of what this worker has not sent yet; only in some steps."""
+    residual_norms: Mapping[str, float] | None = None
+    """The same of each parameter, by name."""
     staleness: float | None = None
     """Updates made since the weights that the step's gradients were computed on, their mean; None where that is always
     none."""

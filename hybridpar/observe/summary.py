@@ -274,7 +274,7 @@ def _validate(value: Any, schema: Mapping[str, Any], where: str) -> None:
 
 def _is_a(value: Any, kind: str) -> bool:
     if isinstance(value, bool):  # in Python a bool is an int, in JSON it is not a number
-        return False
+        return kind == "boolean"
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()  # 3.0 is an integer in JSON Schema
     return isinstance(value, _TYPES[kind])

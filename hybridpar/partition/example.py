@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
@@ -177,6 +176,8 @@ class _Run:
         for argument, user in last_use.items():
             dying.setdefault(user, []).append(argument)
         given = iter(inputs)
+        from torch.utils.flop_counter import FlopCounterMode  # which imports triton
+
         counter = FlopCounterMode(display=False)
         with counter:
             for node in self.graph.nodes:

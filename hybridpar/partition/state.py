@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -57,6 +57,21 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+@contextmanager
+def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch on exit.
+
+    Args:
+        devices: GPUs whose states are restored, too.
+    """
+    drawn = python_random_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            _set_python_random_state(drawn)
 
 
 @contextmanager

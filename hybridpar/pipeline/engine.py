@@ -39,7 +39,7 @@ from hybridpar.pipeline.stage_module import (
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
-from hybridpar.schedule.actions import Edge, Layout
+from hybridpar.schedule.actions import Edge, Kind, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import make
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
@@ -296,6 +296,42 @@ class PipelineEngine:
             ScheduleError: The schedule cannot do with so many micro-batches.
         """
         return self._executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
+
+    def begin(self, micro_batches: Sequence[tuple[Any, Any]]) -> StepState:
+        """Issue the forward passes of a step whose loss the caller computes, under schedule `gpipe`.
+
+        The loss that the engine was made with is called as ever; what it makes of the outputs, and what gradients it
+        gives them, is the caller's affair.
+
+        Args:
+            micro_batches: Inputs of every micro-batch, and what is handed to the loss with its outputs.
+
+        Returns:
+            What is known of the step, for `finish`.
+        """
+        batches = [self._micro_batch(*one) for one in micro_batches]
+        return self._executor.begin(StepRequest(batches, sum(batch.samples for batch in batches)))
+
+    def last_forward(self, step: StepState) -> None:
+        """Wait, as the caller's lane does, for the forward passes that `begin` issued on this worker's last stage.
+
+        Args:
+            step: What `begin` returned.
+        """
+        for action, event in step.events.items():
+            if action.kind is Kind.FORWARD and action.stage == len(self._all_stages) - 1:
+                self._lanes.caller.wait(event)
+
+    def finish(self, step: StepState) -> LateOutcome:
+        """Issue the backward passes and the rest of a step that was begun.
+
+        Args:
+            step: What `begin` returned.
+
+        Returns:
+            What the workers agree on; reading it waits for the step.
+        """
+        return self._executor.finish(step)
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
         """Start to sum the samples of a step over the replicas, where only each knows its own.
@@ -569,7 +605,13 @@ class PipelineEngine:
         return torch.compile(module) if compiled else module
 
     def _batches(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[MicroBatch]:
-        return [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
+        return [self._micro_batch(inputs, targets) for inputs, targets in micro_batches]
+
+    def _micro_batch(self, inputs: Any, targets: Any) -> MicroBatch:
+        named = self._named(inputs)
+        return MicroBatch(
+            named, targets, int((targets if isinstance(targets, Tensor) else next(iter(named.values()))).shape[0])
+        )
 
     def _named(self, inputs: Any) -> dict[str, Tensor]:
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -74,13 +74,7 @@ def measure_cluster(
     Raises:
         SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
     """
-    told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
-    key: dict[str, object] = {
-        "places": [[one.host, one.cores] for one in told],
-        "shared": world.transport,
-        "device": told[0].name,
-        "torch": str(torch.__version__),
-    }
+    told, key = _key(world)
     load = machine_load()
     if not fresh:
         known = world.from_main(lambda: _remembered(key, ways, load))
@@ -109,6 +103,32 @@ def measure_cluster(
     else:
         world.from_main(lambda: _remember(key, ways, load, tries[-1]))
     return tries[-1]
+
+
+def is_remembered(world: World, ways: Collection[str] = WAYS) -> bool:
+    """Whether `measure_cluster` has nothing to measure; a collective, all workers get the same answer.
+
+    Args:
+        world: All workers of the job.
+        ways: As for `measure_cluster`.
+
+    Raises:
+        SyncError: A worker died or did not answer in time.
+    """
+    _, key = _key(world)
+    known = world.from_main(lambda: _remembered(key, ways, machine_load()))
+    return known is not None and _still_true(known, world, DRIFT)
+
+
+def _key(world: World) -> tuple[list[_Place], dict[str, object]]:
+    """Where all workers are, and what is remembered of their links is kept by; a collective."""
+    told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
+    return told, {
+        "places": [[one.host, one.cores] for one in told],
+        "shared": world.transport,
+        "device": told[0].name,
+        "torch": str(torch.__version__),
+    }
 
 
 def _called(world: World) -> str:

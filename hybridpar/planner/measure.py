@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,8 +48,41 @@ TURNS = 3
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
+_T = TypeVar("_T")
 
-def profile_model(
+#: What is measured in parts, with something else between them; it returns its result.
+InParts = Generator[None, None, _T]
+
+
+def in_one_go(parts: InParts[_T]) -> _T:
+    """The result of what can be measured in parts, without anything between them.
+
+    Args:
+        parts: It.
+    """
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+def profile_model(model: nn.Module, examples: Sequence[torch.Tensor], **options: Any) -> ModelProfile:
+    """Find out what the planner needs to know of a model, in one go.
+
+    Args:
+        model: As for `profile_in_parts`.
+        examples: Likewise.
+        options: Its other arguments.
+
+    Returns:
+        Units, parameters and times of the model, without its weights.
+    """
+    return in_one_go(profile_in_parts(model, examples, **options))
+
+
+def profile_in_parts(
     model: nn.Module,
     examples: Sequence[torch.Tensor],
     *,
@@ -63,11 +97,12 @@ def profile_model(
     compiled: bool = False,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
-) -> ModelProfile:
-    """Find out what the planner needs to know of a model.
+) -> InParts[ModelProfile]:
+    """Find out what the planner needs to know of a model, in parts that take a second or so.
 
     Args:
-        model: The model, on the device to profile; its state and memory format are as before afterwards.
+        model: The model, on the device to profile; its state and memory format are as before afterwards. Between the
+            parts it may compute in any of its ways, and must be left alone.
         examples: Micro-batches of several sizes, without memory format.
         name: What to call it.
         measure: Measure units; False estimates them by the device's roofline.
@@ -114,9 +149,11 @@ def profile_model(
                 sizes.append(SizedTimes(len(given), times.forward_ms, times.backward_ms))
                 noises.append(times.noise)
                 units = units or found
+                yield
             if measure and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
                 rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
+                yield
             update_ms = rest[form].update_ms if form in rest else None
             variants.append(Variant(form, kernel, tuple(sizes), max(noises), update_ms))
         if measure and (compiled or len(ways) > 1):
@@ -125,6 +162,7 @@ def profile_model(
             factors = [steps[_way_name(one.memory_format, one.kernels)] / one.step_ms for one in variants]
             variants = [one.scaled(factor) for one, factor in zip(variants, factors, strict=True)]
             gain = factors[0] if compiled else None
+            yield
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")

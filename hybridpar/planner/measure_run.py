@@ -6,7 +6,8 @@ the codecs, and some steps of data parallelism. Everything is kept in one cache,
 
 Before a run, measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a
 step is timed; the profile is made smaller where it would take more than `MOST_SECONDS`, and is left out where measuring
-would take more than half of what the run computes.
+would take more than half of what the run computes. What is not known yet can be measured in parts, between the steps of
+a run that has begun.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -43,8 +45,16 @@ from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_model, set_way
+from hybridpar.planner.links import is_remembered, measure_cluster
+from hybridpar.planner.measure import (
+    TURNS,
+    InParts,
+    has_tuned_kernels,
+    in_one_go,
+    measure_rates,
+    profile_in_parts,
+    set_way,
+)
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
@@ -189,7 +199,22 @@ class _Scope:
         return _STEPS_EACH * ways * sizes + turns + _STEPS_REST * len(self.formats) + _STEPS_BESIDE
 
 
-def measure_inputs(
+def measure_inputs(model: nn.Module, asked: Question, world: World, **options: Any) -> PlannerInputs | None:
+    """Measure what a search reads, or find it in the cache, in one go; a collective.
+
+    Args:
+        model: As for `inputs_in_parts`.
+        asked: Likewise.
+        world: Likewise.
+        options: Its other arguments.
+
+    Returns:
+        What was measured, on rank 0; None elsewhere.
+    """
+    return in_one_go(inputs_in_parts(model, asked, world, **options))
+
+
+def inputs_in_parts(
     model: nn.Module,
     asked: Question,
     world: World,
@@ -200,8 +225,10 @@ def measure_inputs(
     cache: bool = True,
     announce: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
-) -> PlannerInputs | None:
-    """Measure what a search reads, or find it in the cache; a collective.
+) -> InParts[PlannerInputs | None]:
+    """Measure what a search reads, or find it in the cache, in parts; each is a collective, of all workers alike.
+
+    The first part ends only where model, links or rehearsal were not measured before: else there is a single one.
 
     Args:
         model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise.
@@ -227,8 +254,10 @@ def measure_inputs(
     scope = _scope(model, asked, world, cluster, workers, passes)
     key = _key(model, asked, world)
     kept = _kept(key, scope, asked.steps) if world.is_main and measure and cache else None
-    if not world.gather(kept is not None)[0]:
-        kept = _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
+    known = bool(world.gather(kept is not None)[0])
+    if not known:
+        yield
+        kept = yield from _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
         if kept is not None and measure and cache and kept.profile.noise <= MOST_NOISE:  # else a warning has said so
             store_measurement(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
     directory = measurements_directory() if cache else None
@@ -242,12 +271,19 @@ def measure_inputs(
     else:
         announce(f"planning: measuring the links between {workers} workers" if workers > 1 else "measuring the machine")
         ways = WAYS if codecs else STRIPED_WAYS if _carries_codecs(world) else PLAIN_WAYS
+        if known and cache and not is_remembered(world, ways):
+            known = False
+            yield
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
+        if not known:
+            yield
         if codecs:
             announce("planning: timing ways to compress gradients")
         # By now what codecs need has been built.
         rates = measure_rates(_rated(codecs, world), trained, workers, world.device, world=world, cache=directory)
         if workers > 1:
+            if codecs and not known:
+                yield
             announce("planning: running some steps of plain data parallelism")
         rehearse = partial(
             measure_rehearsal,
@@ -262,8 +298,14 @@ def measure_inputs(
             cache=directory,
             note=asked.amp,
         )
+        kept_steps = rehearse(only_kept=True) if known else None
+        if kept_steps is None and known:
+            known = False
+            yield
         with autocast(asked.amp, world.device):
-            took = world.on_all(_named(rehearse))
+            took = kept_steps or world.on_all(_named(rehearse)) or ()
+        if not known:
+            yield
     return None if kept is None else _inputs(asked, cluster, kept, rates, took)
 
 
@@ -314,8 +356,8 @@ def _measure(
     measure: bool,
     announce: Callable[[str], None],
     progress: Progress | None,
-) -> _Kept | None:
-    """Profile the model; a collective.
+) -> InParts[_Kept | None]:
+    """Profile the model, in parts, each a collective.
 
     Returns:
         On rank 0 what was measured; None elsewhere.
@@ -338,6 +380,7 @@ def _measure(
             told = f"more than half of {asked.steps:,} steps of {1e3 * slowest:,.0f} ms"
             raise HybridparError(f"measuring would take {needs:,.1f} s, {told}")
         announce(f"planning: measuring the model, about {max(1.0, needs):.0f} s in all (--plan none skips planning)")
+        yield
     if asked.compiled:
         announce("planning: compiling the model (--plan none skips planning)")
         with autocast(asked.amp, world.device):  # on all workers at once, so that none waits for another one's compiler
@@ -348,29 +391,37 @@ def _measure(
             prepare_aside(map(parse_codec, _rated(asked.codecs if _carries_codecs(world) else [], world)))
         with autocast(asked.amp, world.device):
             crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
+        yield
     found: list[_Kept] = []
+    parts = profile_in_parts(
+        model,
+        examples,
+        name=asked.name,
+        measure=measure,
+        passes=scope.passes,
+        formats=scope.formats if measure else scope.formats[:1],
+        kernels=scope.kernels,
+        lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
+        optimizer_copies=asked.copies,
+        crowd=crowd,
+        compiled=asked.compiled,
+        progress=progress,
+        announce=announce if asked.steps is None else None,
+    )
 
-    def profile() -> None:
+    def profile() -> bool:
+        """Do the next part; whether there are more."""
         with autocast(asked.amp, world.device):
-            made = profile_model(
-                model,
-                examples,
-                name=asked.name,
-                measure=measure,
-                passes=scope.passes,
-                formats=scope.formats if measure else scope.formats[:1],
-                kernels=scope.kernels,
-                lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
-                optimizer_copies=asked.copies,
-                crowd=crowd,
-                compiled=asked.compiled,
-                progress=progress,
-                announce=announce if asked.steps is None else None,
-            )
-            overhead = measure_hand_over(world.device) if measure and world.device.type == "cpu" else 0.0
-            found.append(_Kept(made, overhead, scope == full, asked.steps or 0, scope.passes))
+            try:
+                next(parts)
+            except StopIteration as end:
+                overhead = measure_hand_over(world.device) if measure and world.device.type == "cpu" else 0.0
+                found.append(_Kept(end.value, overhead, scope == full, asked.steps or 0, scope.passes))
+        return not found
 
-    world.from_main(_named(profile))
+    with closing(parts):
+        while world.from_main(_named(profile)):  # rank 0 alone knows how many there are
+            yield
     return found[0] if found else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -404,7 +405,7 @@ def _gradient_blocks(one: _Known) -> Iterator[_Block]:
     path = one.run.directory / "compress.csv"
     if not path.exists():
         return
-    residual = one.table.steps["residual_norm"]
+    residual, norms = one.table.steps["residual_norm"], one.table.residual_norms
     residual = residual[residual == residual]  # without NaN
     if len(residual):
         told = f"last {residual[-1]:.4g}, largest {residual.max():.4g}, measured in {len(residual):,} of the steps"
@@ -418,11 +419,17 @@ def _gradient_blocks(one: _Known) -> Iterator[_Block]:
             before, after = float(line["bytes_before"]), float(line["bytes_after"])
             sizes = [format_bytes(before), format_bytes(after), f"{before / max(1.0, after):.1f}x"]
             rows.append([line["layer"], line["kind"], f"{int(line['size']):,}", line["codec"], *sizes])
+            if norms:
+                left = norms.get(line["layer"], math.nan)
+                rows[-1].append("" if math.isnan(left) else f"{left:.4g}")
     except (HybridparError, csv.Error, KeyError, TypeError, ValueError) as error:
         yield _note(f"{path.name} cannot be read: {getattr(error, 'what', error)}")
         return
     head = ["layer", "kind", "size", "codec", "before", "after", "less"]
-    yield _table(head, rows, name="What a worker sends of each layer in a step", numbers=(2, 4, 5, 6), first=10)
+    numbers: tuple[int, ...] = (2, 4, 5, 6)
+    if norms:  # of worker 0, when they were measured last
+        head, numbers = [*head, "not sent yet (norm)"], (*numbers, 7)
+    yield _table(head, rows, name="What a worker sends of each layer in a step", numbers=numbers, first=10)
 
 
 def _staleness_blocks(one: _Known) -> Iterator[_Block]:

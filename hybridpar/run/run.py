@@ -9,18 +9,20 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, describe_data
+from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
@@ -31,8 +33,8 @@ from hybridpar.observe.logger import logger_names
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
-from hybridpar.plan import Plan
-from hybridpar.planner.planned_run import plan_run, set_aside
+from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.planner.planned_run import Planning, plan_run, set_aside
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.data import (
     batch_maker,
@@ -75,6 +77,10 @@ from hybridpar.train.trainer import Evaluation, StepResult, Trainer
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
     from hybridpar.run.kernels import KernelUse
+
+
+#: Steps before the first that planning follows: in these buckets are cut, and caches are cold.
+FIRST_STEPS = 1
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
@@ -193,6 +199,7 @@ class Run(RunLoop):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
             measured=deferred is None or small,
+            at_once=deferred is None,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
@@ -200,16 +207,9 @@ class Run(RunLoop):
         self.memory.restart(sum(one.nbytes for one in held))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
-        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
-        self.replicas = plan.placement.replicas
-        shares = shares_of(config, plan)
-        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas, shares)
-        self.batches = batches_of(config.batch_size)
-        place: tuple[Any, ...] = data, config, plan, world.device, world.size, world.rank, world.size
-        if deferred is not None and plan.placement.workers > 1:  # the workers of a replica evaluate together
-            place = *place[:4], self.replicas, world.rank % self.replicas, self.replicas
-        self._make_test: Callable[[Sequence[float] | None], TestBatches] = partial(test_batches, *place)
-        self.test = self._make_test(shares)
+        self.data, self.given = data, given
+        self._own_only = deferred is not None
+        batches_of = self._divide(plan)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
@@ -220,7 +220,7 @@ class Run(RunLoop):
             steps_per_epoch=per_epoch,
             world=world,
             plan=self.planned,
-            example=example_batch(data, config, plan) if plan.is_staged or is_auto(plan.sync.codec) else None,
+            example=self._example(plan),
             name=model_name,
             classes=data.classes,
         )
@@ -237,11 +237,7 @@ class Run(RunLoop):
                 in_pairs=config.mixes,
                 wait=self.trainer.wait,
             )
-        self.kernels: KernelUse | None = None
-        if plan.kernels is not None:
-            from hybridpar.run.kernels import prepare_kernels
-
-            self.kernels = prepare_kernels(model, config, plan, world, data.sample_shape)
+        self.kernels = self._prepare_kernels(plan)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.at.resumed_from = self._resume()
@@ -249,15 +245,11 @@ class Run(RunLoop):
         if self.is_over:
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
-        asked = as_asked(config, plan)
-        versions, images = {"torch": torch.__version__}, ImageFacts.of(data).plain()
-        recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
-        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, versions, given, **recorded))
+        self._claim(plan)
         self.at.directory = self.place.directory
         FLIGHT.open(self.place.directory / FLIGHT_FOLDER, world.rank, world.size)
         self.plan, self.info = self._describe()
-        plan_file = self.place.directory / "plan.json"
-        self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
+        self.watch = self._open_watch()
         self.profile: StepProfile | None = None
         if config.profile:
             trace = self.place.directory / "profile" / f"rank-{world.rank}.json.gz"
@@ -265,11 +257,52 @@ class Run(RunLoop):
             self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
+        self._planning = self.planned.planning
+        self._said_of_planning: dict[str, Any] | None = None
+        self._is_one_layout = self.at.resumed_from is None
         self._stopping = False
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
+
+    def _divide(self, plan: ResolvedPlan) -> Callable[[int], TrainBatches]:
+        """Divide batches and the test set as a plan says; returns what makes batches of another size."""
+        config, world = self.config, self.world
+        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
+        self.replicas = plan.placement.replicas
+        shares = shares_of(config, plan)
+        batches_of = batch_maker(self.data, config, plan, world.device, world.rank % self.replicas, shares)
+        self.batches = batches_of(config.batch_size)
+        divided = world.size, world.rank, world.size
+        if self._own_only and plan.placement.workers > 1:  # the workers of a replica evaluate together
+            divided = self.replicas, world.rank % self.replicas, self.replicas
+        self._make_test = partial(test_batches, self.data, config, plan, world.device, *divided)
+        self.test = self._make_test(shares)
+        return batches_of
+
+    def _example(self, plan: ResolvedPlan) -> Tensor | None:
+        needed = plan.is_staged or is_auto(plan.sync.codec)
+        return example_batch(self.data, self.config, plan) if needed else None
+
+    def _prepare_kernels(self, plan: ResolvedPlan) -> KernelUse | None:
+        if plan.kernels is None:
+            return None
+        from hybridpar.run.kernels import prepare_kernels
+
+        return prepare_kernels(self.trainer.model, self.config, plan, self.world, self.data.sample_shape)
+
+    def _claim(self, plan: ResolvedPlan) -> None:
+        """Make the run's directory its own, and write how to repeat it."""
+        asked = as_asked(self.config, plan)
+        versions, images = {"torch": torch.__version__}, ImageFacts.of(self.data).plain()
+        recorded: dict[str, Any] = {"follows_plan": plan.inputs is not None, "images": images}
+        name, given = self.model_name, self.given
+        self.place = self.world.from_main(lambda: claim_place(self.place, asked, name, versions, given, **recorded))
+
+    def _open_watch(self) -> StageWatch:
+        plan_file = self.place.directory / "plan.json"
+        return StageWatch(self.trainer, self.config, self.plan, self.total, plan_file)
 
     def _resume(self) -> int | None:
         if self.place.checkpoint is None:
@@ -381,8 +414,11 @@ class Run(RunLoop):
                 self._tune_shares(result, record)
                 if result.outcome.stop:
                     self._stopping = True
-                elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
+                    continue
+                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
                     self._save()
+                if self._planning is not None and FIRST_STEPS < result.step < self.total:
+                    self._go_on_planning(self._planning)
             if self._stopping:
                 self._save()
                 break
@@ -413,6 +449,40 @@ class Run(RunLoop):
                 self._divide_by(self.shares.shares)
                 self.progress.message(news)
 
+    def _go_on_planning(self, planning: Planning) -> None:
+        """Do the next part of the search for a plan, and follow what was found."""
+        with self.clock.away(), noted("planning"):
+            self.trainer.wait()
+            found = planning.go_on()
+            if found is None:
+                return
+            self._planning, begun = None, time.perf_counter()
+            changed = self.trainer.adopt(found, self._example(found.plan))
+            if changed:
+                self._divide(found.plan)
+                self.kernels = self._prepare_kernels(found.plan)
+                self.timings, self._is_one_layout = Timings(), False
+            self.planned, self.place = found, replace(self.place, claim="use")
+            self._claim(found.plan)
+            self.plan, self.info = self._describe()
+            self.watch = self._open_watch()
+            self.memory.forget_peak()  # of measuring
+        moving = time.perf_counter() - begun
+        step, cost = self.trainer.steps_done, planning.cost(moving if changed else 0.0)
+        what = found.lines[0].partition("; planned in")[0]
+        follows = "followed from the next step on" if changed else "as the run does already"
+        text = f"{what} ({follows}); {cost}"
+        self._said_of_planning = {
+            "step": step,
+            "seconds": round(planning.seconds + moving, 3),
+            "pauses": planning.parts,
+            "changed": changed,
+            "text": text,
+        }
+        self.progress.message("\n".join((text, *found.lines[1:])))
+        if self._writer is not None:
+            self._writer.write_plan(self._said_of_planning)
+
     def _divide_by(self, shares: Sequence[int] | None) -> None:
         """Divide the steps to come, and the test set, by other shares."""
         self.batches.shares = shares
@@ -435,13 +505,13 @@ class Run(RunLoop):
         On a GPU, and in a pipeline, a step is handed on when the next one has been queued: reading its figures
         must not keep the device waiting. A request to stop or to save then takes effect a step later, on all workers.
         """
-        behind = self.world.device.type == "cuda" or self.trainer.engine.late
         held: tuple[StepResult, float] | None = None
-        done = first
-        batches, shares = iter(self.batches.epoch(epoch, first)), self.batches.shares
+        done, divided = first, None
         while self.trainer.steps_done < self.total and not self._stopping:
-            if self.batches.shares != shares:
-                batches, shares = iter(self.batches.epoch(epoch, done)), self.batches.shares
+            # The layout changes between two steps only.
+            behind = self._planning is None and (self.world.device.type == "cuda" or self.trainer.engine.late)
+            if divided != (self.batches, self.batches.shares):
+                batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
             with noted("waiting for the next batch"):
                 batch: Batch | None = next(batches, None)
@@ -518,10 +588,11 @@ class Run(RunLoop):
         if not self.world.is_main:
             return
         summary = self._summary(stopped)
-        # What all workers noted covers, of a run that was resumed, a part only.
-        whole = self.at.resumed_from is None
+        # What all workers noted covers, of a run that was resumed or went on by another plan, a part only.
+        whole = self._is_one_layout
         summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
+        summary["planning"] = self._said_of_planning
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if self.config.outer_steps is not None and (rate := self.timings.steps_per_second()) is not None:
             summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -37,17 +38,19 @@ from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.planner.resolve import resolve
-from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
+from hybridpar.run.data import batch_maker, check_batch, make_model, shares_of, test_batches
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.figures import WorkerFigures, measured_fields
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.save_rule import SaveRule
+from hybridpar.run.served_outer import OuterWorker, inner_trainer
 from hybridpar.run.served_state import ServedState
 from hybridpar.run.timings import StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
-from hybridpar.server.learner import Exchanged, Learner
+from hybridpar.server.learner import Exchanged, Learner, Pusher
+from hybridpar.server.outer import OuterLearner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
@@ -55,9 +58,12 @@ from hybridpar.server.rules import Rules
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters, needs_whole_parameters
 from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_parameters
+from hybridpar.sync.outer import check_outer_policy
 from hybridpar.train.checkpoint_files import step_of
 from hybridpar.train.evaluation import Evaluation, evaluate
+from hybridpar.train.outer import check_length
 from hybridpar.train.step_result import MAX_BAD_STEPS
+from hybridpar.train.trainer import Trainer
 
 
 def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()) -> int:
@@ -154,8 +160,10 @@ class ServedRun(RunLoop):
         tune_worker(config, World(device=self.device))
         data = self._load_data()
         check_batch(config, len(data.train), place.workers)
+        config.check_paces(place.workers)
         plan = resolve(config, place.workers)
-        self.batches = batch_maker(data, config, plan, self.device, place.rank)(config.batch_size)
+        shares = shares_of(config, plan)
+        self.batches = batch_maker(data, config, plan, self.device, place.rank, shares)(config.batch_size)
         # Without a barrier worker 0 tests alone while the others go on.
         share = (place.rank, place.workers) if self.rules.barrier else (0, 1)
         self.test = test_batches(data, config, plan, self.device, place.workers, *share, None)
@@ -171,24 +179,36 @@ class ServedRun(RunLoop):
         self.policy = read_policy(config.compress)
         self.policy.check(list(trained_parameters(self.model)))
         check_for_servers(self.policy)
+        looped = config.outer_steps is not None
+        if config.outer_steps is not None:
+            check_length(config, config.outer_steps, self.total)
+            check_outer_policy(self.policy)
         optimizer = build_optimizer(self.model, config)
-        for entry in self.policy.rules:
+        for entry in () if looped else self.policy.rules:
             check_optimizer(entry.codec, optimizer)
-        self.clipping = Clipping.of(config, self.model, optimizer)
+        # In an outer loop rates, and what is clipped, are the workers' business.
+        self.clipping = Clipping() if looped else Clipping.of(config, self.model, optimizer)
         described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
         scales = None
-        if config.scales_rates:
+        if config.scales_rates and not looped:
             scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)
-        self.stripes = cut_model(described, place.hosts * self.parts, scales, whole=needs_whole_parameters(config))
+        self.stripes = cut_model(
+            described, place.hosts * self.parts, scales, whole=not looped and needs_whole_parameters(config)
+        )
         if self.is_main:
             tell_parts(place, self.parts)
         self.loss = OutputLoss(make_loss(config, mixed=config.mixes))
+        self.inner: Trainer | None = None
+        if looped:
+            self.inner = inner_trainer(self.model, config, self.loss, self.device, self.classes)
+        self.outer: OuterWorker | None = None
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
         self.timings = Timings()
         self._save_asked = False
         self._bad, self._seen = 0, 0
+        self._forward: Callable[..., Any] = self.model
         self._latest: Exchanged | None = None
         self._test_saved: EpochRecord | None = None
 
@@ -207,6 +227,7 @@ class ServedRun(RunLoop):
         """What is known before the first step; worker 0 writes the plan."""
         config, place = self.config, self.place
         where = f"{place.servers} server{'' if place.servers == 1 else 's'}"
+        what = "gradients" if self.inner is None else "outer gradients"
         if not place.servers:
             where = "the workers themselves, each of which hosts one shard"
         parameters = parameter_count(self.model)
@@ -238,7 +259,7 @@ class ServedRun(RunLoop):
             notes=(
                 *self._opening_notes(),
                 *self.state.weights_lines,
-                f"gradients are added at {where}: --sync {config.sync}",
+                f"{what} are added at {where}: --sync {config.sync}",
             ),
             replicas=place.workers,
             micro_batches=config.micro_batches,
@@ -255,6 +276,7 @@ class ServedRun(RunLoop):
             self.rules.barrier,
             self.clipping,
             self.at,
+            self.inner,
         )
         graceful = False
         try:
@@ -263,19 +285,7 @@ class ServedRun(RunLoop):
             self._saved = self._progress_made() if self.at.resumed_from is not None else None
             self._test_saved = self._last_test
             self.info = self._describe()
-            self.learner = Learner(
-                self.model,
-                self.loss,
-                self.state.links,
-                barrier=self.rules.barrier,
-                context=lambda: autocast(self.config.amp, self.device),
-                loss_scale=self.state.loss_scale,
-                guard=self.config.guard,
-                compiled=self.config.compile,
-                clipping=self.clipping,
-                took=self.state.take_weights,
-            )
-            with contextlib.closing(self.learner):
+            with contextlib.closing(self._open_learner()):
                 stopped = super()._train(stop)
             graceful = True
             return stopped
@@ -284,6 +294,50 @@ class ServedRun(RunLoop):
             raise
         finally:
             self.state.links.close(graceful=graceful)
+            if self.inner is not None:
+                self.inner.close()
+
+    def _open_learner(self) -> Pusher:
+        config, links, took = self.config, self.state.links, self.state.take_weights
+        if self.inner is not None:
+            learner = OuterLearner(self.model, links, timeout=config.timeout, took=took)
+            place = self.place.rank, self.total, self.per_epoch
+            self.outer = OuterWorker(self.inner, learner, config, *place)
+            self._forward = self.inner.engine.pipeline.forwards[0]
+            return learner
+        self.learner = Learner(
+            self.model,
+            self.loss,
+            links,
+            barrier=self.rules.barrier,
+            context=self._autocast,
+            loss_scale=self.state.loss_scale,
+            guard=config.guard,
+            compiled=config.compile,
+            clipping=self.clipping,
+            took=took,
+        )
+        self._forward = self.learner.forward
+        return self.learner
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return autocast(self.config.amp, self.device)
+
+    def _learn(self, batch: Batch, data_ms: float, stop: bool) -> Exchanged | None:
+        """One step of this worker; what the servers answered, if it ended with an exchange."""
+        ahead = 0 if self.outer is None else self.outer.steps
+        rate = rate_factor(min(self.at.step + ahead, self.total - 1), self.total, self.per_epoch, self.config)
+        rate *= self.state.lowered
+        wanted: dict[str, Any] = {"stop": stop, "save": self._is_save_due() or self._save_asked}
+        wanted["lowered"] = self.state.tells
+        micro_batches = self._mixed(batch.micro_batches)
+        if self.outer is not None:
+            noted: dict[str, Any] = {"timings": self.timings, "data_ms": data_ms}
+            return self.outer.step(micro_batches, batch, self.at.step, rate=rate, wanted=wanted, **noted)
+        result = self.learner.step(micro_batches, batch.samples, batch.global_samples, rate=rate, **wanted)
+        times = StepTimes(result.compute_ms, result.exposed_ms, data_ms)
+        self.timings.add(times, result.pushed, bytes_pulled=result.pulled)
+        return result
 
     def _steps(self, stop: StopRequest) -> bool:
         """Push gradients until there are enough; True when a signal ended it early."""
@@ -291,22 +345,13 @@ class ServedRun(RunLoop):
             return False
         self._seen = self.at.step
         for batch, data_ms in self._endless():
-            rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
-            result = self.learner.step(
-                self._mixed(batch.micro_batches),
-                batch.samples,
-                batch.global_samples,
-                rate=rate * self.state.lowered,
-                stop=stop.wanted,
-                save=self._is_save_due() or self._save_asked,
-                lowered=self.state.tells,
-            )
+            result = self._learn(batch, data_ms, stop.wanted)
+            self.at.own_steps += 1
+            if result is None:
+                continue
             self.state.hear(result.lowered)
             self._save_asked = False
-            self.at.own_steps += 1
             before, self._seen, self.at.step = self._seen, result.step, result.step
-            times = StepTimes(result.compute_ms, result.exposed_ms, data_ms)
-            self.timings.add(times, result.pushed, bytes_pulled=result.pulled)
             self._latest = result
             self._record(result, data_ms)
             self._watch(result)
@@ -386,10 +431,10 @@ class ServedRun(RunLoop):
     def _evaluate(self, occasion: str) -> Evaluation:
         """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
         self.model.eval()
-        with self.learner.autocast():
+        with self._autocast():
             own = Evaluation(0.0, 0.0, 0)
             if len(self.test):
-                own = evaluate(self.learner.forward, self.loss.of_scores, self.test, World(device=self.device))
+                own = evaluate(self._forward, self.loss.of_scores, self.test, World(device=self.device))
         if not self.rules.barrier:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]

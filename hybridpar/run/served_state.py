@@ -27,10 +27,12 @@ from hybridpar.run.best import keep_rule
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing, plain_tests, read_tests
+from hybridpar.run.served_outer import outer_state_of, outer_step_of, saved_outer_state
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.link import Links
+from hybridpar.server.outer import outer_statistics
 from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.running import flat_buffers, put_buffers
@@ -45,6 +47,8 @@ from hybridpar.train.checkpoint import (
     usable,
 )
 from hybridpar.train.checkpoint_files import latest_checkpoint
+from hybridpar.train.engine import Engine
+from hybridpar.train.trainer import Trainer
 
 
 class ServedState:
@@ -60,6 +64,7 @@ class ServedState:
         barrier: Whether an update waits for all workers.
         clipping: How gradients are clipped.
         at: How far the run is; what is found at the start is put there.
+        inner: In an outer loop: trains between two exchanges.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class ServedState:
         barrier: bool,
         clipping: Clipping,
         at: Standing,
+        inner: Trainer | None = None,
     ) -> None:
+        self._inner = inner
         self._at, self._clipping = at, clipping
         self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
@@ -90,7 +97,8 @@ class ServedState:
         }
         self.links = self._open_links(policy)
         #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
-        self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
+        scaled = config.amp == "fp16" and inner is None
+        self.loss_scale = LossScale(self.device) if scaled else None
         # What workers in step decide alike of `--lr-schedule plateau`, else worker 0 for all.
         self._plateau = Plateau(config) if config.lr_schedule == "plateau" else None
         self._told: float | None = None
@@ -133,7 +141,7 @@ class ServedState:
         at = self._at
         run_place = find_place(self._config, self._name) if main else None
         written = _last_step(run_place.directory) if run_place is not None and joins else 0
-        buffers = flat_buffers(self.model).numel()
+        buffers = self._buffers().nbytes // 4
         welcome = self.links.hello(buffers, written if main else None)
         if run_place is not None:
             if all(one["initialised"] for one in welcome):
@@ -166,7 +174,7 @@ class ServedState:
         """Put into the model what the shards sent last."""
         statistics = self.links.links[0].statistics
         if statistics.numel():
-            put_buffers(self.model, statistics)
+            self._put_buffers(self.model, statistics)
         if self.device.type != "cpu":
             with torch.no_grad():
                 for name, parameter in trained_parameters(self.model).items():
@@ -190,8 +198,10 @@ class ServedState:
                 self._at.go_on_from(data.training["extra"], self._config, place.checkpoint)
                 self.model.load_state_dict(data.model)
                 optimizer = data.training["optimizer"]
-                # Only to have it refused where it is of another kind.
-                load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(optimizer or {}))
+                if self._inner is not None:
+                    optimizer = outer_state_of(data.training.get("outer", {}))
+                else:  # only to have it refused where it is of another kind
+                    load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(optimizer or {}))
                 step = self._at.resumed_from = data.step
                 progress = data.training.get("server", {}).get("shards", [])
                 clock = max((int(one["clock"]) for one in progress), default=step)
@@ -204,6 +214,8 @@ class ServedState:
                 self.model,
                 self._stripes,
                 limit=total * workers,
+                outer=None if self._inner is None else outer_step_of(self._config, total),
+                buffers=self._buffers(),
                 optimizer=optimizer,
                 progress=progress,
                 taken=step * workers,
@@ -222,6 +234,8 @@ class ServedState:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
         own, scale = data.local, data.training.get("loss_scale")
+        if self._inner is not None:
+            self._load_inner(self._inner.engine, data, path)
         if not self._barrier and own is not None and data.workers == self._place.workers:
             scale = own.get("server", {}).get("loss_scale", scale)
         if self.loss_scale is not None and scale is not None:
@@ -235,6 +249,28 @@ class ServedState:
             if "server" in own:
                 self._at.own_steps = int(own["server"]["own_steps"])
                 self.links.load_coders(own["server"]["codecs"])
+
+    def _load_inner(self, engine: Engine, data: CheckpointData, path: Path) -> None:
+        """The state of this worker's own optimizer, or where it has saved none, that of worker 0."""
+        saved = {"optimizer": data.training["optimizer"], "loss_scale": data.training.get("loss_scale")}
+        if data.local is not None and data.workers == self._place.workers:
+            saved |= data.local.get("server", {}).get("inner", {})
+        with usable(path):
+            engine.load_optimizer_state(saved["optimizer"])
+            if saved["loss_scale"] is not None:
+                engine.load_loss_scale_state(saved["loss_scale"])
+
+    def _buffers(self) -> Tensor:
+        """The running statistics as servers keep them, on the CPU."""
+        if self._inner is None:
+            return flat_buffers(self.model).cpu()
+        return outer_statistics(self.model).message(1.0).cpu()
+
+    def _put_buffers(self, model: nn.Module, values: Tensor) -> None:
+        if self._inner is None:
+            put_buffers(model, values)
+        else:
+            outer_statistics(model).load(values.view(torch.float64).to(self.device), 1.0)
 
     # ------------------------------------------------------------------- rates
 
@@ -340,6 +376,10 @@ class ServedState:
         }
         if self.loss_scale is not None:
             local["server"]["loss_scale"] = self.loss_scale.state_dict()
+        if self._inner is not None:
+            engine = self._inner.engine
+            inner = {"optimizer": engine.optimizer_state(), "loss_scale": engine.loss_scale_state()}
+            local["server"]["inner"] = inner
         self._at.epoch, self._at.epoch_step = divmod(step, steps_per_epoch)
         model, training = self._whole(states) if states is not None else ({}, {})
         average = None
@@ -354,7 +394,7 @@ class ServedState:
         optimizer, progress = merged_states(model, self._stripes, states)
         kind = type(build_optimizer(model, self._config)).__name__
         if states[0]["buffers"].numel():
-            put_buffers(model, states[0]["buffers"])
+            self._put_buffers(model, states[0]["buffers"])
         training = {
             "optimizer": {"kind": kind, **optimizer},
             "extra": self._at.to_extra(self._config),
@@ -362,6 +402,11 @@ class ServedState:
         }
         if self.loss_scale is not None:
             training["loss_scale"] = self.loss_scale.state_dict()
+        if self._inner is not None:
+            training["optimizer"] = self._inner.engine.optimizer_state()
+            training["outer"] = saved_outer_state(optimizer["state"])
+            if (scale := self._inner.engine.loss_scale_state()) is not None:
+                training["loss_scale"] = scale
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training

@@ -50,5 +50,6 @@ def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
     """
     if not sync.bytes_before:
         return {}
-    names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms", "residual_norm")
-    return {name: getattr(sync, name) for name in names} | {"hidden_share": sync.hidden_share(exposed_ms)}
+    names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms")
+    kept = {"residual_norm": sync.residual_norm, "residual_norms": sync.residual_norms}
+    return {name: getattr(sync, name) for name in names} | kept | {"hidden_share": sync.hidden_share(exposed_ms)}

@@ -37,6 +37,7 @@ class Exchanged:
         done: Whether the servers have taken in all that was wanted.
         stop: Whether all workers are to stop.
         save: Number of a checkpoint that all are to write now; 0 for none.
+        fastest: Steps per second of the fastest worker, of those who said so; 0 where none did.
         lowered: What worker 0 last said that learning rates are multiplied with; None for nothing.
         norm: Norm of the gradient of all workers before clipping; None where worker 0 did not add it up.
         rows: For worker 0: what the steps since the last answer did.
@@ -58,13 +59,77 @@ class Exchanged:
     exposed_ms: float
     pushed: int
     pulled: int
+    fastest: float = 0.0
     lowered: float | None = None
     norm: float | None = None
     rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
     news: Sequence[str] = field(default_factory=tuple)
 
 
-class Learner:
+class Pusher:
+    """Sends a worker's part of an update to the shards, parameter by parameter, and takes their answers.
+
+    Args:
+        model: The model; its parameters and running statistics are overwritten by every answer.
+        links: The ways to the shards.
+        took: Called when weights have come, to put them where the model's parameters are.
+    """
+
+    def __init__(self, model: nn.Module, links: Links, took: Callable[[], object]) -> None:
+        self.model = model
+        self.links = links
+        self._took = took
+        self._parameters = trained_parameters(model)
+        self._places: dict[str, list[tuple[int, int, slice]]] = {name: [] for name in self._parameters}
+        for shard, link in enumerate(links.links):
+            for number, piece in enumerate(link.stripe.pieces):
+                where = slice(piece.start, piece.start + piece.count)
+                self._places[piece.name].append((shard, number, where))
+        self._counts: tuple[int, int] = self._traffic()
+
+    def _send(self, name: str, flat: Tensor) -> None:
+        """What is pushed of a parameter is there: 1-D float32, which stays as it is until the answers have come."""
+        for shard, number, where in self._places[name]:
+            self.links.ready(shard, number, flat[where])
+
+    def _finish(self, end: dict[str, Any], missing: set[str], statistics: Tensor) -> list[dict[str, Any]]:
+        """All is sent but for some parameters; wait for the answers of the shards."""
+        unused = [
+            [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
+            for link in self.links.links
+        ]
+        return self.links.finish_push(end, unused, statistics)
+
+    def _exchanged(self, first: dict[str, Any], loss: float, compute: float, exposed: float) -> Exchanged:
+        """What came of a push, by the answer of shard 0 and by two times in seconds."""
+        before, self._counts = self._counts, self._traffic()
+        return Exchanged(
+            step=int(first["step"]),
+            loss=loss,
+            applied=bool(first["applied"]),
+            staleness=int(first["staleness"]),
+            done=bool(first["done"]),
+            stop=bool(first["stop"]),
+            save=int(first["save"]),
+            compute_ms=compute * 1e3,
+            exposed_ms=exposed * 1e3,
+            pushed=self._counts[0] - before[0],
+            pulled=self._counts[1] - before[1],
+            fastest=float(first["fastest"]),
+            lowered=first["lowered"],
+            norm=None if self.links.squares is None else math.sqrt(self.links.squares),
+            rows=first.get("rows", ()),
+            news=first.get("news", ()),
+        )
+
+    def _traffic(self) -> tuple[int, int]:
+        return sum(link.sent for link in self.links.links), sum(link.received for link in self.links.links)
+
+    def close(self) -> None:
+        """Let go of the model, which stays as it is."""
+
+
+class Learner(Pusher):
     """Computes gradients of a model, and exchanges them for weights.
 
     Args:
@@ -95,20 +160,12 @@ class Learner:
         clipping: Clipping | None = None,
         took: Callable[[], object] = lambda: None,
     ) -> None:
-        self.model = model
-        self.links = links
-        self._took = took
+        super().__init__(model, links, took)
         self._loss = loss
         self._barrier, self._guard = barrier, guard
         self._clipping = None if barrier or clipping is None or not clipping.by_norm else clipping
         self.autocast, self._loss_scale = context, loss_scale
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
-        self._parameters = trained_parameters(model)
-        self._places: dict[str, list[tuple[int, int, slice]]] = {name: [] for name in self._parameters}
-        for shard, link in enumerate(links.links):
-            for number, piece in enumerate(link.stripe.pieces):
-                where = slice(piece.start, piece.start + piece.count)
-                self._places[piece.name].append((shard, number, where))
         self._last = False
         self._handed: set[str] = set()
         self._hooks = [
@@ -119,7 +176,6 @@ class Learner:
         ]
         if loss_scale is not None:
             self._hooks += loss_scale.attach(model)
-        self._counts: tuple[int, int] = self._traffic()
 
     def forward(self, inputs: Tensor) -> Any:
         """Outputs of the model.
@@ -194,14 +250,8 @@ class Learner:
         }
         if lowered is not None:
             end["lowered"] = lowered
-        unused = [
-            [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
-            for link in self.links.links
-        ]
-        answers = self.links.finish_push(end, unused, flat_buffers(self.model).cpu())
-        first = answers[0]
-        applied = bool(first["applied"])
-        counts = applied if self._barrier else bool(end["sound"])
+        first = self._finish(end, missing, flat_buffers(self.model).cpu())[0]
+        counts = bool(first["applied"]) if self._barrier else sound
         if self._loss_scale is not None:
             self._loss_scale.update(counts)
         if not counts:
@@ -209,24 +259,7 @@ class Learner:
                 buffer.copy_(batches)
         put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
         self._took()
-        pushed, pulled = self._moved()
-        return Exchanged(
-            step=int(first["step"]),
-            loss=total,
-            applied=applied,
-            staleness=int(first["staleness"]),
-            done=bool(first["done"]),
-            stop=bool(first["stop"]),
-            save=int(first["save"]),
-            compute_ms=(computed - started) * 1e3,
-            exposed_ms=(time.perf_counter() - computed) * 1e3,
-            pushed=pushed,
-            pulled=pulled,
-            lowered=first["lowered"],
-            norm=None if self.links.squares is None else math.sqrt(self.links.squares),
-            rows=first.get("rows", ()),
-            news=first.get("news", ()),
-        )
+        return self._exchanged(first, total, computed - started, time.perf_counter() - computed)
 
     def _hand_over(self, name: str) -> None:
         """The gradient of a parameter is complete."""
@@ -240,8 +273,7 @@ class Learner:
                 parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
             flat = flat_view(parameter.grad).cpu()
         self._handed.add(name)
-        for shard, number, where in self._places[name]:
-            self.links.ready(shard, number, flat[where])
+        self._send(name, flat)
 
     def _squares(self, missing: set[str]) -> float:
         """Squared norm of the gradient; 0 where nobody wants to know it."""
@@ -253,14 +285,6 @@ class Learner:
         if not gradients or (not self._guard and self._clipping is None):
             return 0.0
         return float(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
-
-    def _traffic(self) -> tuple[int, int]:
-        return sum(link.sent for link in self.links.links), sum(link.received for link in self.links.links)
-
-    def _moved(self) -> tuple[int, int]:
-        """Bytes sent and received since the last call."""
-        before, self._counts = self._counts, self._traffic()
-        return self._counts[0] - before[0], self._counts[1] - before[1]
 
     def close(self) -> None:
         """Remove all hooks. The model stays as it is."""

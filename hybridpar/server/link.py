@@ -66,14 +66,20 @@ class Links:
         pairs = zip(self.links, starts, strict=True)
         return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
 
-    def begin_push(self, rate: float) -> None:
+    def stay(self) -> None:
+        """Let the shards know that this worker is there, and trains."""
+        for link in self.links:
+            link.submit(link.stay)
+
+    def begin_push(self, rate: float, *, rescale: bool = True) -> None:
         """A backward pass is about to make a gradient.
 
         Args:
             rate: Learning rate as a fraction of its peak.
+            rescale: Whether what codecs have left out is in units of a gradient of that rate.
         """
         self.squares = None
-        for link in self.links:
+        for link in self.links if rescale else ():
             if link.encoder is not None:
                 link.encoder.rescale(rate)
         self._flights = [

@@ -56,6 +56,7 @@ class Peer:
         saved: Number of the last request to save that it was sent.
         missed: Since when nothing has come from it, once that has been said.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
+        speed: Steps that it makes in a second, where it said so.
     """
 
     connection: Connection
@@ -68,6 +69,7 @@ class Peer:
     saved: int = 0
     missed: float | None = None
     rows: int | None = None
+    speed: float = 0.0
 
     @property
     def active(self) -> float:

@@ -20,11 +20,13 @@ from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
+from hybridpar.server.outer import outer_optimizer_of
 from hybridpar.server.peers import Peer, ServerOptions, refusal
 from hybridpar.server.running import RunningBuffers
 from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
+from hybridpar.sync.outer import OuterStep
 
 _log = logging.getLogger(__name__)
 
@@ -290,6 +292,8 @@ class ShardServer(SocketLoop):
         elif kind == "coders":
             assert self.shard is not None
             peer.decoder = PushDecoder(self._options.policy, self.shard.stripe, frame.unpack())
+        elif kind == "wait":
+            pass  # it trains
         elif kind == "bye":
             self._farewell = True
             self._leave(worker)
@@ -366,7 +370,10 @@ class ShardServer(SocketLoop):
         options = self._options
         clipping = Clipping(**start["clipping"])
         kept: dict[str, Any] = {"limit": start["limit"], "clipping": clipping}
-        self.shard = Shard(stripe, start["values"], options.rules, options.optimizer, **kept)
+        optimizer = options.optimizer
+        if start["outer"] is not None:
+            optimizer = outer_optimizer_of(OuterStep(**start["outer"]), options.rules.updates_per_round)
+        self.shard = Shard(stripe, start["values"], options.rules, optimizer, **kept)
         self.shard.load_values(start["values"], start["optimizer"], start["counters"])
         if start["state"]:
             self.shard.load_progress(start["state"])
@@ -399,14 +406,17 @@ class ShardServer(SocketLoop):
             sound=bool(meta["sound"]),
             unused=frozenset(meta["unused"]),
             factor=float(meta["factor"]),
+            steps=int(meta.get("steps", 1)),
+            plain=bool(meta.get("plain", False)),
         )
+        peer.speed = float(meta.get("speed", 0.0))
         if "lowered" in meta:
             self._lowered = float(meta["lowered"])
         gradient, peer.gradient = peer.gradient, None
         if shard.expects(worker, push.sequence) and push.sound:
             if gradient is None:
                 gradient = self._gradient(peer, arrived)
-            self._buffers.take(worker, frame.payload)
+            self._buffers.take(worker, frame.payload, push.samples if self._options.rules.outer else 1.0)
         self._answer_all(shard.push(push, torch.empty(0) if gradient is None else gradient))
         if shard.squares is not None:  # worker 0 adds up those of all shards
             self._send(self._peers[0], {"kind": "squares", "squares": shard.squares})
@@ -454,7 +464,7 @@ class ShardServer(SocketLoop):
     def _answer_all(self, answers: list[Answer]) -> None:
         """Workers may go on, after an update or without one."""
         if answers:
-            self._buffers.meet(all(answer.applied for answer in answers))
+            self._buffers.meet(any(answer.applied for answer in answers))
         for answer in answers:
             self._answer(answer)
 
@@ -481,6 +491,7 @@ class ShardServer(SocketLoop):
             "stop": self._stop,
             "save": self._save if self._save > peer.saved else 0,
             "lowered": self._lowered,
+            "fastest": max(one.speed for one in self._peers.values()),
         }
         if peer.rows is not None:
             rows = shard.ledger.rows_after(peer.rows)

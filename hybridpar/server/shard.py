@@ -46,6 +46,8 @@ class Push:
             update takes one of each learner, it does not happen.
         unused: Numbers of the stripe's pieces for which there was no gradient.
         factor: What it is multiplied with to be clipped.
+        steps: Steps that it is of; more than 1 in an outer loop.
+        plain: An outer gradient that counts without momentum, at the end of a run.
     """
 
     learner: int
@@ -58,6 +60,8 @@ class Push:
     sound: bool = True
     unused: frozenset[int] = frozenset()
     factor: float = 1.0
+    steps: int = 1
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,14 @@ class _Learner:
         pushes: How many there were; one who joins late starts with as many as the slowest has.
         last: The answer to that push.
         waiting: Whether it has not been given that answer.
+        samples: Of its last push that counted; 0 before.
     """
 
     sequence: int = 0
     pushes: int = 0
     last: Answer | None = None
     waiting: bool = False
+    samples: int = 0
 
 
 @dataclass
@@ -106,6 +112,7 @@ class _Collection:
 
     count: int = 0
     rate: float = 0.0
+    plain: bool = False
     used: set[int] = field(default_factory=set)
 
 
@@ -117,7 +124,8 @@ class Shard:
         values: The parameters at the start, 1-D float32 of the stripe's size; copied.
         rules: What to do with gradients.
         optimizer: Makes the optimizer; its learning rate is the peak rate.
-        limit: Pushes that are taken in all; later ones change nothing. None for any number.
+        limit: Pushes, in an outer loop the steps that they are of, that are taken in all; later ones change nothing.
+            None for any number.
         clipping: How gradients are clipped. Where updates with a barrier need a norm over all shards, `squares` says
             what this one adds to it, and the update is made when `finish` is told the sum.
         ledger: Where steps are recorded; default: a new one.
@@ -143,7 +151,7 @@ class Shard:
         self.taken = 0
         self.limit = limit
         self.histogram = StalenessHistogram()
-        self.ledger = ledger or Ledger(rules.learners)
+        self.ledger = ledger or Ledger(rules.learners, pushes=rules.collect if rules.barrier else 1)
         self._total = torch.zeros_like(self.values)
         self._pieces = [nn.Parameter(values) for values in self._in_pieces(self.values)]
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -163,7 +171,7 @@ class Shard:
         self._collected = _Collection()
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
         #: Whether drafts are usually kept: pieces that once had no gradient will often have none.
-        self.drafts_pay = not self._clipping.by_norm
+        self.drafts_pay = not self._clipping.by_norm and not rules.outer
         self._before: Snapshot | None = None
         self._drafted = False
 
@@ -186,13 +194,13 @@ class Shard:
 
     @property
     def step(self) -> int:
-        """Steps done: pushes over learners."""
+        """Steps done: pushes, or the steps that they are of, over learners."""
         return self.taken // self.rules.learners
 
     @property
     def done(self) -> bool:
         """Whether all pushes that were wanted have come."""
-        return self.limit is not None and self.taken >= self.limit
+        return self.limit is not None and self.taken >= self.limit and not self._arrived
 
     def sequence_of(self, learner: int) -> int:
         """The last push of a learner that came; 0 for one that is not here.
@@ -295,7 +303,8 @@ class Shard:
         known.pushes += 1
         known.last = Answer(push.learner, push.sequence, self.clock, staleness, counts)
         if not self.done:
-            self.taken += 1
+            steps = push.steps if self.limit is None else min(push.steps, self.limit - self.taken)
+            self.taken += steps
             self.histogram.add(staleness)
             self.ledger.arrived(
                 staleness=staleness,
@@ -304,12 +313,16 @@ class Shard:
                 rate=push.rate,
                 queued=self.queued + 1,
                 counts=push.sound,
+                steps=steps,
             )
             if self.rules.barrier:
                 self._arrived[push.learner] = (push, gradient)
                 return self._meet()
         if counts:
-            self._collect(push, gradient, self.rules.scale(staleness, self.rules.expected))
+            known.samples = push.samples
+            others = [one.samples for one in self._learners.values() if one.samples]
+            share = push.samples * len(others) / sum(others) if push.samples else 0.0
+            self._collect(push, gradient, share * self.rules.scale(staleness, self.rules.expected))
             if self._collected.count == self.rules.collect:
                 self._update()
         return self._release()
@@ -331,6 +344,7 @@ class Shard:
             self._total.add_(gradient, alpha=weight)
         self._collected.count += 1
         self._collected.rate += push.rate
+        self._collected.plain |= push.plain
         self._collected.used.update(set(range(len(self._pieces))) - push.unused)
 
     def _meet(self) -> list[Answer]:
@@ -338,6 +352,8 @@ class Shard:
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
+        if self.rules.outer:
+            return self._meet_outer([(push, gradient) for push, gradient in arrived if push.sound])
         sound = all(push.sound for push, _ in arrived)
         unused = any(push.unused for push, _ in arrived)
         drafted = self._keep_draft(sound and not unused)
@@ -352,6 +368,15 @@ class Shard:
                 return []
             self._apply()
         return self._end_meeting(sound, drafted=drafted)
+
+    def _meet_outer(self, sound: Sequence[tuple[Push, Tensor]]) -> list[Answer]:
+        """Take the mean of those who are finite, each by its samples."""
+        samples = sum(push.samples for push, _ in sound)
+        for push, gradient in sound if samples else ():
+            self._collect(push, gradient, self.rules.collect * push.samples / samples)
+        if samples:
+            self._apply()
+        return self._end_meeting(samples > 0)
 
     @torch.no_grad()
     def finish(self, squares: float) -> list[Answer]:
@@ -384,7 +409,8 @@ class Shard:
         for push, _ in arrived:
             known = self._learners[push.learner]
             known.waiting = False
-            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound, drafted=drafted)
+            applied = sound and (push.sound or not self.rules.outer)
+            known.last = Answer(push.learner, push.sequence, self.clock, 0, applied, drafted=drafted)
             answers.append(known.last)
         return answers
 
@@ -435,9 +461,12 @@ class Shard:
 
     def _apply(self) -> None:
         collected, self._collected = self._collected, _Collection()
-        factor = self.rules.rate * collected.rate / collected.count
+        rate = collected.rate / collected.count
+        factor = self.rules.rate * (1.0 if self.rules.outer else rate)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
+            if self.rules.outer:
+                group["inner_rate"], group["plain"] = rate, collected.plain
         for number, (piece, total) in enumerate(zip(self._pieces, self._in_pieces(self._total), strict=True)):
             piece.grad = total if number in collected.used else None
         names = [piece.name for piece in self.stripe.pieces]

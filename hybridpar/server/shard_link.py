@@ -241,6 +241,11 @@ class ShardLink:
             self._note_rows(meta)
             return meta, payload
 
+    def stay(self) -> None:
+        """Let the shard know that this worker is there. If it is gone, the next push will tell."""
+        with contextlib.suppress(OSError):
+            self._send({"kind": "wait"})
+
     def unpack_rest(self) -> Any:
         """What worker 0 left at this shard for all workers."""
         return unpack(self._rest)

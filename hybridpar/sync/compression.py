@@ -259,8 +259,8 @@ class Compression(ParameterCoders):
             else:
                 exchange.rollback()
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
-            squares = (coder.residual_squares() for coder in self._coders.values())
-            costs.residuals += [one for one in squares if one is not None]
+            squares = {name: coder.residual_squares() for name, coder in self._coders.items()}
+            costs.residuals |= {name: one for name, one in squares.items() if one is not None}
         self._steps += 1
 
     def commit_or_rollback_later(

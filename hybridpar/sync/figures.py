@@ -6,7 +6,7 @@ wait for a GPU within a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -41,6 +41,7 @@ class SyncFigures:
         decode_ms: Time in which they were read.
         sync_ms: Time in which any lane was at it.
         residual_norm: Norm of all that this worker has not sent yet; None in most steps.
+        residual_norms: The same of each parameter.
     """
 
     bytes_before: int = 0
@@ -50,6 +51,7 @@ class SyncFigures:
     decode_ms: float | None = None
     sync_ms: float | None = None
     residual_norm: float | None = None
+    residual_norms: Mapping[str, float] | None = None
 
     def hidden_share(self, exposed_ms: float) -> float | None:
         """Part of `sync_ms` that computation hid.
@@ -68,11 +70,11 @@ class SyncCosts:
 
     Attributes:
         buckets: By the bucket's number.
-        residuals: Sums of squares of what was not sent, 0-d; empty in most steps.
+        residuals: For each parameter the sum of squares of what was not sent, 0-d; empty in most steps.
     """
 
     buckets: dict[int, BucketCost] = field(default_factory=dict)
-    residuals: list[Tensor] = field(default_factory=list)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def sent(self) -> int:
@@ -89,11 +91,12 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
     parts = list(parts)
     costs = [cost for part in parts for cost in part.buckets.values()]
     timer = [cost.timer for cost in costs if cost.timer is not None]
-    squares = [float(one) for part in parts for one in part.residuals]
-    norm = sum(squares) ** 0.5 if squares else None
+    squares = {name: float(one) for part in parts for name, one in part.residuals.items()}
+    norm = sum(squares.values()) ** 0.5 if squares else None
+    norms = {name: one**0.5 for name, one in squares.items()} or None
     before, after = sum(cost.full for cost in costs), sum(cost.sent for cost in costs)
     if not timer:
-        return SyncFigures(before, after, residual_norm=norm)
+        return SyncFigures(before, after, residual_norm=norm, residual_norms=norms)
     times = [one.times() for one in timer]
     return SyncFigures(
         before,
@@ -103,6 +106,7 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
         decode_ms=sum(one.decode for one in times),
         sync_ms=covered(one.span(timer[0]) for one in timer),
         residual_norm=norm,
+        residual_norms=norms,
     )
 
 

@@ -72,14 +72,24 @@ class OuterStep:
             gradient: D.
             shrink: g / g', for SlowMo.
         """
-        if not self.momentum:
-            anchor.add_(gradient, alpha=-self.lr)
-            return
-        moment.mul_(self.momentum * shrink if self.optimizer == "slowmo" else self.momentum).add_(gradient)
+        anchor.add_(gradient, alpha=-self.lr)
+        if self.momentum:
+            self.carry(anchor, moment, gradient, shrink)
+
+    def carry(self, anchor: Tensor, moment: Tensor, gradient: Tensor, shrink: float = 1.0) -> None:
+        """Renew the momentum, and go on along it, once the weights have moved along the gradient, in place.
+
+        Args:
+            anchor: th - lr D.
+            moment: m.
+            gradient: D, or the sum of the outer gradients along which the weights have moved since the last call.
+            shrink: g / g', for SlowMo.
+        """
         if self.optimizer == "slowmo":
-            anchor.add_(moment, alpha=-self.lr)
+            anchor.add_(moment.mul_(self.momentum * shrink), alpha=-self.lr)
+            moment.add_(gradient)
         else:
-            anchor.add_(gradient.add(moment, alpha=self.momentum), alpha=-self.lr)
+            anchor.add_(moment.mul_(self.momentum).add_(gradient), alpha=-self.lr * self.momentum)
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpar.comm.world import World
-from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import COMMIT, SQUARES, LateOutcome, StepInput, StepOutcome, StepSpans
-from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.train.engine import Engine, Loss, OptimizerFactory
+from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.gain import ObservedStep, PredictedGain, gain_over
 
 #: Steps by which `auto` decides, after as many that are left out.
@@ -90,37 +85,16 @@ class DoubleBufferEngine(Engine):
     """Trains a model as `Engine` does, and applies gradients late.
 
     Args:
-        model: The whole model, on its device.
-        plan: The plan of the run.
-        stages: As of `Engine`.
-        optimizer: Called with the model, or with each stage; for `half` it must give SGD.
-        loss: Mean loss of outputs and targets.
-        config: Options; `double_buffer` says how.
-        world: The workers.
-        lanes: Lanes of this worker.
-        example: As of `Engine`.
+        parts: As of `Engine`. For `half` the optimizer must be SGD; `double_buffer` of the options says how.
 
     Raises:
         UsageError: Halves of a batch with another optimizer than SGD.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: ResolvedPlan,
-        stages: Sequence[Stage] | None,
-        optimizer: OptimizerFactory,
-        loss: Loss,
-        config: TrainConfig,
-        world: World,
-        lanes: Lanes,
-        example: Tensor | None = None,
-        *,
-        own_only: bool = False,
-    ) -> None:
-        overlaps = plan.placement.replicas > 1
+    def __init__(self, parts: EngineParts) -> None:
+        config, overlaps = parts.config, parts.plan.placement.replicas > 1
         self._halves = config.double_buffer == "half" and overlaps
-        super().__init__(model, plan, stages, optimizer, loss, config, world, lanes, example, own_only=own_only)
+        super().__init__(parts)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,10 +54,11 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-class Engine:
-    """Trains a model on one worker, together with the others.
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made from.
 
-    Args:
+    Attributes:
         model: The whole model, on its device.
         plan: The plan of the run.
         stages: The stages of the model, as the plan cuts it; None where it is not cut.
@@ -69,6 +70,25 @@ class Engine:
         example: Inputs of one micro-batch, on the device: the plan's times of stages are in proportion to its samples,
             and codec `auto` times the backward pass of a model that is not cut by it.
         own_only: This worker holds the tensors of its own stages only; those of others are on the meta device.
+    """
+
+    model: nn.Module
+    plan: ResolvedPlan
+    stages: Sequence[Stage] | None
+    optimizer: OptimizerFactory
+    loss: Loss
+    config: TrainConfig
+    world: World
+    lanes: Lanes
+    example: Tensor | None = None
+    own_only: bool = False
+
+
+class Engine:
+    """Trains a model on one worker, together with the others.
+
+    Args:
+        parts: What it is made from.
 
     Attributes:
         optimizers: Of each stage that this worker trains.
@@ -80,30 +100,18 @@ class Engine:
         on_trial: The steps under way will be undone; nothing is to be concluded from them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: ResolvedPlan,
-        stages: Sequence[Stage] | None,
-        optimizer: OptimizerFactory,
-        loss: Loss,
-        config: TrainConfig,
-        world: World,
-        lanes: Lanes,
-        example: Tensor | None = None,
-        *,
-        own_only: bool = False,
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
+        model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         self.model = model
-        self.own_only = own_only
+        self.own_only = parts.own_only
         self.plan = plan
-        self._stages = stages
-        self._loss = loss
+        self._stages = parts.stages
+        self._loss = parts.loss
         self._config = config
         self._world = world
-        self._lanes = lanes
-        self._factory = optimizer
-        self._example = example
+        self._lanes = parts.lanes
+        self._factory = parts.optimizer
+        self._example = parts.example
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
         self.loss_scales: list[LossScale] = []

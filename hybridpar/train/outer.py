@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,13 +25,10 @@ from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.step import StepInput, StepOutcome, StepSpans
-from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
@@ -52,7 +49,7 @@ from hybridpar.sync.outer import (
 from hybridpar.sync.policy import agree_on_policy
 from hybridpar.sync.rounds import Round, Timetable
 from hybridpar.sync.statistics import average_model, copy_of
-from hybridpar.train.engine import Engine, Loss, OptimizerFactory
+from hybridpar.train.engine import Engine, EngineParts
 
 _log = logging.getLogger(__name__)
 
@@ -143,15 +140,7 @@ class OuterEngine(Engine):
     """Trains each party on its own share, and exchanges the progress now and then.
 
     Args:
-        model: The model, on its device.
-        plan: The plan of the run.
-        stages: The stages of the model, as the plan cuts it; None where it is not cut.
-        optimizer: Called with each stage that this worker trains, or with the model.
-        loss: Mean loss of outputs and targets.
-        config: Options; `outer_steps` says how often parties exchange, and the `outer_` options how.
-        world: The workers.
-        lanes: Lanes of this worker.
-        example: As of `Engine`.
+        parts: As of `Engine`. `outer_steps` of the options says how often parties exchange, the `outer_` options how.
         total_steps: Steps of the run, of which the last ends with an exchange; None where that is not known.
         warmup_steps: First steps, in which the learning rate rises.
 
@@ -163,21 +152,8 @@ class OuterEngine(Engine):
             ends before an exchange.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: ResolvedPlan,
-        stages: Sequence[Stage] | None,
-        optimizer: OptimizerFactory,
-        loss: Loss,
-        config: TrainConfig,
-        world: World,
-        lanes: Lanes,
-        example: Tensor | None = None,
-        *,
-        total_steps: int | None = None,
-        warmup_steps: int = 0,
-    ) -> None:
+    def __init__(self, parts: EngineParts, *, total_steps: int | None = None, warmup_steps: int = 0) -> None:
+        config, world = parts.config, parts.world
         every = config.outer_steps
         assert every is not None
         self._together = config.warm_start_steps or 0
@@ -188,13 +164,13 @@ class OuterEngine(Engine):
         self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
         self._made: dict[tuple[str, int], Any] = {}
-        _check_length(config, every, total_steps)
+        check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, config.outer_qsr, warmup_steps)
         self._round: Round | None = None
         self._worlds: list[World | NodeWorlds] = []
         self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
         try:
-            self._open(model, plan, stages, optimizer, loss, config, world, lanes, example)
+            self._open(parts)
         except BaseException:
             self._leave()
             raise
@@ -204,20 +180,10 @@ class OuterEngine(Engine):
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
 
-    def _open(
-        self,
-        model: nn.Module,
-        plan: ResolvedPlan,
-        stages: Sequence[Stage] | None,
-        optimizer: OptimizerFactory,
-        loss: Loss,
-        config: TrainConfig,
-        world: World,
-        lanes: Lanes,
-        example: Tensor | None,
-    ) -> None:
+    def _open(self, parts: EngineParts) -> None:
+        model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         nodes = None
-        if stages is None:
+        if parts.stages is None:
             if config.hierarchy:
                 nodes = NodeWorlds.open(world, [range(world.size)], 1)
             parties = nodes.nodes.members if nodes is not None else [(rank,) for rank in range(world.size)]
@@ -229,8 +195,7 @@ class OuterEngine(Engine):
         self._party = world.split(parties, len(world.lane_sums) or 1, shared_memory=True)
         self._team = world if len(columns) == 1 else world.split(columns, 1)
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
-        first = world if self._together else self._party
-        super().__init__(model, plan, stages, optimizer, loss, config, first, lanes, example)
+        super().__init__(replace(parts, world=world if self._together else self._party))
         names = dict(model.named_parameters())
         policy = self._policy = agree_on_policy(plan.sync.codec, names, world)
         modules = [stage.module for stage in self.pipeline.stages.values()]
@@ -242,7 +207,7 @@ class OuterEngine(Engine):
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             {name: one for name, one in model.named_buffers() if id(one) in buffers},
-            *(self._team, lanes, step, config.outer_fragments),
+            *(self._team, parts.lanes, step, config.outer_fragments),
             policy=policy,
             seed=config.seed,
             nodes=nodes,
@@ -520,8 +485,17 @@ class OuterEngine(Engine):
         return self._made[key]
 
 
-def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
-    """Refuse a loop that a run would never come to the end of."""
+def check_length(config: TrainConfig, every: int, total: int | None) -> None:
+    """Refuse a loop that a run would never come to the end of.
+
+    Args:
+        config: Options of the run.
+        every: H.
+        total: Steps of the run; None where that is not known.
+
+    Raises:
+        UsageError: The run ends before an exchange is due.
+    """
     together = config.warm_start_steps or 0
     if total is None or together + every <= total:
         return
@@ -529,5 +503,5 @@ def _check_length(config: TrainConfig, every: int, total: int | None) -> None:
     raise UsageError(
         f"{given} in a run of {total} step{'' if total == 1 else 's'}",
         "The run would end before the first exchange is due.",
-        f"Use --sync {config.sync.partition(':')[0]}:{max(1, (total - together) // 4)}, or a longer run.",
+        f"Use --sync {config.sync.replace(str(every), str(max(1, (total - together) // 4)), 1)}, or a longer run.",
     )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,11 +32,10 @@ from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undec
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
-from hybridpar.planner.planned_run import PlannedRun, plan_loop
+from hybridpar.planner.planned_run import PlannedRun, Planning, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.stages import cut_model
 from hybridpar.sync.compression import codec_states
@@ -49,7 +49,7 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
 from hybridpar.train.step_result import BadSteps
@@ -58,6 +58,14 @@ from hybridpar.train.step_result import StepResult as StepResult
 _log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Tensor], Tensor]
+
+#: What of a plan for a whole model says how its steps are computed.
+_LAYOUT: tuple[Callable[[ResolvedPlan], object], ...] = (
+    lambda plan: (plan.placement.replicas, plan.placement.shares),
+    lambda plan: plan.pipeline.micro_batches,
+    lambda plan: (plan.sync.lanes, plan.sync.bucket_bytes, plan.sync.batch_norm, plan.sync.codec),
+    lambda plan: (plan.channels_last, plan.kernels),
+)
 
 
 class MicroBatches(Protocol):
@@ -89,7 +97,8 @@ class Trainer:
             `hybridpar.models.outputs`.
         config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
             `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
-            placement and schedule, are searched for. The attribute `plan` says what was found, and `planned` why.
+            placement and schedule, are searched for, if need be between the first steps. The attribute `plan` says what
+            was found, and `planned` why.
         total_steps: Length of the learning-rate schedule; None keeps the rate constant.
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
@@ -163,7 +172,10 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
+                else plan_loop(
+                    *(model, self.config, self.world, example, total_steps, name, given),
+                    at_once=lanes is None and self._deferred is None,
+                )
             )
             if self._deferred is not None and self.planned.plan.placement.workers == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
@@ -172,6 +184,7 @@ class Trainer:
             self.fingerprint = model_fingerprint(self.model)
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
             self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
+            self._optimizer_factory = optimizer
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
         except BaseException as error:
             if self._owns_lanes:
@@ -180,7 +193,12 @@ class Trainer:
                 self.world.close()
             raise
         self.steps_done = 0
-        self._bad_steps = BadSteps(
+        self._bad_steps = self._watch_steps()
+        # Who hands over a plan also goes on with it.
+        self._planning = None if isinstance(plan, PlannedRun) else self.planned.planning
+
+    def _watch_steps(self) -> BadSteps:
+        return BadSteps(
             late=self.engine.late,
             name_parameter=self.engine.bad_parameter,
             allowed=FALLS if self.engine.loss_scales else 0,
@@ -223,17 +241,17 @@ class Trainer:
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
-        with_what = make, self._loss, options, self.world, self.lanes
-        kind = Engine
+        parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
+        kind: Callable[[EngineParts], Engine] = Engine
         if options.double_buffer in LATE:
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
+        if options.outer_steps is not None:
+            kind = self._open_outer_engine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
-            if options.outer_steps is not None:
-                return self._open_outer_engine(plan, None, with_what)
-            return kind(self.model, plan, None, *with_what, timed)
+            return kind(replace(parts, example=timed))
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
@@ -243,19 +261,15 @@ class Trainer:
         placed = self._place(example)
         with autocast(asked.amp, device):
             plan, stages = cut_model(self.model, placed, plan, asked, self.world, self._deferred)
-        if options.outer_steps is not None:
-            return self._open_outer_engine(plan, stages, with_what, placed)
-        return kind(self.model, plan, stages, *with_what, placed, own_only=self._deferred is not None)
+        own_only = self._deferred is not None
+        return kind(replace(parts, plan=plan, stages=stages, example=placed, own_only=own_only))
 
-    def _open_outer_engine(
-        self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
-    ) -> Engine:
+    def _open_outer_engine(self, parts: EngineParts) -> Engine:
         from hybridpar.train.outer import OuterEngine
 
         total = self.total_steps
         warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        more: dict[str, Any] = {"example": example, "total_steps": total, "warmup_steps": warmup}
-        return OuterEngine(self.model, plan, stages, *with_what, **more)
+        return OuterEngine(parts, total_steps=total, warmup_steps=warmup)
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -289,6 +303,8 @@ class Trainer:
             UsageError: This worker's batch, or that of another, has fewer samples than there are micro-batches.
             SyncError: A worker died or did not answer in time.
         """
+        if self._planning is not None and self.steps_done:
+            self._go_on_planning(self._planning)
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
@@ -379,6 +395,59 @@ class Trainer:
         """
         self.engine.wait()
 
+    # ------------------------------------------------------------ another plan
+
+    def _go_on_planning(self, planning: Planning) -> None:
+        self.wait()
+        if (found := planning.go_on()) is None:
+            return
+        self._planning, begun = None, time.perf_counter()
+        changed = self.adopt(found)
+        for line in found.lines if self.world.is_main else ():
+            _log.info(line.partition("; planned in")[0])
+        moving = time.perf_counter() - begun if changed else 0.0
+        _log.info("followed after step %d: %s", self.steps_done, planning.cost(moving))
+
+    def adopt(self, planned: PlannedRun, example: Tensor | None = None) -> bool:
+        """Go on by another plan, from a layout in which every worker has the whole model; a collective.
+
+        Weights, averages, optimizer state, steps and random states go on as they are; `engine`, `lanes` and
+        `optimizer` are other objects afterwards. A plan that lays nothing out anew is only noted.
+
+        Args:
+            planned: The plan, and what to tell of it.
+            example: Inputs of one of its micro-batches, where it has stages.
+
+        Returns:
+            Whether steps are computed in another way from now on.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+            UsageError: The model is in stages now, or the trainer was given its lanes.
+        """
+        now, then = self.plan, planned.plan
+        if now.is_staged or not self._owns_lanes:
+            raise UsageError(
+                "Trainer.adopt of a model in stages" if now.is_staged else "Trainer.adopt with lanes that were given",
+                "A trainer changes its layout where every worker has the whole model, and its lanes are its own.",
+                "Save a checkpoint, and load it in a trainer with the other plan.",
+            )
+        self.planned = planned
+        if not then.is_staged and all(part(now) == part(then) for part in _LAYOUT):
+            self.engine.plan = then
+            return False
+        self.engine.synchronize_buffers()
+        training, average = self._training_state(), self.engine.average_state()
+        self.engine.close()
+        self.lanes.__exit__(None, None, None)  # the other layout has lanes of its own
+        self.lanes = Lanes(self.world.device)
+        self.engine = self._open_engine(self._optimizer_factory, then, example)
+        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        self._load_training_state(training, state if average is None else average, self.steps_done)
+        self.engine.load_state_dict({})
+        self._bad_steps = self._watch_steps()
+        return True
+
     # -------------------------------------------------------------- evaluation
 
     @contextlib.contextmanager
@@ -461,13 +530,9 @@ class Trainer:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
         self.engine.synchronize_buffers()
-        training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
+        training = self._training_state() | {"extra": dict(extra or {})}
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
-        if (scale := self.engine.loss_scale_state()) is not None:
-            training["loss_scale"] = scale
-        if (common := self.engine.common_state()) is not None:
-            training["outer"] = common
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         average = self.engine.average_state()
         if self.engine.own_only:
@@ -493,6 +558,22 @@ class Trainer:
             average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(directory, data, self.world, shares)
+
+    def _training_state(self) -> dict[str, Any]:
+        training = {"optimizer": self.engine.optimizer_state()}
+        if (scale := self.engine.loss_scale_state()) is not None:
+            training["loss_scale"] = scale
+        if (common := self.engine.common_state()) is not None:
+            training["outer"] = common
+        return training
+
+    def _load_training_state(self, training: Mapping[str, Any], average: Mapping[str, Tensor], step: int) -> None:
+        self.engine.load_average_state(average)
+        self.engine.load_optimizer_state(training["optimizer"])
+        if "loss_scale" in training:
+            self.engine.load_loss_scale_state(training["loss_scale"])
+        self.engine.go_on_from(step)
+        self.engine.load_common_state(training.get("outer", {}))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint written by any number of workers.
@@ -520,14 +601,10 @@ class Trainer:
                 self.model.load_state_dict(data.model)
             else:
                 self.engine.load_held_state(data.model)
-            self.engine.load_average_state(data.model if data.average is None else data.average)
-            self.engine.load_optimizer_state(data.training["optimizer"])
+            average = data.model if data.average is None else data.average
+            self._load_training_state(data.training, average, data.step)
             if self._plateau is not None and "plateau" in data.training:
                 self._plateau.load_state_dict(data.training["plateau"])
-            if "loss_scale" in data.training:
-                self.engine.load_loss_scale_state(data.training["loss_scale"])
-            self.engine.go_on_from(data.step)
-            self.engine.load_common_state(data.training.get("outer", {}))
             self.steps_done = data.step
             self._bad_steps.forget()
             if data.local is not None and data.workers == self.world.size:

@@ -43,7 +43,7 @@ class StandInStrategy:
         self.model = DistributedDataParallel(self.model, **self._ddp_kwargs)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        self.optimizers = [trainer.module.configure_optimizers()]
+        self.optimizers = [trainer.lightning_module.configure_optimizers()]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if dist.get_rank() == 0:
@@ -58,10 +58,10 @@ class StandInStrategy:
 
 class StandInTrainer:
     def __init__(self, strategy: Any, max_steps: int) -> None:
-        self.strategy, self.max_steps, self.module, self.done = strategy, max_steps, Any, 0
+        self.strategy, self.max_steps, self.lightning_module, self.done = strategy, max_steps, Any, 0
 
     def fit(self, module: Any, data: Any, ckpt_path: str | None = None) -> None:
-        self.strategy.model = self.module = module
+        self.strategy.model = self.lightning_module = module
         if ckpt_path is not None:
             checkpoint = self.strategy.load_checkpoint(ckpt_path)
             module.load_state_dict(checkpoint["state_dict"])
@@ -77,7 +77,7 @@ class StandInTrainer:
         self.strategy.teardown()
 
     def save_checkpoint(self, path: str, weights_only: bool = False) -> None:
-        checkpoint = {"state_dict": self.module.state_dict(), "global_step": self.done}
+        checkpoint = {"state_dict": self.lightning_module.state_dict(), "global_step": self.done}
         self.strategy.save_checkpoint(checkpoint | ({} if weights_only else {"optimizer_states": []}), path)
         dist.barrier()
 
@@ -114,49 +114,50 @@ def library(real: bool) -> Iterator[Any]:
         sys.modules.update(before)
 
 
+def lightning_trainer(world: World, strategy: type, max_steps: int, given: dict[str, Any], **options: Any) -> Any:
+    """A trainer of Lightning over the ranks of the test."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    class Environment(LightningEnvironment):  # type: ignore[misc]
+        """Processes that are there already, as under torchrun."""
+
+        creates_processes_externally = True
+
+        def world_size(self) -> int:
+            return world.size
+
+        def global_rank(self) -> int:
+            return world.rank
+
+        def local_rank(self) -> int:
+            return world.rank
+
+        def set_world_size(self, size: int) -> None: ...
+
+        def set_global_rank(self, rank: int) -> None: ...
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    place = {"accelerator": "cpu", "devices": world.size, "max_steps": max_steps}
+    environment: Any = Environment()
+    return Trainer(strategy=strategy(cluster_environment=environment, **given), **place, **quiet, **options)
+
+
 def make_trainer(real: bool, world: World, max_steps: int, **options: Any) -> tuple[Any, Any]:
     """A trainer, and a model for it."""
     with library(real) as found:
         if not real:
             return StandInTrainer(found.HybridparStrategy(**options), max_steps), Plain()
-        from lightning.pytorch import LightningModule, Trainer
-        from lightning.pytorch.plugins.environments import LightningEnvironment
-
-        class Environment(LightningEnvironment):  # type: ignore[misc]
-            """Processes that are there already, as under torchrun."""
-
-            creates_processes_externally = True
-
-            def world_size(self) -> int:
-                return world.size
-
-            def global_rank(self) -> int:
-                return world.rank
-
-            def local_rank(self) -> int:
-                return world.rank
-
-            def set_world_size(self, size: int) -> None: ...
-
-            def set_global_rank(self, rank: int) -> None: ...
+        from lightning.pytorch import LightningModule
 
         class Module(Plain, LightningModule):  # type: ignore[misc]
             def training_step(self, data: Any, index: int) -> Tensor:
                 images, labels = batch(world.rank, self.global_step)  # a resumed loader begins at the first batch
                 return F.cross_entropy(self(images), labels)
 
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=world.size,
-            strategy=found.HybridparStrategy(cluster_environment=Environment(), **options),
-            max_steps=max_steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-        return trainer, Module()
+        return lightning_trainer(
+            world, found.HybridparStrategy, max_steps, options, use_distributed_sampler=False
+        ), Module()
 
 
 def resumed(world: World, real: bool, folder: str) -> dict[str, bool]:
@@ -175,14 +176,14 @@ def resumed(world: World, real: bool, folder: str) -> dict[str, bool]:
     trainer.fit(again, data, ckpt_path=path)
     plain, module = make_trainer(real, world, 3)
     plain.fit(module, data)
-    states = saved[0]["hybridpar_compression"]
+    states = saved[0]["hybridpar_engine"]["workers"] if real else saved[0]["hybridpar_compression"]
     return {
         "resumed to the bit": torch.equal(weights(again.net), weights(whole.net)),
         "it goes on": not torch.equal(weights(again.net), weights(first.net)),
         "a codec changes something": not torch.equal(weights(module.net), weights(whole.net)),
-        "states of both": [one["rank"] for one in states] == [0, 1],
+        "states of both": len(states) == 2 and (real or [one["rank"] for one in states] == [0, 1]),
         "keys are the model's": all(name.startswith("net.") for name in saved[0]["state_dict"]),
-        "weights alone": "hybridpar_compression" not in saved[1],
+        "weights alone": not any("hybridpar" in name for name in saved[1]),
         "processes agree": torch.equal(*(torch.tensor(one) for one in world.gather(weights(again.net).tolist()))),
     }
 
@@ -209,7 +210,7 @@ def test_momentum_that_a_codec_keeps_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stages": 2}, "with stages=2"),
+        ({"stages": 2, "find_unused_parameters": True}, "does not run a pipeline"),
         ({"compres": "onebit"}, "Did you mean compress"),
         ({"compress": "onebit", "ddp_comm_hook": print}, "DDP has one hook"),
         ({"find_unused_parameters": True, "bucket_cap_mb": 3}, ""),
@@ -222,6 +223,193 @@ def test_options(options: dict[str, Any], text: str) -> None:
             return
         with pytest.raises(UsageError, match=text):
             found.HybridparStrategy(**options)
+
+
+def module_of(step: str = "model", **more: Any) -> Any:
+    """A module whose `training_step` calls what `step` says, and that logs and has a schedule of learning rates."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+            self.head = nn.Linear(3, 3).requires_grad_(step == "outside")
+            self.automatic_optimization = step != "manual"
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.model(images)  # type: ignore[no-any-return]
+
+        def training_step(self, data: Any, index: int) -> Tensor:
+            images, labels = data
+            if step == "twice":
+                images = images + self.model(images).mean()
+            if step == "nothing":
+                images, labels = torch.ones(1, 3, requires_grad=True), labels[:1]
+            elif step == "two tensors":
+                images = self.model(images, labels)
+            else:
+                images = self.model(images) if step == "model" else self(images)
+            loss = F.cross_entropy(self.head(images), labels)
+            self.log("loss", loss)
+            if step == "manual":
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+            return loss
+
+        def validation_step(self, data: Any, index: int) -> None:
+            self.log("tested", F.cross_entropy(self(data[0]), data[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            if step == "manual":  # the first takes a part of each stage
+                parts = [list(self.model.parameters())[place::2] for place in range(2)]
+                return [torch.optim.SGD(part, lr=0.2, momentum=0.9) for part in parts]
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Module()
+
+
+def loader(size: int = 8, share: tuple[int, int] | None = None) -> Any:
+    """48 samples; a sampler of this process's own where `share` says so."""
+    generator = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(48, 12, generator=generator), torch.randint(3, (48,), generator=generator)
+    )
+    sampler = torch.utils.data.DistributedSampler(data, *share) if share is not None else None
+    return torch.utils.data.DataLoader(data, size, sampler=sampler, shuffle=sampler is None)
+
+
+def trained(world: World, given: dict[str, Any], step: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train for four steps in two epochs, and again with a stop on the way; what came out."""
+    from hybridpar.integrations.lightning import HybridparStrategy
+
+    def fit(steps: int, path: str | None = None) -> tuple[Any, Any]:
+        module = module_of(step)
+        trainer = lightning_trainer(world, HybridparStrategy, steps, given, limit_train_batches=2, **options)
+        trainer.fit(module, loader(), loader(), ckpt_path=path)
+        return trainer, module
+
+    path = f"{folder}/half.ckpt"
+    trainer, module = fit(4)
+    found = {"weights": weights(module.model), "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+    half, _ = fit(2)
+    half.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    found["saved"] = (len(saved["state_dict"]), len(saved["optimizer_states"][0]["state"]))
+    found["resumed"] = weights(fit(4, path)[1].model)
+    if world.size == 1:
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("model", {"gradient_clip_val": 0.05}),
+        ("forward", {"accumulate_grad_batches": 2}),
+        ("manual", {}),
+    ],
+)
+def test_stages_train_as_one_process(step: str, options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    ranks = run_ranks(trained, 2, {"stages": 2, "micro_batches": 2}, step, str(tmp_path), options)
+    (one,) = run_ranks(trained, 1, {"find_unused_parameters": True}, step, str(tmp_path), options)
+    for found in ranks:
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-5, atol=1e-6)
+        assert torch.equal(found["weights"], ranks[0]["weights"])
+        torch.testing.assert_close(found["resumed"], one["resumed"], rtol=1e-5, atol=1e-6)
+        assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+        assert found["saved"] == one["saved"]
+
+
+def test_stages_and_replicas_train_as_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    ranks = run_ranks(trained, 4, {"stages": 2, "micro_batches": 2}, "model", str(tmp_path), {})
+    others = run_ranks(trained, 2, {"find_unused_parameters": True}, "model", str(tmp_path), {})
+    engine = run_ranks(trained, 2, {}, "model", str(tmp_path), {})
+    assert torch.equal(engine[0]["weights"], others[0]["weights"])
+    for found in ranks:
+        torch.testing.assert_close(found["weights"], others[0]["weights"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["resumed"], others[0]["resumed"], rtol=1e-5, atol=1e-6)
+
+
+def unfit(world: World) -> dict[str, str]:
+    """What is said of each module that cannot be a pipeline."""
+    from hybridpar.integrations.lightning import HybridparStrategy
+
+    def refusal(step: str, data: Any, **options: Any) -> str:
+        trainer = lightning_trainer(world, HybridparStrategy, 1, {"stages": 2, "micro_batches": 2}, **options)
+        with pytest.raises(UsageError) as caught:
+            trainer.fit(module_of(step), data)
+        return str(caught.value)
+
+    said = {step: refusal(step, loader()) for step in ("twice", "nothing", "two tensors", "outside")}
+    said["batches"] = refusal("model", loader(share=(2, world.rank)), use_distributed_sampler=False)
+    said["precision"] = refusal("model", loader(), precision="64-true")
+    said["samples"] = refusal("model", loader(1))
+    return said
+
+
+def test_what_is_no_pipeline_is_refused_by_name() -> None:
+    pytest.importorskip("lightning")
+    for said in run_ranks(unfit, 2):
+        assert "calls model again" in said["twice"]
+        assert "calls no module with anything that is trained" in said["nothing"]
+        assert "calls model with Tensor, Tensor" in said["two tensors"]
+        assert "trains head.weight, head.bias outside of it" in said["outside"]
+        assert "were given different batches" in said["batches"]
+        assert "64-true" in said["precision"]
+        assert "1 samples cannot be divided into 2 micro-batches" in said["samples"]
+
+
+def public(world: World, examples: str) -> dict[str, Any]:
+    """Modules that others wrote, trained by the strategy and by Lightning's own."""
+    from lightning.pytorch import seed_everything
+    from lightning.pytorch.demos import boring_classes, lstm, transformer
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from hybridpar.integrations.lightning import HybridparStrategy
+
+    text: Any = lambda **_: None  # noqa: E731 - the text that two of them fetch
+    lstm.WikiText2 = transformer.WikiText2 = text
+    sys.path.insert(0, examples)
+    classifier = importlib.import_module("lightning_classifier").ImageClassifier
+    words = [(torch.arange(6) + start, torch.arange(6) + start + 1) for start in range(8)]
+    images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(n)), n % 10) for n in range(16)]
+    made: dict[str, tuple[Any, Any]] = {
+        "BoringModel": (boring_classes.BoringModel, boring_classes.RandomDataset(32, 8)),
+        "DemoModel": (boring_classes.DemoModel, boring_classes.RandomDataset(32, 8)),
+        "ManualOptimBoringModel": (boring_classes.ManualOptimBoringModel, boring_classes.RandomDataset(32, 8)),
+        "LightningTransformer": (lambda: transformer.LightningTransformer(20), words),
+        "LightningLSTM": (lambda: lstm.LightningLSTM(20), words),
+        "ImageClassifier": (lambda: classifier("resnet18", 0.02), images),
+    }
+
+    def train(name: str, strategy: type, given: dict[str, Any]) -> list[Tensor]:
+        seed_everything(1, verbose=False)
+        module = made[name][0]()
+        torch.manual_seed(2)
+        trainer = lightning_trainer(world, strategy, 2, given)
+        trainer.fit(module, torch.utils.data.DataLoader(made[name][1], 2, shuffle=True, drop_last=True))
+        return [one.detach().clone() for one in module.parameters()]
+
+    found: dict[str, Any] = {}
+    for name in made:
+        ours, theirs = train(name, HybridparStrategy, {}), train(name, DDPStrategy, {})
+        found[name] = all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    staged = train("ImageClassifier", HybridparStrategy, {"stages": 2, "micro_batches": 1})
+    found["staged"] = all(bool(torch.isfinite(one).all()) for one in staged)
+    return found
+
+
+def test_public_modules_train_unmodified() -> None:
+    pytest.importorskip("lightning")
+    for found in run_ranks(public, 2, str(Path(__file__).parents[2] / "examples" / "converted")):
+        assert not [name for name, holds in found.items() if not holds]
 
 
 def test_without_lightning_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

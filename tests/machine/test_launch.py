@@ -393,3 +393,27 @@ with leaving_at_once():
     with launch.leaving_at_once():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
+
+
+#: A process of its own, because this one may have imported the compiler.
+WITHOUT_COMPILER = """
+import sys
+from hybridpar.machine.launch import import_torchvision
+import_torchvision()
+import torch
+import torchvision
+import hybridpar.run.run
+torch.optim.SGD([torch.zeros(2)], lr=0.1)
+assert "torch._dynamo" not in sys.modules and "torchvision.transforms.v2" in sys.modules
+boxes = torch.tensor([[0.0, 0.0, 2.0, 2.0]])
+torchvision.ops.roi_align(torch.ones(1, 1, 4, 4), [boxes], 2)
+added = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+assert float(added(torch.zeros(()))) == 1.0
+assert torch._dynamo.utils.counters
+"""
+
+
+def test_a_run_is_imported_without_the_compiler_which_can_be_used_all_the_same():
+    with command(["-c", WITHOUT_COMPILER], launcher=()) as process:
+        said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, said

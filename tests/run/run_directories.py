@@ -47,6 +47,7 @@ def step_record(step: int, **fields: Any) -> StepRecord:
             "skipped": False,
             "grad_norm": 5.0,
             "residual_norm": 2.0 if step % 4 == 1 else None,
+            "residual_norms": {"layer13.weight": step / 8} if step % 4 == 1 else None,
         },
     }
     return StepRecord(**{**given, **fields})

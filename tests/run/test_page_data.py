@@ -55,7 +55,8 @@ def test_gradients_have_the_table_of_codecs_and_the_residual(tmp_path):
     facts, table = sections(run)["gradients"]
     assert facts["rows"] == [["residual norm", "last 2, largest 2, measured in 10 of the steps"]]
     assert (len(table["rows"]), table["first"]) == (14, 10)
-    assert table["rows"][0] == ["layer13.weight", "conv", "1,013", "onebit", "4.01 kB", "150 B", "26.8x"]
+    assert table["rows"][0] == ["layer13.weight", "conv", "1,013", "onebit", "4.01 kB", "150 B", "26.8x", "4.625"]
+    assert (table["head"][-1], table["rows"][1][-1]) == ("not sent yet (norm)", "")
     assert ["Compression", "26.0x", "less bytes of gradients"] in run["tiles"]
 
 

@@ -54,22 +54,23 @@ def train_process(world: World, port: int, run_dir: Path, model: str, options: d
 
 
 def _alone(
-    rank: int, directory: str, size: int, port: int, run_dir: Path, options: dict[str, Any], answers: Any
+    rank: int, directory: str, size: int, port: int, run_dir: Path, model: str, options: dict[str, Any], answers: Any
 ) -> None:
     answers.put(("pid", rank, os.getpid()))
     with placed(rank, size, port):
         try:
-            code: Any = train(run_dir, "plain", **options)
+            code: Any = train(run_dir, model, **options)
         except HybridparError as error:
             code = f"{type(error).__name__}: {error.what}"
     answers.put(("end", rank, code))
 
 
 @contextlib.contextmanager
-def job(size: int, run_dir: Path, **options: Any) -> Iterator[Any]:
+def job(size: int, run_dir: Path, *, port: int | None = None, model: str = "plain", **options: Any) -> Iterator[Any]:
     """A run on processes that may be killed; gives the queue on which they tell their pids and how they ended."""
-    with store() as port, start_processes(_alone, size, size, port, run_dir, options) as answers:
-        yield answers
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(store()) if port is None else port
+        yield stack.enter_context(start_processes(_alone, size, size, port, run_dir, model, options))
 
 
 def ends(answers: Any, count: int, timeout: float = 120) -> dict[int, Any]:

@@ -27,12 +27,14 @@ from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.learner import Learner
 from hybridpar.server.link import Links
+from hybridpar.server.outer import outer_statistics
 from hybridpar.server.peers import ServerOptions
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripe_optimizer import needs_whole_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.sync.outer import OuterStep
 
 TOKEN = "let me in, I work here"
 
@@ -146,7 +148,9 @@ class Worker:
         scales: dict[str, float] | None = None,
         loss_scale: LossScale | None = None,
         optimizer: OptimizerConfig | None = None,
+        outer: OuterStep | None = None,
     ) -> None:
+        self.outer = outer
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
         config = optimizer or OptimizerConfig()
@@ -176,11 +180,24 @@ class Worker:
         self.learner: Learner | None = None
 
     def begin(self) -> list[dict[str, Any]]:
-        welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
+        buffers = flat_buffers(self.model)
+        if self.outer is not None:
+            buffers = outer_statistics(self.model).message(1.0)
+        welcome = self.links.hello(buffers.nbytes // 4, 0 if self.number == 0 else None)
         if self.number == 0 and not all(one["initialised"] for one in welcome):
             welcome = self.links.initialise(
-                shard_starts(self.model, self.stripes, limit=self._limit, clipping=self.clipping, facts=self._facts)
+                shard_starts(
+                    self.model,
+                    self.stripes,
+                    limit=self._limit,
+                    clipping=self.clipping,
+                    outer=self.outer,
+                    buffers=buffers,
+                    facts=self._facts,
+                )
             )
+        if self.outer is not None:
+            return welcome
         statistics = self.links.links[0].statistics
         if statistics.numel():
             put_buffers(self.model, statistics)

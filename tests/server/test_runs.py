@@ -65,7 +65,7 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
 def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
     train(tmp_path / "source")
     options = {"weights": str(tmp_path / "source"), "freeze": ("body.[01]",), "steps": 2, "checkpoint_every": "2"}
-    options |= {"layer_decay": 0.5, "head_lr_scale": 2.0}
+    options |= {"layer_decay": 0.5, "head_lr_scale": 2.0, "shares": "1,3"}
     run(tmp_path / "served", 3, sync="ps", **options)
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     source, served, plain = (saved_state(tmp_path / name) for name in ("source", "served", "plain"))
@@ -214,6 +214,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
 def test_the_command_replaces_a_worker_that_dies_and_starts_servers_again(tmp_path):
     for run_dir, options, said in (
         (tmp_path / "async", ["--sync=ps-async"], "the others go on, and it joins again"),
+        (tmp_path / "outer", ["--sync=outer:3,ps-async"], "the others go on, and it joins again"),
         (
             tmp_path / "sync",
             ["--sync=ps", "--checkpoint-every=2"],

@@ -283,7 +283,7 @@ def _compressed(world: World, policy: str) -> Any:
     return [torch.tensor(one).flatten() for one in gradients], rounds
 
 
-@pytest.mark.parametrize("policy", ["onebit", "twobit", "topk:rate=0.1"])
+@pytest.mark.parametrize("policy", ["onebit", "twobit", "topk:rate=0.1", "sparseloco:rate=0.1"])
 def test_what_arrived_and_what_is_kept_is_all_that_was_learned(policy):
     ranks = run_ranks(_compressed, 2, policy, shared_memory=False)
     (first, rounds), (second, others) = ranks

@@ -132,7 +132,12 @@ def test_figures_of_a_step_are_those_of_its_bytes_and_times():
 
 def first_norm(world: World) -> tuple[list[float | None], float]:
     with make(world, "onebit") as trainer:
-        found = [trainer.step(batch(world.rank, step)).outcome.sync.residual_norm for step in range(3)]
+        taken = [trainer.step(batch(world.rank, step)).outcome.sync for step in range(3)]
+    found = [one.residual_norm for one in taken]
+    norms = taken[0].residual_norms
+    assert norms is not None
+    assert sum(one**2 for one in norms.values()) == pytest.approx(found[0] ** 2)
+    assert norms.keys() < dict(trainer.model.named_parameters()).keys()  # biases are sent as they are
     with make(world, "onebit") as trainer:
         trainer.step(batch(world.rank, 0))
         squares = sum(float(tensor.square().sum()) for tensor in kept(trainer).values())

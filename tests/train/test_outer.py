@@ -15,8 +15,12 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
 from hybridpar.sync.statistics import copy_of
+from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
+from tests.runs import assert_same_state
+from tests.runs import train_rank as train_run
+from tests.server.jobs import ends, job
 from tests.train.test_engine import make_trainer
 from tests.train.training import batch, close, config, make_net, same, share, train_rank, weights
 
@@ -102,9 +106,43 @@ def test_local_is_the_plainest_outer_loop():
     slow = run(
         {"sync": "outer:3", "warm_start_steps": 1, "outer_optimizer": "slowmo", "outer_momentum": 0.0}, norm=True
     )
-    for one, other, third in zip(local, outer, slow, strict=True):
-        assert same(one["weights"], other["weights"])
-        assert same(one["weights"], third["weights"])
+    streamed = {"outer_fragments": 1, "outer_delay": 0, "outer_mix": 0.0}
+    stream = run({"sync": "outer:3", "warm_start_steps": 1, **streamed}, norm=True)
+    for one, *others in zip(local, outer, slow, stream, strict=True):
+        assert all(same(one["weights"], other["weights"]) for other in others)
+
+
+def _on_its_own(world, cut, steps):
+    net = make_net()
+    optimizer = build_optimizer(net, config())
+    for step in range(steps):
+        x, y = share(world, step, cut)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return weights(net)
+
+
+def test_three_workers_with_unequal_samples_are_weighed_by_them():
+    cut = (7, 3, 2)
+    ranks = run({"sync": "outer:4"}, steps=4, size=3, cut=cut)
+    own = run_ranks(_on_its_own, 3, cut, 4)
+    means = [sum(w / 12 * one for w, one in zip(cut, parts, strict=True)) for parts in zip(*own, strict=True)]
+    for rank in ranks:
+        close(rank["weights"], means)
+        assert same(rank["weights"], ranks[0]["weights"])
+    assert not same(own[0], own[1])
+
+
+def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    options = {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit:least=1", "plan": "none"}
+    assert run_ranks(train_run, 2, tmp_path / "whole", "dropping", None, options) == [0, 0]
+    more = {"checkpoint_every": "3", "timeout": 20}
+    with job(2, tmp_path / "run", model="dropping", fault="KILL@1:6", **options, **more) as answers:
+        assert "SyncError" in ends(answers, 1)[0]
+    assert load_checkpoint(tmp_path / "run").step == 3
+    assert run_ranks(train_run, 2, tmp_path / "run", "dropping", None, {**options, "resume": True}) == [0, 0]
+    assert_same_state(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_without_verify_nothing_is_run(tmp_path):
 def planned_then_trained(world: World, cache: str, run_dir: Path) -> tuple[int, list[str]]:
     """Plans and then trains; how often the first measured something, and what the second measured."""
     parts = [
-        (measure_run, "profile_model"),
+        (measure_run, "profile_in_parts"),
         (step_costs, "_crowding"),
         (links, "_levels"),
         (measure, "_rate"),
