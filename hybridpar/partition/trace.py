@@ -30,11 +30,13 @@ from torch.nn.modules.dropout import _DropoutNd as _DROPOUT
 from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.chain import module_order_graph
 from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck
+from hybridpar.partition.trace_check import Difference, Graphs, OperationCheck, TraceCheck
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
+Check = OperationCheck | TraceCheck
 Method = Literal["fx", "fx with leaves", "module order"]
 
 
@@ -85,7 +87,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     }
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    check = TraceCheck(model, inputs)
+    check: Check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -100,7 +102,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     return traced
 
 
-def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
+def _difference(check: Check, traced: TracedModel) -> Difference | None:
     graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
     return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
 
@@ -123,7 +125,7 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
     return {path for path in counters if not leaf(model.get_submodule(path), path)}
 
 
-def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: Check, whole: set[str]) -> set[str]:
     """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
 
     Returns:
@@ -274,7 +276,7 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
             break
         whole = whole | {failed}
     try:
-        ordered = module_order_graph(model, inputs) if inputs else None
+        ordered = module_order_graph(model, inputs) if inputs and not is_deferred(model) else None
     except Exception as error:  # the model does not run at all, whether traced or not
         raise _refused(model, inputs, error) from error
     if ordered is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,10 @@ from hybridpar.config.server import OUTER
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
+from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.optim.build import expand, make_optimizer, undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -88,7 +90,7 @@ class Trainer:
 
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
-            overwritten with those of rank 0.
+            overwritten with those of rank 0. Or a `DeferredModel`: then each worker holds its own stages only.
         optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
@@ -123,7 +125,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | DeferredModel,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         loss: LossFunction | None = None,
         config: TrainConfig | None = None,
@@ -161,6 +163,8 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
+        self._deferred = model if isinstance(model, DeferredModel) else None
+        model = model.module if isinstance(model, DeferredModel) else model
         try:
             check_recipe(self.config)
             freeze(model, self.config.freeze)
@@ -169,9 +173,15 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(model, self.config, self.world, example, total_steps, name, given, at_once=lanes is None)
+                else plan_loop(
+                    *(model, self.config, self.world, example, total_steps, name, given),
+                    at_once=lanes is None and self._deferred is None,
+                )
             )
-            self.model = model.to(self.world.device)
+            if self._deferred is not None and self.planned.plan.placement.workers == 1:
+                self._deferred.fill({name for name, _, _ in places(model)})
+                self._deferred = None
+            self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
             self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
@@ -253,8 +263,9 @@ class Trainer:
             )
         placed = self._place(example)
         with autocast(asked.amp, device):
-            plan, stages = cut_model(self.model, placed, plan, asked, self.world)
-        return kind(replace(parts, plan=plan, stages=stages, example=placed))
+            plan, stages = cut_model(self.model, placed, plan, asked, self.world, self._deferred)
+        own_only = self._deferred is not None
+        return kind(replace(parts, plan=plan, stages=stages, example=placed, own_only=own_only))
 
     def _open_outer_engine(self, parts: EngineParts) -> Engine:
         from hybridpar.train.outer import OuterEngine
@@ -462,7 +473,8 @@ class Trainer:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
         """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
 
-        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Inside
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Of a
+        `DeferredModel` each evaluates its stages, and the workers of a replica are given the same share. Inside
         `averaged` it is the moving average that is tested.
 
         Args:
@@ -525,10 +537,30 @@ class Trainer:
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
+        if self.engine.own_only:
+            return self._save_in_parts(Path(directory), training, local, average)
+        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
+
+    def _save_in_parts(
+        self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
+    ) -> Path:
+        """The same where no worker holds the whole model: rank 0 knows of all tensors, and is given one at a time."""
+        engine, counts = self.engine, self.engine.pipeline.replica == 0
+        model = {name: tensor.detach() for name, tensor in engine.model.state_dict().items()}
+        held = engine.held_state()
+        state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
+        shares: dict[str, Any] = {
+            "model.pt": held if counts else {},
+            "training.pt": {"optimizer": {"state": dict(ChainMap(*state))}} if counts else {},
+        }
+        if average is not None:
+            shares["model_ema.pt"] = average if counts else {}
+            average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
+        return save_checkpoint(directory, data, self.world, shares)
 
     def _training_state(self) -> dict[str, Any]:
         training = {"optimizer": self.engine.optimizer_state()}
@@ -558,7 +590,8 @@ class Trainer:
         Raises:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
-        data = load_checkpoint(Path(path), self.world.rank)
+        own = self.engine.held_state() if self.engine.own_only else None
+        data = load_checkpoint(Path(path), self.world.rank, own)
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
@@ -567,7 +600,10 @@ class Trainer:
             )
         self.engine.wait()
         with usable(Path(path)):
-            self.model.load_state_dict(data.model)
+            if own is None:
+                self.model.load_state_dict(data.model)
+            else:
+                self.engine.load_held_state(data.model)
             average = data.model if data.average is None else data.average
             self._load_training_state(data.training, average, data.step)
             if self._plateau is not None and "plateau" in data.training:
