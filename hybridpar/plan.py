@@ -200,6 +200,7 @@ class Sync(_Section):
     bucket_bytes: int = Field(8 << 20, ge=1)
     policy: tuple[SyncRule, ...] = (SyncRule(),)
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
+    shard_optimizer: bool = Field(False, description="replicas divide the optimizer's state among each other")
 
     @property
     def codec(self) -> str:
@@ -210,8 +211,8 @@ class Sync(_Section):
 
     @property
     def groups(self) -> int:
-        """Groups on which replicas add: one for each sync lane, and one for BatchNorm where it needs one."""
-        return self.lanes + (1 if self.batch_norm == "sync" else 0)
+        """Groups of the replicas: one for each sync lane, and one each for BatchNorm and optimizer that need them."""
+        return self.lanes + (self.batch_norm == "sync") + self.shard_optimizer
 
 
 class KernelChoice(_Section):

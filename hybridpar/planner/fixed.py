@@ -73,6 +73,7 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
         f"--sync {config.sync}": "sync" in named and config.outer_steps is not None,
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
+        "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,
     }
     return next((option for option, set_ in asked.items() if set_), "")
 

@@ -45,6 +45,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
+from hybridpar.sync.shards import keep_own
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.cuda_graph import StepGraph
@@ -225,6 +226,10 @@ class Engine:
                 "Each stage is stepped on its own, as soon as its gradients are there.",
                 "Let the factory make the optimizer from the module that it is given, not from the whole model.",
             )
+        replicas = self.plan.placement.replicas
+        if self.plan.sync.shard_optimizer and replicas > 1:
+            _check_shards(optimizer)
+            keep_own(optimizer, module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -459,7 +464,10 @@ class Engine:
         """State of all stages' optimizers by parameter name, on rank 0; a collective."""
         self.pipeline.wait()
         mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
-        parts = self.pipeline.gather_on_main(mine)
+        if self.plan.sync.shard_optimizer:
+            parts = self._world.gather_on_main(mine, range(self._world.size))
+        else:
+            parts = self.pipeline.gather_on_main(mine)
         states = [state for part in parts or [mine] for state in part]
         return {
             "kind": states[0]["kind"] if states else "none",
@@ -547,7 +555,18 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
         seed=config.seed,
         hierarchy=config.hierarchy,
         delayed=config.double_buffer in ("delay", "half"),
+        shard_optimizer=sync.shard_optimizer,
     )
+
+
+def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to divide an optimizer that looks at all parameters together."""
+    if optimizer.defaults.get("max_grad_norm") is not None:
+        raise UsageError(
+            f"--shard-optimizer with {type(optimizer).__name__}, which clips by the norm of all gradients",
+            "Each replica steps a part of the parameters, and sees the gradients of that part.",
+            "Use --opt-arg max_grad_norm=none, and --clip-norm 1 for the same limit.",
+        )
 
 
 def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
