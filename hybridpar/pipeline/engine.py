@@ -163,8 +163,9 @@ class PipelineEngine:
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
         sum_lanes = len(replicas.lane_sums) - synced - sharded if self.is_whole else options.sync_lanes
         if (synced or sharded) and sum_lanes < 1:
+            user = "BatchNorm over replicas" if synced else "the parameters that replicas hand round"
             raise SyncError(
-                f"no group is left for {'BatchNorm over replicas' if synced else 'the parameters of a sharded optimizer'}",
+                f"no group is left for {user}",
                 "Each has a group of its own, beside those of the gradients.",
                 f"Make the world with more: World.join(lanes={1 + synced + sharded}).",
             )

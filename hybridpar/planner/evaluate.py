@@ -15,6 +15,8 @@ from itertools import accumulate
 
 from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
+from hybridpar.compress import Collective
+from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
@@ -26,6 +28,8 @@ from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 from hybridpar.schedule.simulate import Simulation, simulate
+from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
+from hybridpar.sync.shards import largest_share
 
 #: What a pass takes at least, so that what it keeps is kept for some time.
 _LEAST_MS = 1e-6
@@ -114,6 +118,7 @@ class Evaluator:
         self._schedule = cache(self._make_schedule)
         self._peaks = cache(self._make_peaks)
         self._throughput = cache(self._make_throughput)
+        self._shares_of = cache(self._make_shares_of)
         self.shares = cache(self._make_shares)
 
     def samples(self, shape: Shape) -> int:
@@ -169,7 +174,7 @@ class Evaluator:
                 max(_LEAST_MS, time + extra * part) / throughput
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
-            step_ms=self._update_ms(throughput, shape, figures, candidate.variant),
+            step_ms=self._update_ms(throughput, candidate, figures),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
@@ -210,6 +215,7 @@ class Evaluator:
         """
         costs = self.costs(candidate)
         result = self.simulation(candidate, costs)
+        updated = sum(self._owned(candidate)) * (candidate.shape.replicas - 1) if candidate.sharded else 0
         return Outcome(
             candidate,
             result.step_ms,
@@ -217,7 +223,7 @@ class Evaluator:
             self.memory(candidate, result.peak_saved_bytes),
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms),
-            sum(result.bytes_sent) / len(result.bytes_sent),
+            (sum(result.bytes_sent) + updated) / len(result.bytes_sent),
             max(result.peak_saved_bytes),
         )
 
@@ -252,35 +258,51 @@ class Evaluator:
     def memory(self, candidate: Candidate, saved: tuple[int, ...]) -> float:
         """The most bytes that a device needs, with the margin.
 
-        Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
-        that gradients are copied into and with a codec residuals, of its own stages; to that come the activations that
-        wait. On a CPU the memory that a pass works in is the process's own as well, and so are the segments that
-        workers of a host share. For a checkpoint the first worker of a pipeline gathers the optimizer state of all.
+        A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
+        exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
+        that wait, and of stages that compute theirs again those of one pass of each lane. Where replicas divide the
+        optimizer's state, each has its part, and in place of activations what is handed round after a step. On a CPU
+        the memory that a pass works in is the process's own as well, and so are the segments that workers of a host
+        share. For a checkpoint the first worker gathers the optimizer state of all others that have some of their own.
 
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
         """
         inputs, layout, shape = self._inputs, self.layout(candidate), candidate.shape
-        figures, whole = self.figures(candidate), inputs.profile.model_bytes
+        figures = self.figures(candidate)
         gradients = self._gradients(candidate.cut, candidate.variant, shape)
-        own, largest = [0] * layout.workers, [0] * layout.workers
-        lasting = [whole] * layout.workers  # from one step to the next
+        owned = self._owned(candidate) if candidate.sharded else figures.parameter_bytes
+        divided = inputs.optimizer_copies - inputs.averages
+        lasting, largest, stepped, state = ([0] * layout.workers for _ in range(4))
+        again = [0] * layout.lanes
+        whole = (inputs.profile.model_bytes,) if shape.stages == 1 else figures.model_bytes
         for stage, size in enumerate(figures.parameter_bytes):
-            home = layout.home(stage)
-            own[home] += size
-            lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
+            home, lane = layout.home(stage), layout.lane_of[stage]
+            state[home] += divided * owned[stage]
+            # From one step to the next.
+            lasting[home] += whole[stage] + (inputs.averages + (candidate.codec > 0)) * size + gradients[stage]
             largest[home] = max(largest[home], figures.largest_bytes[stage])
+            again[lane] = max(again[lane], figures.again_bytes[stage])
+            if candidate.sharded:
+                stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
         shares = self.shares(shape)
         # A faster replica has larger micro-batches.
         larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
-        needs = [kept + larger * held for kept, held in zip(lasting, saved, strict=True)]
+        held = list(saved)
+        for lane, size in enumerate(again):
+            held[layout.worker_of[lane]] += size
+        needs = [
+            kept + mine + max(larger * size, handed)
+            for kept, mine, size, handed in zip(lasting, state, held, stepped, strict=True)
+        ]
         if self._workers[0][1].kind == "cpu":
             for home, size in enumerate(largest):
                 needs[home] += (
                     _PROCESS_BYTES + larger * _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
                 )
-        gathered = lasting[0] + inputs.optimizer_copies * (sum(own) - own[0]) if layout.workers > 1 else 0
+        everything = divided * sum(figures.parameter_bytes)
+        gathered = lasting[0] + everything if layout.workers > 1 or candidate.sharded else 0
         return inputs.memory_margin * max(*needs, gathered)
 
     def _shared_bytes(self, layout: Layout, shape: Shape) -> int:
@@ -375,16 +397,33 @@ class Evaluator:
         sizes = figures.parameter_bytes
         return [size / max(1, sum(sizes)) for size in sizes]
 
-    def _update_ms(self, throughput: float, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
-        profile = self._inputs.profile
-        own = profile.variants[variant].update_ms
+    def _update_ms(self, throughput: float, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
+        profile, shape = self._inputs.profile, candidate.shape
+        own = profile.variants[candidate.variant].update_ms
         known = profile.update_ms if own is None else own
         if known is not None:
-            return tuple(part * known / throughput for part in self._parts_of_model(figures))
-        speed = self._least_bandwidth[shape.workers - 1]
-        # Parameter, gradient and every tensor of the state are read; parameter and state are written.
-        passes = 3 + 2 * self._inputs.optimizer_copies
-        return tuple(1e3 * passes * size / speed for size in figures.parameter_bytes)
+            times = [part * known / throughput for part in self._parts_of_model(figures)]
+        else:
+            speed = self._least_bandwidth[shape.workers - 1]
+            # Parameter, gradient and every tensor of the state are read; parameter and state are written.
+            passes = 3 + 2 * self._inputs.optimizer_copies
+            times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
+        if not candidate.sharded:
+            return tuple(times)
+        kind = Collective.GATHER, PLAIN[1]
+        hand = self._network(shape.positions, shape.replicas).exchange([kind])[kind]
+        return tuple(
+            time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
+            for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)
+        )
+
+    def _owned(self, candidate: Candidate) -> tuple[int, ...]:
+        """For every stage the most bytes of parameters that one replica steps, where they divide the optimizer."""
+        return self._shares_of(candidate.cut, candidate.shape.replicas)
+
+    def _make_shares_of(self, cut: Cut, replicas: int) -> tuple[int, ...]:
+        parts = self._figures(cut, 0, self._inputs.profile.samples).parameters
+        return tuple(4 * largest_share([one.count for one in own], replicas) for own in parts)
 
     def _make_layout(self, shape: Shape, cut: Cut, variant: int) -> Layout:
         return shape.layout(self._figures(cut, variant, self.samples(shape)).edges)

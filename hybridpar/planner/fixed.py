@@ -31,6 +31,7 @@ class Fixed:
         parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
+        shard_optimizer: Whether replicas divide the optimizer's state; None where memory may decide.
     """
 
     workers: int | None = None
@@ -45,6 +46,7 @@ class Fixed:
     parts: int | None = None
     exchanged: bool = False
     staged: bool = False
+    shard_optimizer: bool | None = None
 
 
 def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
@@ -128,8 +130,14 @@ def fixed_by(
         codecs=codecs,
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
+        shard_optimizer=True if config.shard_optimizer else (False if _looks_at_all(config) else None),
         **chosen,
     )
+
+
+def _looks_at_all(config: TrainConfig) -> bool:
+    """Whether a step of an optimizer depends on all parameters together, which a part of them does not tell."""
+    return config.optimizer.startswith(("timm/lamb", "timm/kron"))
 
 
 def not_modelled(config: TrainConfig) -> str:

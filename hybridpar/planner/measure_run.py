@@ -89,6 +89,7 @@ class Question:
         fixed: What is not searched for.
         amp: `none`, `bf16` or `fp16`.
         copies: Tensors per parameter that the optimizer keeps.
+        averages: Of these moving averages.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
         compiled: Whether the model, or every stage of it, is trained through torch.compile.
@@ -103,6 +104,7 @@ class Question:
     fixed: Fixed = field(default_factory=Fixed)
     amp: str = "none"
     copies: int = 1
+    averages: int = 0
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2
     compiled: bool = False
@@ -129,6 +131,7 @@ class Question:
             fixed,
             config.amp,
             state_copies(config),
+            int(config.model_ema),
             config.bucket_bytes,
             config.sync_lanes,
             config.compile,
@@ -428,6 +431,7 @@ def _inputs(
         asked.fidelity,
         rates,
         optimizer_copies=asked.copies,
+        averages=asked.averages,
         bucket_bytes=asked.bucket_bytes,
         sync_lanes=asked.sync_lanes,
         overhead_ms=kept.overhead_ms,

@@ -122,7 +122,7 @@ class ParameterShards:
 
 
 def _between(row: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """The parts of tensors that lie between two places of all of them laid end to end, with their place from `start`."""
+    """The parts of tensors that lie between two places of all of them laid end to end, each with its place there."""
     place = 0
     for one in row:
         low, high = max(start, place), min(end, place + one.numel())
