@@ -299,9 +299,7 @@ def _with_memory(model: nn.Module, nodes: Sequence[fx.Node], device: torch.devic
     made: dict[int, torch.Tensor] = {}
     for place, name, value in held:
         if id(value) not in made:
-            tensor: torch.Tensor = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=device
-            )
+            tensor: torch.Tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
             is_trained = isinstance(value, nn.Parameter)
             if is_trained and value.is_floating_point():
                 tensor.uniform_(-0.05, 0.05)

@@ -57,7 +57,7 @@ class StageFigures:
         edges: What flows between stages.
         largest_bytes: The largest tensor that one of its units reads or writes.
         model_bytes: All its parameters, trained or not.
-        again_bytes: What a backward pass has in memory while it runs, having computed it again; 0 without `recompute`.
+        again_bytes: What a backward pass has in memory besides, having computed it again; 0 without `recompute`.
     """
 
     forward_ms: tuple[float, ...]
@@ -173,5 +173,5 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
         tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(cut.stage_of).items()),
         tuple(largest),
         tuple(sum(graph.units[unit].parameter_bytes for unit in own) for own in members),
-        saved if cut.recompute else (0,) * cut.stages,
+        tuple(max(0, size - kept) * cut.recompute for size, kept in zip(saved, entering, strict=True)),
     )

@@ -39,9 +39,9 @@ _SEND_PART = 0.5
 
 #: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
 _PROCESS_BYTES = 30 << 20
-#: How many of its largest tensor a pass on a CPU needs beside what it keeps: its gradients with respect to inputs and
-#: outputs, and both again in the layout in which a library computes, or as holes that the allocator is left with.
-_WORKING_TENSORS = 4
+#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output. On a
+#: CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
+_WORKING_TENSORS = {"cuda": 2, "cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,10 @@ class Evaluator:
         A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
         exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
         that wait, and of stages that compute theirs again those of one pass of each lane. Where replicas divide the
-        optimizer's state, each has its part, and in place of activations what is handed round after a step. On a CPU
-        the memory that a pass works in is the process's own as well, and so are the segments that workers of a host
-        share. For a checkpoint the first worker gathers the optimizer state of all others that have some of their own.
+        optimizer's state, each has its part, and in place of activations what is handed round after a step. A pass
+        works in some tensors of its own, and adds gradients of one parameter after the other to those of the
+        micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers share, or
+        what arrives over sockets. For a checkpoint the first worker gathers the optimizer state of all others that have some of their own.
 
         Args:
             candidate: The candidate.
@@ -274,41 +275,50 @@ class Evaluator:
         gradients = self._gradients(candidate.cut, candidate.variant, shape)
         owned = self._owned(candidate) if candidate.sharded else figures.parameter_bytes
         divided = inputs.optimizer_copies - inputs.averages
-        lasting, largest, stepped, state = ([0] * layout.workers for _ in range(4))
-        again = [0] * layout.lanes
+        lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
+        again, added, working = ([0] * layout.lanes for _ in range(3))
         whole = (inputs.profile.model_bytes,) if shape.stages == 1 else figures.model_bytes
         for stage, size in enumerate(figures.parameter_bytes):
             home, lane = layout.home(stage), layout.lane_of[stage]
             state[home] += divided * owned[stage]
             # From one step to the next.
-            lasting[home] += whole[stage] + (inputs.averages + (candidate.codec > 0)) * size + gradients[stage]
-            largest[home] = max(largest[home], figures.largest_bytes[stage])
+            lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
+            buckets[home] += gradients[stage] - size  # until they are summed
+            working[lane] = max(working[lane], figures.largest_bytes[stage])
+            if shape.micro_batches > 1:
+                added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
             again[lane] = max(again[lane], figures.again_bytes[stage])
             if candidate.sharded:
                 stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
         shares = self.shares(shape)
         # A faster replica has larger micro-batches.
         larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
-        held = list(saved)
-        for lane, size in enumerate(again):
-            held[layout.worker_of[lane]] += size
+        held, kind = list(saved), self._workers[0][1].kind
+        for lane, home in enumerate(layout.worker_of):
+            held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
+            lasting[home] += added[lane]
         needs = [
-            kept + mine + max(larger * size, handed)
-            for kept, mine, size, handed in zip(lasting, state, held, stepped, strict=True)
+            kept + mine + max(larger * size + copied, handed)
+            for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
         ]
-        if self._workers[0][1].kind == "cpu":
-            for home, size in enumerate(largest):
-                needs[home] += (
-                    _PROCESS_BYTES + larger * _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
-                )
+        if kind == "cpu":
+            beside = _PROCESS_BYTES + self._shared_bytes(layout, candidate)
+            needs = [need + beside for need in needs]
         everything = divided * sum(figures.parameter_bytes)
         gathered = lasting[0] + everything if layout.workers > 1 or candidate.sharded else 0
         return inputs.memory_margin * max(*needs, gathered)
 
-    def _shared_bytes(self, layout: Layout, shape: Shape) -> int:
-        """What workers of one host share to add gradients in, and to hand tensors from stage to stage."""
+    def _shared_bytes(self, layout: Layout, candidate: Candidate) -> int:
+        """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
+
+        Between hosts each lane has memory in which a bucket arrives.
+        """
+        shape = candidate.shape
         if self._network(shape.positions, shape.replicas).grouping.hosts > 1:
-            return 0
+            stages = self.figures(candidate).parameters
+            buckets = [bucket for own in stages for bucket in stage_buckets(own, self._inputs.bucket_bytes)]
+            sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
+            return sum(sizes[: self._inputs.sync_lanes]) if shape.replicas > 1 else 0
         adding = shape.replicas > 1 and not self._inputs.rates  # codecs need process groups
         sums = self._inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
         return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
