@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -204,7 +204,7 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
         shapes="random" if options.random else "listed",
         name=name,
         shape=key.shape.text,
-        direction=key.direction.value,
+        direction=key.direction,
         layout=key.layout.value,
         threads=key.threads,
         runs_on="torch" if choices.decide(key).kernel is None else "kernel",
@@ -238,19 +238,17 @@ def once(method: Callable[[], object]) -> float:
 
 def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable[[], object]], float]:
     """The operation, torch in both memory formats, and the operation's error."""
-    shape, direction = key.shape, key.direction
+    shape, direction = key.shape, Direction(key.direction)
     draw = torch.Generator().manual_seed(0)
     image = torch.randn((shape.batch, shape.channels, shape.height, shape.width), generator=draw)
     out = (shape.batch, shape.channels, shape.out_height, shape.out_width)
     gradient = torch.randn(out, generator=draw)
     weight = torch.randn((shape.channels, 1, *shape.kernel), generator=draw)
     sizes = (list(shape.stride), list(shape.padding), list(shape.dilation))
-    stock: dict[str, Callable[[], object]] = {
-        name: stock_call(
-            shape, direction, *(tensor.contiguous(memory_format=kind) for tensor in (image, gradient)), weight
-        )
-        for name, kind in (("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format))
-    }
+    stock: dict[str, Callable[[], object]] = {}
+    for name, kind in (("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format)):
+        x, g = (tensor.contiguous(memory_format=kind) for tensor in (image, gradient))
+        stock[name] = stock_call(shape, direction, x, g, weight)
     kind = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
     x, g = (tensor.contiguous(memory_format=kind) for tensor in (image, gradient))
     ops = torch.ops.hybridpar
@@ -262,12 +260,12 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     elif direction is Direction.INPUT_GRADIENT:
 
         def own() -> Tensor:
-            return ops.depthwise_conv2d_input_gradient(g, weight, [shape.height, shape.width], *sizes)  # type: ignore[no-any-return]
+            return ops.depthwise_conv2d_input_gradient(g, weight, [shape.height, shape.width], *sizes)
 
     else:
 
         def own() -> Tensor:
-            return ops.depthwise_conv2d_weight_gradient(x, g, list(weight.shape[2:]), *sizes)  # type: ignore[no-any-return]
+            return ops.depthwise_conv2d_weight_gradient(x, g, list(weight.shape[2:]), *sizes)
 
     right = reference(shape, direction, image, gradient, weight)
     error = float((own().double() - right).abs().max() / right.abs().max())
@@ -308,7 +306,12 @@ def read(file: Path) -> list[Row]:
     """All rows of a table, none where there is no file."""
     if not file.exists():
         return []
-    kinds = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
+    kinds: dict[str, Callable[[str], Any]] = {
+        "str": str,
+        "int": int,
+        "float": float,
+        "bool": lambda text: text == "True",
+    }
     columns = {column.name: kinds[str(column.type)] for column in fields(Row)}
     with file.open(newline="") as lines:
         found = list(csv.DictReader(lines))

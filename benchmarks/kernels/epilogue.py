@@ -75,8 +75,8 @@ def tile_of(shape: ConvShape) -> dict[str, int]:
         HybridparError: There is none.
     """
     for one in default_database().records:
-        if (one.shape, one.direction, one.layout) == (shape.text, Direction.FORWARD, Layout.CHANNELS_LAST):
-            return {name: value for name, value in one.parameters.items() if isinstance(value, int)}
+        if (one.what(), one.layout) == ((Direction.FORWARD, shape), Layout.CHANNELS_LAST):
+            return one.numbers
     raise HybridparError(
         f"no tile is known for {shape.text}",
         "What is compared is the best kernel of the convolution alone.",
@@ -155,7 +155,7 @@ def _records(shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[st
     convolution = {"direction": Direction.FORWARD, "shape": shape.convolution.text, "layout": Layout.CHANNELS_LAST}
     of_norm = {"rows": norm.rows, "channels": norm.channels, "activation": norm.act}
     both = {"shape": shape.convolution.text, "activation": shape.act, "ms": 1.0, "apart_ms": 2.0, "error": 0.0}
-    told = [
+    told: list[tuple[type[Record], dict[str, object], str]] = [
         (KernelRecord, {**convolution, **_WINS, "parameters": dict(alone)}, "depthwise_conv2d"),
         (NormRecord, {**of_norm, **_WINS}, NORM_OP),
         (ConvNormRecord, {**both, "parameters": dict(summing)}, CONV_NORM_OP),

@@ -135,7 +135,7 @@ def calls(options: Options) -> list[dict[str, object]]:
 
 def winning(database: Database, directions: Collection[Direction]) -> Database:
     """The records of some directions, as if they had won by far: what is to be measured is the way to their kernels."""
-    chosen = [record for record in database.records if record.direction in directions and record.ms is not None]
+    chosen = [record for record in database.records if record.what()[0] in directions and record.ms is not None]
     return Database(database.name, [one.model_copy(update={"stock_ms": 1e3, "layout_ms": None}) for one in chosen])
 
 

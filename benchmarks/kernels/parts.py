@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +36,7 @@ class Parts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ms: Counter[str] = Counter()
+        self.ms: defaultdict[str, float] = defaultdict(float)
         self._inside = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,10 +74,10 @@ def measure_parts(step: Callable[[], object], times: int) -> dict[str, float]:
         step: A training step.
         times: How many of them are timed.
     """
-    found: list[Counter[str]] = []
+    found: list[defaultdict[str, float]] = []
     for _ in range(times):
         parts = Parts()
-        kernels = {
+        kernels: dict[str, Any] = {
             name: _timed(parts, getattr(norm_kernels, name), "norm+activation") for name in ("forward", "backward")
         }
         with mock.patch.multiple(norm_kernels, **kernels), parts:

@@ -272,7 +272,7 @@ def _row(
         "size": options.size,
         "method": name,
         "operations_on_kernels": runs,
-        "operations": sum(often for key, often in tuned[1].items() if not isinstance(key, conv_norm_key)),
+        "operations": sum(often for key, often in tuned[1].items() if key.op != CONV_NORM_OP),
         "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
         "best_ms": f"{min(own):.2f}",
         "times_stock": f"{ratio.median:.4f}",
@@ -298,7 +298,7 @@ def _verdict(name: str, ratio: Ratio, target: float | None) -> str:
 
 def show(rows: Sequence[Mapping[str, object]]) -> None:
     """Print what matters of a model's rows."""
-    columns = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
+    columns: tuple[str, ...] = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
     columns += (
         "best_times_stock",
         "first_step_s",

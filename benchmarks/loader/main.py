@@ -196,7 +196,7 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
         batch_size=BATCH,
         is_training=True,
         use_prefetcher=False,
-        color_jitter=None,
+        color_jitter=0.0,
         interpolation="bilinear",
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,

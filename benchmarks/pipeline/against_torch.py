@@ -11,6 +11,7 @@ statistics of all micro-batches, which is more work; it has rows of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,11 @@ def _best(
     """The best of ours against torch's 1F1B and against the best of torch's."""
     makers: dict[str, Callable[[], Method]] = {}
     for name, layout in SCHEDULES_OF_TORCH.items():
-        makers[f"torch {name}"] = lambda name=name, layout=layout: Theirs(setting, plans[layout], name, rank)
+        makers[f"torch {name}"] = partial(Theirs, setting, plans[layout], name, rank)
     for layout in LAYOUTS:
         for schedule in SCHEDULES[layout[1]]:
             key = f"hybridpar {schedule}, {layout[0]} stages, {layout[1]}"
-            makers[key] = lambda schedule=schedule, layout=layout: Ours(
-                setting, plans[layout], worlds[""], schedule, sync=STOCK
-            )
+            makers[key] = partial(Ours, setting, plans[layout], worlds[""], schedule, sync=STOCK)
     methods = {name: make() for name, make in makers.items()}
     require_same_loss(methods)
     steps = {name: method.step for name, method in methods.items()}

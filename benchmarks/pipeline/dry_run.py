@@ -11,6 +11,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +92,7 @@ class DryRun:
             times.setdefault((stage, kind), []).append((time.perf_counter() - begin) * 1e3)
 
         for stage in self._stages.values():
-            stage.start(self._step, None)
+            stage.start(self._step, stage.gradients.new_flight())
         for action in self._actions:
             index, micro_batch = action.stage, action.index
             assert micro_batch is not None
@@ -99,27 +101,27 @@ class DryRun:
             images, labels = self._batches[micro_batch]
             inputs: dict[str, Tensor] = {self._input: images}
             work: dict[Kind, Callable[[], object]] = {
-                Kind.FORWARD: lambda run=run, index=micro_batch, inputs=inputs, labels=labels: run.forward(
-                    index, inputs, labels, 1 / len(self._batches), _keep
-                ),
-                Kind.BACKWARD: lambda run=run, index=micro_batch: run.backward(index, _keep),
-                Kind.BACKWARD_INPUT: lambda run=run, index=micro_batch: run.backward_input(index, _keep),
-                Kind.BACKWARD_WEIGHT: lambda run=run, index=micro_batch: run.backward_weight(index, _keep),
+                Kind.FORWARD: partial(run.forward, micro_batch, inputs, labels, self._share, _keep),
+                Kind.BACKWARD: partial(run.backward, micro_batch, _keep),
+                Kind.BACKWARD_INPUT: partial(run.backward_input, micro_batch, _keep),
+                Kind.BACKWARD_WEIGHT: partial(run.backward_weight, micro_batch, _keep),
             }
             timed(index, action.kind.value, work[action.kind])
             self._leave(index, micro_batch)
         for index, stage in self._stages.items():
             begin = time.perf_counter()
-            _, message = stage.finish_backward()
-            stage.apply(_COMMITTED, message, 1.0, on_device=False)
+            stage.apply(_COMMITTED, factor=1.0, on_device=False)
             times[index, Kind.STEP.value] = [(time.perf_counter() - begin) * 1e3]
         self._mailbox.clear()
         return {key: statistics.mean(values) for key, values in times.items()}
 
+    def _share(self) -> float:
+        return 1 / len(self._batches)
+
     def close(self) -> None:
         """Release hooks, end lanes."""
         for stage in self._stages.values():
-            stage.close()
+            stage.detach()
         self._lanes.close()
 
     def _arrive(self, index: int, micro_batch: int, *, forward: bool) -> None:
@@ -213,7 +215,8 @@ def probe_channel(grid: Grid, world: World, sizes: list[int], rounds: int = 8) -
             world.control_sum.all_reduce(torch.zeros(5, dtype=torch.float64))
     agree = (time.perf_counter() - begin) * 1e3 / 50
     mine = (samples, cpu["send"] / moved, cpu["receive"] / moved, hop, submit, agree)
-    (_, send_cpu, *_), (samples, _, receive_cpu, *_) = world.gather(mine)  # type: ignore[misc]
+    gathered: list[Any] = world.gather(mine)
+    send_cpu, (samples, _, receive_cpu, *_) = gathered[0][1], gathered[1]
     found = fit_link(samples)
     # Activations go from the compute lane to the sender's and from the receiver's to the compute lane.
     link = Link(found.latency_ms + 2 * hop, found.bytes_per_second)

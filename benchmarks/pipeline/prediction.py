@@ -84,25 +84,35 @@ def summarise(notes: Path, output: str | None) -> None:
         mine = [(float(row[3]), float(row[4])) for row in rows if row[0] == group]
         choices[group] = min(mine)[1] / min(real for _, real in mine)
     worst = max(choices.values())
-    common = {"setting": f"{len(rows)} configurations", "link": "all"}
+    setting = f"{len(rows)} configurations"
     write_checks(
         [
             Check(
+                setting=setting,
+                link="all",
                 what="median absolute error of the predicted step",
                 value=statistics.median(errors),
                 low=errors[0],
                 high=errors[-1],
                 at_most=MEDIAN_AT_MOST,
-                **common,
             ),
-            Check(what="worst", value=errors[-1], low=errors[0], high=errors[-1], at_most=WORST_AT_MOST, **common),
             Check(
+                setting=setting,
+                link="all",
+                what="worst",
+                value=errors[-1],
+                low=errors[0],
+                high=errors[-1],
+                at_most=WORST_AT_MOST,
+            ),
+            Check(
+                setting=setting,
+                link="all",
                 what="measured time of the predicted best over that of the measured best",
                 value=worst,
                 low=min(choices.values()),
                 high=worst,
                 at_most=CHOICE_AT_MOST,
-                **common,
             ),
         ],
         output,

@@ -73,7 +73,11 @@ def _run(link: str, number: int) -> Check:
         assert planned is not None, "the run was not planned"
         plan = read_plan(place / "plan.json")
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert plan.predicted is not None, "the plan has no prediction"
+    assert plan.ran is not None, "the run has not told its plan how fast it was"
     predicted, ran = plan.predicted.step_ms, plan.ran.step_ms
+    assert predicted is not None, "no time of a step was predicted"
+    assert ran is not None, "no time of a step was measured"
     error = predicted / ran - 1  # as in the other tables of predictions
     times = [float(row["step_ms"]) for row in map(json.loads, lines) if "step_ms" in row]
     stretches = [statistics.median(times[at : at + STRETCH]) for at in range(0, len(times) - STRETCH + 1, STRETCH)]

@@ -124,7 +124,8 @@ class EmulatedNet(nn.Module):
             owned.setdefault(one.unit, []).append(one)
         self.names: dict[str, str] = {}
         self._device = device = _Device()
-        layers, ahead, back = [], 0.0, 0.0
+        layers: list[nn.Module] = []
+        ahead = back = 0.0
         for index, unit in enumerate(graph.units):
             ahead, back = ahead + unit.forward_ms, back + unit.backward_ms
             if index in owned or index == len(graph.units) - 1:
@@ -178,7 +179,7 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
             batch = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
             made: dict[str, Callable[[], Running]] = {
                 each.name: lambda plan=each.plan, net=net, batch=batch: planned(  # type: ignore[misc]
-                    Trial(plan, net, *batch, world, _CONFIG)
+                    Trial(plan, net, batch[0], batch[1], world, _CONFIG)
                 )
                 for each in drawn
             }

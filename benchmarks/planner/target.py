@@ -33,9 +33,9 @@ from benchmarks.rig.network import LOOPBACK
 from benchmarks.rig.rank import link, process_group
 from benchmarks.sync.methods import Setting, Workplace, make_method
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Batch, random_batch
+from hybridpar.commands.plan.trials import random_batch
 from hybridpar.config import TrainConfig
-from hybridpar.data import TestBatches, TrainBatches, load_dataset
+from hybridpar.data import Batch, TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.explain import describe
@@ -260,7 +260,7 @@ def _running(name: str, call: Call) -> Running:
     own = (
         whole.tensor_split(method.parts)[method.part].tensor_split(method.micro_batches) for whole in (images, labels)
     )
-    micro_batches = list(zip(*own, strict=True))
+    micro_batches = tuple(zip(*own, strict=True))
     batch = Batch(micro_batches, sum(len(one) for _, one in micro_batches), every)
 
     def close() -> None:

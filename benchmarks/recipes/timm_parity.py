@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 from timm import create_model
-from timm.data import Mixup
+from timm.data.mixup import Mixup
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
@@ -70,8 +70,8 @@ def write_images(root: Path, images: int = IMAGES, pixels: int = 96) -> None:
     data = load_dataset(TrainConfig(data="photos", image_size=pixels))
     for side, source, count in (("train", data.train, images - TESTED), ("test", data.test, TESTED)):
         chosen = np.linspace(0, len(source) - 1, count).astype(np.int64)
-        images = source.load(chosen, None, torch.device("cpu"))
-        for number, image in zip(chosen.tolist(), images, strict=True):
+        loaded = source.load(chosen, None, torch.device("cpu"))
+        for number, image in zip(chosen.tolist(), loaded, strict=True):
             folder = root / side / f"{int(source.labels[number]):02d}"
             folder.mkdir(parents=True, exist_ok=True)
             to_pil_image(image).save(folder / f"{number}.jpg", quality=95)
@@ -81,8 +81,12 @@ def batches_of(options: TrainConfig, steps: int) -> tuple[list[tuple[Tensor, Ten
     """The first batches of a run, before they are mixed; steps of an epoch; classes."""
     data = load_dataset(options)
     train = TrainBatches(
-        *(data,),
-        **{"seed": options.seed, "batch_size": options.batch_size, "rank": 0, "workers": 1, "micro_batches": 1},
+        data,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        rank=0,
+        workers=1,
+        micro_batches=1,
         loader_workers=0,
         in_pairs=options.mixes,
         repeats=options.repeats,
@@ -121,7 +125,7 @@ def timms(
         t_initial=(options.epochs * per_epoch) - round(options.warmup_epochs * per_epoch),
         lr_min=options.min_lr,
         warmup_t=round(options.warmup_epochs * per_epoch),
-        warmup_lr_init=options.warmup_lr,
+        warmup_lr_init=options.warmup_lr or 0.0,
         warmup_prefix=True,
         t_in_epochs=False,
     )

@@ -212,4 +212,5 @@ def main(delay: float, jitter: float, loss: float, rate: float, namespaces: Sequ
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(float, sys.argv[1:5]), sys.argv[5:]))
+    delay, jitter, loss, rate = map(float, sys.argv[1:5])
+    sys.exit(main(delay, jitter, loss, rate, sys.argv[5:]))

@@ -124,8 +124,11 @@ def main(options: Options) -> int:
             report(of_length(read(table), epochs))
         return 0
     if options.tune:
-        fixed = {"fold": 0, "seed": TUNING_SEED, "epochs": options.epochs}
-        wanted = [Run(method=m, lr=lr, **fixed) for lr in options.rates for m in options.methods]
+        wanted = [
+            Run(method=m, fold=0, seed=TUNING_SEED, lr=lr, epochs=options.epochs)
+            for lr in options.rates
+            for m in options.methods
+        ]
         train_all(wanted, tuning, options.jobs)
         for method, run in best_rates(of_length(read(tuning), options.epochs)).items():
             print(f"{method:20} lr {run.lr:<6g} accuracy {run.accuracy:.2f} loss {run.loss:.4f}")
@@ -203,7 +206,7 @@ def train(run: Run) -> Run:
             inputs = shifted(images[half], shifts)
             loss = functional.cross_entropy(model(inputs), labels[half])
             model.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             gradients.append([_gradient(parameter) for parameter in model.parameters()])
             losses.append(loss.item())
         flat = [[gradient.view(-1) for gradient in worker] for worker in gradients]

@@ -141,7 +141,7 @@ def _links(options: Options) -> None:
             continue
         told = {
             "methods": _measurable(options, methods_at(options, rate, ranks), ranks, f"{rate}, {ranks} ranks"),
-            "rounds": options.rounds or (20 if options.quick else ROUNDS.get(bits_per_second(rate), 30)),
+            "rounds": options.rounds or (20 if options.quick else ROUNDS.get(bits_per_second(rate) or 0.0, 30)),
             "keep_busy": options.keep_busy or options.quick,
             "output": None if options.quick else str(options.output.resolve()),
             "peers": str(options.peers.resolve()) if options.peers else None,

@@ -89,7 +89,7 @@ class Peer:
             return
         self._rates.set(factor)
         self._optimizer.zero_grad()
-        F.cross_entropy(self._wrapped(images), labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(self._wrapped(images), labels).backward()
         self._optimizer.step()
 
     def accuracy(self) -> float:
@@ -148,10 +148,10 @@ class GraphedStep:
 
         def step() -> None:
             optimizer.zero_grad(set_to_none=True)
-            F.cross_entropy(wrapped(self._images), self._labels).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(wrapped(self._images), self._labels).backward()
             optimizer.step()
 
-        side = torch.cuda.Stream(images.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(images.device)
         side.wait_stream(torch.cuda.current_stream(images.device))
         with torch.cuda.stream(side):
             for _ in range(EAGER_STEPS_BEFORE_CAPTURE):
@@ -182,7 +182,7 @@ def _side_stream(device: torch.device, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

@@ -122,6 +122,10 @@ define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinli
   store <16 x float> %values, ptr %place, align 64, !nontemporal !0
   ret void
 }}
+define linkonce_odr void @hp_stream_short(ptr %place, <16 x i16> %values) alwaysinline nounwind {{
+  store <16 x i16> %values, ptr %place, align 32, !nontemporal !0
+  ret void
+}}
 declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
 define linkonce_odr <16 x float> @hp_muladd(<16 x float> %x, <16 x float> %y, <16 x float> %z) alwaysinline nounwind {{
   {_muladd("sum", "%x", "%y", "%z")}
@@ -310,14 +314,41 @@ class Writer(BaseWriter):
         return self.t.ramp(start, 1, LANES)
 
     def stream(self, buffer: Any, start: Any, values: Any) -> None:
-        """Store a vector of `LANES` float32 past the caches.
+        """Store a vector of `LANES` values past the caches.
 
         Args:
-            buffer: What is written to.
-            start: Index of the first one; its address must be a multiple of 64.
+            buffer: What is written to, float32 or uint16.
+            start: Index of the first one; its address must be a multiple of the vector's size.
             values: The vector.
         """
-        self.t.evaluate(self.call("void", "hp_stream", self.t.address_of(buffer[start]), values))
+        name = "hp_stream" if str(buffer.dtype) == "float32" else "hp_stream_short"
+        self.t.evaluate(self.call("void", name, self.t.address_of(buffer[start]), values))
+
+    def widened(self, bits: Any, lanes: int = LANES) -> Any:
+        """bfloat16 values as float32.
+
+        Args:
+            bits: A uint16, or a vector of them.
+            lanes: How many there are.
+        """
+        kind = "" if lanes == 1 else f"x{lanes}"
+        return self.t.reinterpret(f"float32{kind}", self.t.cast(bits, f"int32{kind}") << self._all(16, lanes))
+
+    def shortened(self, value: Any, lanes: int = LANES) -> Any:
+        """float32 values as the nearest of bfloat16, ties to even; for numbers, not for NaN.
+
+        Args:
+            value: A float32, or a vector of them.
+            lanes: How many there are.
+        """
+        kind = "" if lanes == 1 else f"x{lanes}"
+        bits = self.keep(self.t.reinterpret(f"int32{kind}", value))
+        odd = (bits >> self._all(16, lanes)) & self._all(1, lanes)
+        return self.t.cast((bits + odd + self._all(0x7FFF, lanes)) >> self._all(16, lanes), f"uint16{kind}")
+
+    def _all(self, number: int, lanes: int) -> Any:
+        one = self.t.int32(number)
+        return one if lanes == 1 else self.t.broadcast(one, lanes)
 
     def put(self, buffer: Any, start: Any, values: Any, *, add: bool = False, past: bool = False) -> None:
         """Store a vector of `LANES` values side by side.

@@ -20,11 +20,17 @@ from torch import Tensor
 
 from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder, as_inner
 from hybridpar.compress.redivide import divide
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, UsageError, nearest
+
+#: What residuals may be kept in.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class KeptResidual(Residual):
-    """What was not sent, in float32.
+    """What was not sent, in float32 or bfloat16.
+
+    In bfloat16 half as much memory is read and written in a step, and what is left is rounded once more: the rounding
+    errors, up to 2^-8 of each value, are lost. v itself is always float32.
 
     Args:
         kept: 1-D, left by the last step that counted.
@@ -38,20 +44,26 @@ class KeptResidual(Residual):
         self.kept = kept
         self.pending = pending
         self.factor = factor
+        # Where v is until the step counts, if that is not the pending half; shared with parts, which begin at `_start`.
+        self._wide: list[Tensor] = []
+        self._start, self._count = 0, kept.numel()
 
     @classmethod
-    def zeros(cls, count: int, device: torch.device) -> KeptResidual:
+    def zeros(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> KeptResidual:
         """Nothing is kept yet.
 
         Args:
             count: Number of elements.
             device: Where it is.
+            dtype: float32 or bfloat16.
         """
-        return cls(torch.zeros(count, device=device), torch.zeros(count, device=device))
+        return cls(torch.zeros(count, dtype=dtype, device=device), torch.zeros(count, dtype=dtype, device=device))
 
     def part(self, start: int, stop: int) -> KeptResidual:
         """The residual of a range of elements; it shares the memory."""
-        return KeptResidual(self.kept[start:stop], self.pending[start:stop], self.factor)
+        part = KeptResidual(self.kept[start:stop], self.pending[start:stop], self.factor)
+        part._wide, part._start, part._count = self._wide, self._start + start, self._count
+        return part
 
     def take(self, values: Tensor, start: int) -> Tensor:
         """Give v = values + factor * kept, in memory that may be changed."""
@@ -59,10 +71,22 @@ class KeptResidual(Residual):
         return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
 
     def again(self, values: Tensor, start: int) -> Tensor:
-        return self.pending[start : start + values.numel()].view(values.shape)
+        if self.pending.dtype == torch.float32:
+            return self.pending[start : start + values.numel()].view(values.shape)
+        if not self._wide:
+            self._wide.append(torch.empty(self._count, device=self.kept.device))
+        start += self._start
+        return self._wide[0][start : start + values.numel()].view(values.shape)
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """What is kept and what is pending, for a kernel that reads all of the one and writes all of the other."""
+        self._wide.clear()
+        return self.kept, self.pending
 
     def commit(self) -> None:
         """What the step under way left is what is kept."""
+        if self._wide:
+            self.pending.copy_(self._wide.pop())
         self.kept, self.pending = self.pending, self.kept
 
 
@@ -115,12 +139,14 @@ class ErrorFeedback(Codec):
         warmup: Number of first steps that are sent in full precision.
         rescale: Multiply the residual with old / new where the learning rate changes, so that what was left out has
             the weight that it would have had.
+        residual: What residuals are kept in: `fp32`, or `bf16` for half of the memory and of the traffic with it.
     """
 
     inner: Codec
     decay: float = 1.0
     warmup: int = 0
     rescale: bool = False
+    residual: str = "fp32"
     name = "feedback"
     biased = True
     stateful = True
@@ -131,6 +157,10 @@ class ErrorFeedback(Codec):
             raise UsageError(f"decay={self.decay:g}", "It is above 0 and at most 1.", "Use 1, or 0.9 with momentum.")
         if self.warmup < 0:
             raise UsageError(f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
+        if self.residual not in _DTYPES:
+            raise UsageError(
+                f"residual={self.residual}", "It says how residuals are kept.", nearest(self.residual, _DTYPES)
+            )
 
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""
@@ -151,7 +181,10 @@ class FeedbackCoder(WarmUpCoder):
     def __init__(self, config: ErrorFeedback, spec: TensorSpec) -> None:
         super().__init__(spec, Full(spec), config.inner.bind(spec))
         self._config = config
-        self._kept = {key: KeptResidual.zeros(count, spec.device) for key, count in self._later.residuals.items()}
+        dtype = _DTYPES[config.residual]
+        self._kept = {
+            key: KeptResidual.zeros(count, spec.device, dtype) for key, count in self._later.residuals.items()
+        }
         self._learning_rate = 0.0  # of the coming steps
         self._rate_now = self._rate_before = 0.0  # of the step under way and of the last that counted; 0 where not told
 
@@ -165,11 +198,11 @@ class FeedbackCoder(WarmUpCoder):
         return self._current
 
     def residual_squares(self) -> Tensor | None:
-        squares = [torch.dot(kept.kept, kept.kept) for kept in self._kept.values()]
+        squares = [torch.dot(kept, kept) for kept in (one.kept.float() for one in self._kept.values())]
         return torch.stack(squares).sum() if squares else None
 
     def residual(self, key: str) -> Tensor:
-        """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy.
+        """What is kept under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy.
 
         Args:
             key: One of `residuals`.
@@ -183,7 +216,7 @@ class FeedbackCoder(WarmUpCoder):
         """
         out = torch.zeros(self.spec.count, device=self.spec.device)
         for key, kept in self._kept.items():
-            self._later.spread(key, kept.kept, out)
+            self._later.spread(key, kept.kept.float(), out)
         return out
 
     def rescale(self, learning_rate: float) -> None:
@@ -212,7 +245,7 @@ class FeedbackCoder(WarmUpCoder):
         return {
             "steps": self._steps,
             "learning_rate": self._rate_before,
-            "residuals": {key: kept.kept.clone() for key, kept in self._kept.items()},
+            "residuals": {key: kept.kept.to(torch.float32, copy=True) for key, kept in self._kept.items()},
             "inner": self._later.state_dict(),
         }
 

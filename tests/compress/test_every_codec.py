@@ -89,9 +89,11 @@ def test_workers_agree_and_nothing_is_lost(text: str, workers: int) -> None:
         for name, out in zip(SHAPES, outs, strict=True):
             assert out.isfinite().all()
             came[name] += workers * out.double()
+    # Each of 4 steps rounds each worker's residual, of at most 12, to 2^-9 of itself.
+    atol = 2**-9 * 12 * 4 * workers if "residual=bf16" in text else 2e-4
     for name, shape in SHAPES.items():
         if keeps_everything(text) or not parse_codec(text).fits(shape):
-            torch.testing.assert_close(came[name] + team.unsent(name), gone[name], rtol=0, atol=2e-4, msg=name)
+            torch.testing.assert_close(came[name] + team.unsent(name), gone[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

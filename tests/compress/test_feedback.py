@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridpar.compress import parse_codec
 from hybridpar.compress.feedback import FeedbackCoder, KeptResidual, lay_together, stacked
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, UsageError
 from tests.compress.team import Team, equal, same_bits
 
 SHAPES = {"w": (8, 40)}
@@ -118,6 +118,40 @@ def test_a_parameter_that_nobody_used_keeps_its_residual() -> None:
     for left, right in zip(before, after, strict=True):
         assert equal(left["w"], right["w"])
         assert not equal(left["v"], right["v"])
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_residuals_in_bfloat16_are_those_in_float32_rounded(
+    kernels: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "off":
+        monkeypatch.setattr("hybridpar.compress.kernels.table", lambda _device=None: None)
+    short, full = (Team(f"onebit:meet=shard{more}", {"w": (37, 83)}, workers) for more in (",residual=bf16", ""))
+    keys = ["worker", "owner"]
+    for seed in range(3):
+        gradients = short.gradients(seed)
+        out = short.step(gradients)[0][0]
+        assert equal_up_to(out, full.step(gradients)[0][0])
+        pairs = [(coder_of(short, rank), coder_of(full, rank)) for rank in range(workers)]
+        for one, other in pairs:
+            for key in keys:
+                assert one.residual(key).dtype == torch.bfloat16
+                torch.testing.assert_close(one.residual(key).float(), other.residual(key), rtol=2**-8, atol=1e-6)
+                other.residual(key).copy_(one.residual(key))  # so that the next step begins alike
+        before = [one.residual("worker").clone() for one, _ in pairs]
+        short.meet(short.gradients(seed + 100))
+        short.rollback()
+        assert all(torch.equal(kept, one.residual("worker")) for kept, (one, _) in zip(before, pairs, strict=True))
+
+
+def equal_up_to(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_residuals_in_an_unknown_type_are_refused() -> None:
+    with pytest.raises(UsageError, match="residual=bf17"):
+        parse_codec("onebit:residual=bf17")
 
 
 def test_residuals_are_moved_together_and_keep_what_they_keep() -> None:

@@ -120,8 +120,8 @@ def onebit_encode(
         Whether a kernel did it; else nothing was changed.
     """
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, *_halves(residual))
-    if kernels is None:
+    kernels = _kernels(values, *(() if _is_short(residual) else _halves(residual)))
+    if kernels is None or (_is_short(residual) and not isinstance(kernels, CpuKernels)):
         return False
     _check_groups(values, lower, upper, packed)
     _check_halves(values, residual)
@@ -416,6 +416,10 @@ def _column_kernels(values: Tensor, *others: Tensor) -> CpuKernels | None:
 
 def _halves(residual: Residual) -> tuple[Tensor, ...]:
     return (residual.kept, residual.pending) if isinstance(residual, KeptResidual) else ()
+
+
+def _is_short(residual: Residual) -> bool:
+    return isinstance(residual, KeptResidual) and residual.kept.dtype == torch.bfloat16
 
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:

@@ -294,8 +294,11 @@ class CpuKernels:
 
     def _encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
         if isinstance(residual, KeptResidual):
-            halves = residual.kept.data_ptr(), residual.pending.data_ptr()
-            self.functions[f"{name}_keep"](values.data_ptr(), *halves, *arguments, residual.factor)
+            kept, pending = residual.halves()
+            way = "keep" if kept.dtype == torch.float32 else "short"
+            self.functions[f"{name}_{way}"](
+                values.data_ptr(), kept.data_ptr(), pending.data_ptr(), *arguments, residual.factor
+            )
         else:
             self.functions[name](values.data_ptr(), 0, 0, *arguments)
 

@@ -25,17 +25,22 @@ def define(w: Writer) -> dict[str, Any]:
     return {
         "onebit_encode": w.function("onebit_encode", ENCODE, (), _encode(w, keeps=False)),
         "onebit_encode_keep": w.function("onebit_encode_keep", ENCODE, ("factor",), _encode(w, keeps=True)),
+        "onebit_encode_short": w.function(
+            "onebit_encode_short", ENCODE, ("factor",), _encode(w, keeps=True, short=True)
+        ),
         "onebit_decode": w.function("onebit_decode", DECODE, ("divisor",), _decode(w, add=False)),
         "onebit_add": w.function("onebit_add", DECODE, (), _decode(w, add=True)),
     }
 
 
-def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
+def _encode(w: Writer, keeps: bool, short: bool = False) -> Callable[..., None]:
+    """The encoder; what it keeps is float32, or bfloat16 where it is short."""
     t = w.t
+    kind, size = ("uint16", 2) if short else ("float32", 4)
     zero, one = t.int64(0), t.int64(1)
 
     def body(pending: Any, groups: Any, length: Any, stream: Any, factor: Any = None, **own: Any) -> None:
-        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
+        g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], kind), w.view(pending, kind)
         a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
         packed = w.view(own["bits"], "uint8")
         below, above = w.local(LANES, "float32"), w.local(LANES, "float32")
@@ -47,7 +52,10 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
 
         def v(index: Any, wide: bool) -> Any:
             place = w.at(index) if wide else index
-            return g[place] + (w.lanes(factor) if wide else factor) * r[place] if keeps else g[place]
+            if not keeps:
+                return g[place]
+            kept = w.widened(r[place], LANES if wide else 1) if short else r[place]
+            return g[place] + (w.lanes(factor) if wide else factor) * kept
 
         def store_16(index: Any, new: Any) -> None:
             t.evaluate(w.call("void", "hp_store16", t.address_of(packed[index * 2]), new))
@@ -72,13 +80,15 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
                 with t.serial(0, blocks) as block:
                     place = start + block * LANES
                     value = w.keep(v(place, True))
-                    w.put(left, place, value - t.Select(value >= w.zeros(), w.lanes(a1), w.lanes(a0)), past=past)
+                    unsent = value - t.Select(value >= w.zeros(), w.lanes(a1), w.lanes(a0))
+                    w.put(left, place, w.shortened(unsent) if short else unsent, past=past)
 
-            past = t.And(stream != 0, ((pending + start * 4) & 63) == 0)
+            past = t.And(stream != 0, ((pending + start * size) & (LANES * size - 1)) == 0)
             w.either(past, lambda: whole(True), lambda: whole(False))
             with t.serial(0, start + length - tail) as step:
                 value = w.keep(v(tail + step, False))
-                w.store(left, tail + step, value - t.Select(value >= t.float32(0), a1, a0))
+                unsent = value - t.Select(value >= t.float32(0), a1, a0)
+                w.store(left, tail + step, w.shortened(unsent, 1) if short else unsent)
 
         w.store(rest, zero, t.int32(0))
         w.store(fill, zero, t.int32(0))

@@ -24,6 +24,8 @@ VARIANTS = (
     "onebit:warmup=2",
     "onebit:decay=0.9,rescale=on",
     "onebit:least=1,meet=shard",
+    "onebit:residual=bf16",
+    "onebit:residual=bf16,least=1,meet=shard,group=column",
 )
 
 SCRATCH = Scratch(torch.device("cpu"))

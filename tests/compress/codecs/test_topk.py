@@ -19,6 +19,7 @@ VARIANTS = (
     "topk:rate=0.3,least=1",
     "topk:rate=0.02,cast=bf16",
     "topk:feedback=off",
+    "topk:residual=bf16",
 )
 
 SHAPES = {"w": (40, 50)}
