@@ -11,13 +11,14 @@ from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 
 
-def replicate(model: nn.Module, world: World, agree: object = None) -> None:
+def replicate(model: nn.Module, world: World, agree: object = None, *, compare_only: bool = False) -> None:
     """Give every worker rank 0's parameters and buffers, whatever its own seed gave it; a collective.
 
     Args:
         model: The model.
         world: The workers.
         agree: Options that must be equal on all workers; compared by their text.
+        compare_only: Leave all values as they are.
 
     Raises:
         SyncError: The workers did not build the same model or were given other options, or one did not answer.
@@ -43,6 +44,8 @@ def replicate(model: nn.Module, world: World, agree: object = None) -> None:
                 "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",
                 "Build the model in the same way on every worker.",
             )
+    if compare_only:
+        return
     with world.named_errors("broadcasting the initial model"):
         broadcast_state(model, 0, world)
 

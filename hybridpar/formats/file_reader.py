@@ -14,7 +14,7 @@ import pickle
 import stat
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +22,10 @@ from hybridpar.errors import HybridparError, shortened
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from torch import Tensor
+
+#: Keys that lead to a tensor in dictionaries, lists and tuples.
+TensorPath = tuple[Any, ...]
 
 #: Bytes of a file that is read as a whole, unless a reader says otherwise.
 MOST_BYTES = 64 << 20
@@ -228,7 +232,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------- files of torch
 
 
-def read_torch(path: Path) -> dict[str, Any]:
+def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> dict[str, Any]:
     """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU.
 
     Before torch reads it, the file is looked through for what would take long or much memory: compressed parts, calls
@@ -237,6 +241,8 @@ def read_torch(path: Path) -> dict[str, Any]:
 
     Args:
         path: The file.
+        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary. Others are not read: they come
+            on the meta device.
 
     Raises:
         Unreadable: It is none, or damaged.
@@ -247,7 +253,10 @@ def read_torch(path: Path) -> dict[str, Any]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
         _survey(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        if keep is not None:
+            loaded = _read_some(path, keep)
+        else:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Unreadable:
         raise
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
@@ -256,6 +265,68 @@ def read_torch(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise Unreadable(f"it holds a {type(loaded).__name__} where a dictionary was written")
     return loaded
+
+
+def tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
+    """The tensors in dictionaries, lists and tuples, with the keys that lead to them.
+
+    Args:
+        value: What may hold them.
+        path: The keys that lead to it.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensor_paths(item, (*path, key))
+
+
+def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
+    """What is in a file of `torch.save`, without its tensors' values, and where in the file these are.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The dictionary, its tensors without memory; and by their keys the byte at which their storages begin.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        storages = [(keys, tensor.untyped_storage()) for keys, tensor in tensor_paths(loaded)]
+    return loaded, {keys: int(storage._checkpoint_offset) for keys, storage in storages}  # type: ignore[attr-defined]
+
+
+def _read_some(path: Path, keep: Callable[[TensorPath], bool]) -> Any:
+    import torch
+
+    loaded, offsets = tensor_places(path)
+    with path.open("rb", buffering=0) as file:
+
+        def read(value: Any, keys: TensorPath) -> Any:
+            if isinstance(value, dict):
+                return {key: read(item, (*keys, key)) for key, item in value.items()}
+            if isinstance(value, (list, tuple)):
+                return type(value)(read(item, (*keys, index)) for index, item in enumerate(value))
+            if not isinstance(value, torch.Tensor):
+                return value
+            if not keep(keys):
+                return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+            memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
+            file.seek(offsets[keys] + value.storage_offset() * value.element_size())
+            view = memoryview(memory.view(torch.uint8).numpy())
+            while view:
+                if not (count := file.readinto(view)):
+                    raise Unreadable("it ends in the middle of a tensor")
+                view = view[count:]
+            return memory.as_strided(value.shape, value.stride())
+
+        return read(loaded, ())
 
 
 def _survey(path: Path) -> None:

@@ -141,7 +141,7 @@ def gather_items(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Any] | None:
     """Something large of some members on rank 0 of a group; a collective of all of its members.
 
-    Tensors follow one by one, each into the memory where it stays.
+    Tensors follow one by one, each into the memory where it stays; of one on the meta device only its form is told.
 
     Args:
         mine: What this member has: plain values and tensors; looked at on the members of `ranks` only.
@@ -158,10 +158,10 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
     """
     rank, device = dist.get_rank(group), _device_of(group)
     text, tensors = take_apart(mine) if rank in ranks and rank else ("null", [])
-    told = gather_items((text, tensor_facts(tensors)), group)
+    told = gather_items((text, tensor_facts(tensors), [one.is_meta for one in tensors]), group)
     if rank:
         for one in tensors:
-            if one.numel():
+            if one.numel() and not one.is_meta:
                 dist.send(_bytes_of(one.to(device)), group_dst=0, group=group)
         return None
     found = []
@@ -169,9 +169,12 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
         if source == 0:
             found.append(mine)
             continue
-        text, facts = told[source]
+        text, facts, without = told[source]
         came = []
-        for shape, dtype in facts:
+        for (shape, dtype), is_meta in zip(facts, without, strict=True):
+            if is_meta:
+                came.append(torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
+                continue
             one = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
             if one.numel():
                 dist.recv(_bytes_of(one), group_src=source, group=group)

@@ -15,9 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpar.errors import UsageError
+from hybridpar.models.deferred import imagined, is_deferred, storage_of
 from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
 from hybridpar.partition.state import python_random_state, untouched
 
@@ -79,7 +81,7 @@ class NodeFacts:
 
 
 class _Storages:
-    """Numbers for storages. An address is reused after it is freed, so a number ends with its last holder."""
+    """Numbers for storages. One that is freed may be replaced by another, so a number ends with its last holder."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
@@ -87,9 +89,9 @@ class _Storages:
         self.next = 0
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-        if not address:
+        if tensor.layout != torch.strided or not tensor.untyped_storage().nbytes():
             return None
+        address = storage_of(tensor)
         if address not in self.numbers:
             self.numbers[address] = self.next
             self.next += 1
@@ -105,7 +107,7 @@ class _Storages:
             return
         self.holders[number] -= 1
         if self.holders[number] <= 0:
-            del self.numbers[tensor.untyped_storage().data_ptr()]
+            del self.numbers[storage_of(tensor)]
 
 
 def run_example(
@@ -132,15 +134,31 @@ def run_example(
         UsageError: The model refuses the inputs; the message names the node, its module and the shapes it got.
     """
     with untouched(model, training=training), torch.set_grad_enabled(training):
-        return _Run(model, graph, resolve).run(inputs)
+        if not is_deferred(model):
+            return _Run(model, graph, resolve).run(inputs)
+        with imagined(model, inputs[0].device) as mode:
+            return _Run(model, graph, resolve, imagined=True).run([mode.from_tensor(item) for item in inputs])
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices random operations, which draw nothing where nothing is computed."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _Run:
-    def __init__(self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any]) -> None:
+    def __init__(
+        self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any], *, imagined: bool = False
+    ) -> None:
         self.graph = graph
+        self.imagined = imagined
         self.resolve = resolve
         self.storages = _Storages()
-        self.permanent = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.permanent = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.values: dict[fx.Node, Any] = {}
         self.facts: dict[fx.Node, NodeFacts] = {}
         device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -201,15 +219,16 @@ class _Run:
         kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
         before = self._versions(node)
         drawn = self._random_state()
+        draws = _Draws()
         try:
-            with self._watch_saved(facts):
+            with self._watch_saved(facts), draws:
                 value = node_call(node, self.resolve)(*args, **kwargs)
         except Exception as error:  # the model's own code, which may raise anything
             raise self._refused(node, error) from error
         facts.changes = tuple(
             argument for argument, version in self._versions(node).items() if before[argument] != version
         )
-        facts.random = drawn != self._random_state()
+        facts.random = draws.found or drawn != self._random_state()
         return value
 
     def _versions(self, node: fx.Node) -> dict[fx.Node, int]:
@@ -220,6 +239,8 @@ class _Run:
         }
 
     def _random_state(self) -> tuple[Any, ...]:
+        if self.imagined:  # nothing is drawn, and no state could be read
+            return python_random_state()
         state = torch.cuda.get_rng_state(self.cuda) if self.cuda else torch.get_rng_state()
         return state.numpy().tobytes(), *python_random_state()
 
@@ -230,7 +251,7 @@ class _Run:
             return
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in self.permanent:
+            if storage_of(tensor) not in self.permanent:
                 number = self.storages.number(tensor)
                 if number is not None and number not in facts.saved:
                     facts.saved[number] = tensor.untyped_storage().nbytes()

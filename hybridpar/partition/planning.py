@@ -14,6 +14,7 @@ from torch import nn
 
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
@@ -71,7 +72,7 @@ def partition_model(
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
         stages: Number of stages, or a `Problem` with devices, link and memory.
         strategy: `balanced`, or a simpler strategy for comparison.
-        measure: Measure unit times; False estimates them from FLOPs and bytes.
+        measure: Measure unit times; False, or a model without memory, estimates them from FLOPs and bytes.
         passes: Passes of the measurement.
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
@@ -95,7 +96,7 @@ def partition_model(
     units = find_units(trace_model(model, given), given)
     # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
     balance_graph(units.graph, problem, strategy=strategy, certify=False)
-    if measure:
+    if measure and not is_deferred(model):
         times = measured_profile(
             units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
         )
@@ -258,6 +259,7 @@ def stages_from_plan(
     inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
     *,
     relay: bool = False,
+    fill: Callable[[list[Stage]], None] | None = None,
 ) -> list[Stage]:
     """The stages that a plan describes.
 
@@ -266,6 +268,7 @@ def stages_from_plan(
         plan: The plan.
         inputs: Example inputs; needed only where the model takes more than one.
         relay: As for `split_model`.
+        fill: For a model without memory: called with its stages, gives tensors of the model their values.
 
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
@@ -274,7 +277,7 @@ def stages_from_plan(
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
     units = find_units(trace_model(model, given), given)
     if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:
-        return split_model(units, [0] * len(units.graph), relay=relay)
+        return _split(units, [0] * len(units.graph), relay, fill)
     wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
     present = [unit.name for unit in units.graph.units]
     unknown, unplaced = sorted(set(wanted) - set(present)), [unit for unit in present if unit not in wanted]
@@ -289,7 +292,17 @@ def stages_from_plan(
             f"{len(unknown)} of its units are unknown and {len(unplaced)} of the model's are missing.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
-    return split_model(units, [wanted[unit] for unit in present], relay=relay)
+    return _split(units, [wanted[unit] for unit in present], relay, fill)
+
+
+def _split(
+    units: ModelUnits, stage_of: Sequence[int], relay: bool, fill: Callable[[list[Stage]], None] | None
+) -> list[Stage]:
+    stages = split_model(units, stage_of, relay=relay)
+    if fill is None:
+        return stages
+    fill(stages)
+    return split_model(units, stage_of, relay=relay)  # over the tensors that there are now
 
 
 def _example(model: nn.Module, plan: Plan) -> torch.Tensor:

@@ -30,9 +30,10 @@ from torch.nn.modules.dropout import _DropoutNd as _DROPOUT
 from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.chain import module_order_graph
 from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck
+from hybridpar.partition.trace_check import Difference, Graphs, OperationCheck, TraceCheck
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 Method = Literal["fx", "fx with leaves", "module order"]
@@ -85,7 +86,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     }
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    check = TraceCheck(model, inputs)
+    check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -100,7 +101,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     return traced
 
 
-def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
+def _difference(check: TraceCheck | OperationCheck, traced: TracedModel) -> Difference | None:
     graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
     return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
 
@@ -274,7 +275,7 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
             break
         whole = whole | {failed}
     try:
-        ordered = module_order_graph(model, inputs) if inputs else None
+        ordered = module_order_graph(model, inputs) if inputs and not is_deferred(model) else None
     except Exception as error:  # the model does not run at all, whether traced or not
         raise _refused(model, inputs, error) from error
     if ordered is not None:

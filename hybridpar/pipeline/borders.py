@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
+from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.actions import Edge
@@ -66,6 +68,7 @@ class BorderTable:
         loss: What the last stage's result goes through.
         compiled: What is called has been compiled.
         context: Context in which stages and loss run, such as autocast.
+        own_only: Stages of other workers have no memory here: none is run for real.
     """
 
     def __init__(
@@ -77,11 +80,14 @@ class BorderTable:
         loss: Callable[[Any, Any], Tensor] | None = None,
         compiled: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        own_only: bool = False,
     ) -> None:
         self._stages = stages
+        self._own_only = own_only
         self._context = context
         self._compiled = compiled
-        self._forwards = forwards
+        self._forwards = [module_of(stage) for stage in stages] if own_only else forwards
         self._loss = loss
         self._recomputed = set(recomputed)
         self._measured = set(measured) - self._recomputed
@@ -139,6 +145,25 @@ class BorderTable:
             self.first = self.first or self._known[key]
         return self._known[key]
 
+    def evaluated(self, inputs: Mapping[str, Tensor]) -> dict[str, MessagePart]:
+        """What crosses the borders in evaluation, where no worker holds all stages; these are in that mode.
+
+        Args:
+            inputs: The model's inputs by name, on the device.
+        """
+        key = "evaluation", *_key_of(inputs)
+        if key not in self._known:
+            facts = BorderFacts()
+            device = next(iter(inputs.values())).device
+            with imagined(nn.ModuleList(map(module_of, self._stages)), device) as mode:
+                values: dict[str, Tensor] = tree_map_only(Tensor, mode.from_tensor, dict(inputs))
+                for stage in self._stages[:-1]:
+                    result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+                    values.update(zip((border.name for border in stage.outputs), result, strict=True))
+                    facts.parts |= {border.name: MessagePart.of(values[border.name]) for border in stage.outputs}
+            self._known[key] = facts
+        return self._known[key].parts
+
     def edges(self, facts: BorderFacts) -> tuple[Edge, ...]:
         """All pairs of stages between which tensors flow, with their bytes.
 
@@ -154,6 +179,14 @@ class BorderTable:
         return tuple(edges)
 
     def _run(self, inputs: Mapping[str, Tensor], target: Any) -> BorderFacts:
+        if self._own_only:
+            device = next(iter(inputs.values())).device
+            with imagined(nn.ModuleList(map(module_of, self._stages)), device) as mode:
+                imagine = partial(tree_map_only, Tensor, mode.from_tensor)
+                return self._run_all(imagine(dict(inputs)), imagine(target))
+        return self._run_all(inputs, target)
+
+    def _run_all(self, inputs: Mapping[str, Tensor], target: Any) -> BorderFacts:
         facts = BorderFacts()
         reached: list[dict[str, set[str]]] = []
         used: set[str] = set()
@@ -182,7 +215,7 @@ class BorderTable:
                 finally:
                     rollback.restore()
                 if stage.index in self._recomputed:
-                    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
+                    storages = {storage_of(leaf): leaf.untyped_storage() for leaf in leaves}
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))
@@ -239,15 +272,17 @@ def _call(
     if not measure:
         with torch.enable_grad():
             return forward(*leaves), 0
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}
+    kept = []  # so that no other storage gets the place of one
     # What enters may be a view, for instance one micro-batch of a whole batch: only its own part counts.
-    entering = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in leaves}
+    entering = {storage_of(leaf): leaf.nbytes for leaf in leaves}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = entering.get(storage.data_ptr(), storage.nbytes())
+        if (number := storage_of(tensor)) not in own:
+            sizes[number] = entering.get(number, storage.nbytes())
+            kept.append(storage)
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

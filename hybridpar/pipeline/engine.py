@@ -1,7 +1,7 @@
 """Trains a model as stages on lanes and workers, times replicas; a model that is not cut is one stage.
 
-Every worker holds the whole model, but trains its own stages only; `collect` makes the model whole again on all
-workers. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
+Every worker trains its own stages. It may hold the whole model, which `collect` makes whole again on all workers, or
+with `own_only` nothing but its stages. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
 """
 
 from __future__ import annotations
@@ -106,12 +106,17 @@ class PipelineEngine:
         self.random_stages: dict[int, int] = {}
         layout = options.layout(len(stages))
         self.positions = layout.workers
-        pairs = {
-            pair
-            for index in range(len(stages))
-            for target in consumers_of(stages, index)
-            for pair in _both_ways(layout.home(index), layout.home(target))
-        }
+        pairs: set[tuple[int, int]] = set()
+        for mode in (False, True) if options.own_only else (True,):
+            if options.own_only:  # evaluation, too, goes through the pipeline
+                for stage in stages:
+                    module_of(stage).train(mode)
+            pairs |= {
+                pair
+                for index in range(len(stages))
+                for target in consumers_of(stages, index)
+                for pair in _both_ways(layout.home(index), layout.home(target))
+            }
         if world.size % self.positions:
             raise ScheduleError(
                 f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
@@ -133,7 +138,8 @@ class PipelineEngine:
         self.choice: Choice | None = None
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
-        replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
+        names_of_all = [_names(stage) for stage in stages]
+        replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
         # A whole model's replicas are all workers, who have groups to sum on already.
         is_grid = world.size > 1 and not self.is_whole
         self.grid = Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if is_grid else None
@@ -158,6 +164,10 @@ class PipelineEngine:
     ) -> None:
         options, lanes, replicas = self.options, self._lanes, self.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
+        if options.own_only and replicas.size > 1:
+            with replicas.named_errors("broadcasting the initial stages"):
+                for index in mine:
+                    broadcast_state(module_of(self._all_stages[index]), 0, replicas)
         synced = options.sync.sync_batch_norm and replicas.size > 1
         sharded = options.sync.shard_optimizer and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
@@ -190,7 +200,8 @@ class PipelineEngine:
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.forwards = forwards
         self.borders = BorderTable(
-            self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context
+            *(self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context),
+            own_only=options.own_only,
         )
         compute: dict[int, Lane] = {
             lane: lanes.caller
@@ -366,11 +377,13 @@ class PipelineEngine:
     def collect(self) -> None:
         """Make the model whole on every worker: stages are copied from where they are trained. A collective.
 
+        With `own_only` it stays in parts.
+
         Raises:
             SyncError: A worker died or did not answer in time.
         """
         self.wait()
-        if self.grid is None or self.positions == 1:
+        if self.grid is None or self.positions == 1 or self.options.own_only:
             return
         layout = self.options.layout(len(self._all_stages))
         with self.world.named_errors("collecting the model"):
@@ -483,6 +496,49 @@ class PipelineEngine:
             finally:
                 module.train()
         return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
+
+    @torch.no_grad()
+    def evaluate_own(self, inputs: Any) -> Any:
+        """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica.
+
+        Args:
+            inputs: A batch of the model's inputs; all workers of a replica are given the same ones.
+
+        Returns:
+            The output, on the worker of the last stage; None on others.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        assert self.grid is not None
+        stages, layout = self._all_stages, self.options.layout(len(self._all_stages))
+        for stage in stages:
+            module_of(stage).eval()
+        try:
+            values, result = self._named(inputs), None
+            parts = self.borders.evaluated(values)
+            for stage in stages:
+                home, result = layout.home(stage.index), None
+                if home == self.position:
+                    result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+                    made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
+                    values.update(made)
+                wanted: dict[int, dict[str, None]] = {}
+                for target, names in consumers_of(stages, stage.index).items():
+                    if layout.home(target) != home:
+                        wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
+                with self.world.named_errors("evaluating"):
+                    for target, needed in sorted(wanted.items()):
+                        if home == self.position:
+                            message = [values[name] for name in needed]
+                            self.grid.senders[target].send(message, [parts[name] for name in needed])
+                        elif target == self.position:
+                            received = self.grid.receivers[home].receive([parts[name] for name in needed])
+                            values.update(zip(needed, received, strict=True))
+            return result
+        finally:
+            for stage in stages:
+                module_of(stage).train()
 
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""

@@ -433,6 +433,7 @@ class PipelineOptions:
         sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
         record: On a GPU, note when every action ran, by two events each. On a CPU that is always done.
+        own_only: Each worker holds the tensors of its own stages only; those of others are on the meta device.
     """
 
     lane_of: tuple[int, ...]
@@ -456,6 +457,7 @@ class PipelineOptions:
     sync_lanes: int = 2
     capture: bool = False
     record: bool = False
+    own_only: bool = False
 
     def layout(self, stages: int, edges: tuple[Edge, ...] = ()) -> Layout:
         """Where the stages are, and what flows between them.

@@ -27,6 +27,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -85,6 +86,7 @@ def plan_run(
     decided: Collection[str] | None = None,
     plan: Plan | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    measured: bool = True,
 ) -> PlannedRun:
     """Find the plan of a run; a collective.
 
@@ -100,6 +102,7 @@ def plan_run(
         decided: All options that are not searched for, instead of those that were given or changed.
         plan: What to follow, instead of what the options name.
         announce: Told what is being done, while that takes time.
+        measured: Whether rank 0 holds all of the model, so that it can be measured.
 
     Returns:
         The plan, the same on all workers.
@@ -131,6 +134,8 @@ def plan_run(
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
+    elif not measured:
+        found = _unplanned("no worker holds all of the model to measure it") if "plan" in given else found
     elif why := _not_worth(sample_shape, steps):
         found = _unplanned(why) if "plan" in given else found
     elif option := not_modelled(config):
@@ -220,6 +225,7 @@ def plan_loop(
         name=name or type(model).__name__,
         decided=decided,
         plan=plan,
+        measured=not is_deferred(model),
     )
     for line in found.lines if world.is_main else ():
         _log.info(line.removesuffix(_DETAILS))  # there is no run directory here

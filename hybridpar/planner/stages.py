@@ -17,9 +17,11 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.formats.cache import measurements_directory
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
+from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.pipeline.step import PipelineOptions
@@ -32,7 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 def cut_model(
-    model: nn.Module, example: torch.Tensor, plan: ResolvedPlan, config: TrainConfig, world: World
+    model: nn.Module,
+    example: torch.Tensor,
+    plan: ResolvedPlan,
+    config: TrainConfig,
+    world: World,
+    deferred: DeferredModel | None = None,
 ) -> tuple[ResolvedPlan, list[Stage]]:
     """Cut a model into the stages of a plan; a collective.
 
@@ -42,6 +49,7 @@ def cut_model(
         plan: The plan, whose stages may have no units yet.
         config: Options.
         world: All workers.
+        deferred: What gives a model without memory its values: those of the stages of this worker.
 
     Returns:
         The plan with the units of each stage, the same on all workers, and the stages, over the modules and parameters
@@ -64,14 +72,29 @@ def cut_model(
                 optimizer_copies=state_copies(config),
             )
             threads = lane_threads(placement, device)
-            made = partition_model(model, example, problem, threads=threads, cache=measurements_directory())
+            whole = model
+            if deferred is not None and deferred.nbytes <= MEASURED_BYTES:
+                whole = deferred.whole().to(device)
+                if memory_format_name(example) == "channels_last":
+                    whole.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            made = partition_model(whole, example, problem, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make)))
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
-    return plan, stages_from_plan(model, plan, (example,))
+    if deferred is None:
+        return plan, stages_from_plan(model, plan, (example,))
+    placement = plan.placement
+    position = world.rank // placement.replicas
+
+    def fill(stages: list[Stage]) -> None:
+        own = [stage for stage in stages if placement.worker_of[placement.lane_of[stage.index]] == position]
+        held = {name for name, _, _ in places(model)}
+        deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
+
+    return plan, stages_from_plan(model, plan, (example,), fill=fill)
 
 
 def pipeline_options(
@@ -82,6 +105,7 @@ def pipeline_options(
     sync: SyncOptions,
     world: World,
     device: torch.device,
+    own_only: bool = False,
 ) -> PipelineOptions:
     """The options of the pipeline that follows a plan; a collective.
 
@@ -93,6 +117,7 @@ def pipeline_options(
         sync: Options of the exchange of gradients.
         world: All workers.
         device: Of this worker's lanes.
+        own_only: Each worker holds the tensors of its own stages only.
     """
     sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
@@ -103,9 +128,9 @@ def pipeline_options(
         return tuple(found) if len(found) == len(values) else None
 
     saved = known([stage.saved_bytes for stage in sections])
-    halves = (
-        _measure_halves(stages, example, world, pipeline.schedule) if SCHEDULES.get(pipeline.schedule).splits else None
-    )
+    halves = None
+    if SCHEDULES.get(pipeline.schedule).splits and not own_only:
+        halves = _measure_halves(stages, example, world, pipeline.schedule)
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
@@ -128,6 +153,7 @@ def pipeline_options(
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,
         record=config.timeline is not None,
+        own_only=own_only,
     )
 
 

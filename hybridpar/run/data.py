@@ -16,10 +16,12 @@ from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, freeze, load_weights, parse_arguments, require_trained
+from hybridpar.models.deferred import DeferredModel
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.inputs import model_input
 from hybridpar.models.weight_files import is_published
 from hybridpar.plan import ResolvedPlan
+from hybridpar.sync.policy import is_auto
 from hybridpar.train.model_check import check_outputs
 
 
@@ -269,12 +271,48 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
         UsageError: There is no such model, nothing of it would be trained, or its outputs do not fit the data.
     """
     model = configured_model(config, name, data.classes)
+    _prepare(model, config, name, data, device)
+    return model
+
+
+def make_deferred(
+    config: TrainConfig, name: str, data: ImageData, world: World
+) -> tuple[DeferredModel | None, str | None]:
+    """The model of a run in a pipeline over several workers, each of which is to hold its own stages only.
+
+    Args:
+        config: Options.
+        name: What the user calls the model.
+        data: The data.
+        world: All workers.
+
+    Returns:
+        The model; None where an option needs the whole model everywhere, or the model cannot be built without memory.
+        And a line that says why in the latter case.
+
+    Raises:
+        UsageError: As for `make_model`.
+    """
+    needs_whole = (
+        *(config.uses_kernels, config.select_batch, config.weights, config.outer_steps, is_auto(config.compress)),
+        *(config.double_buffer not in (None, "off"), config.cuda_graph, config.recipe != "none"),
+    )
+    if world.size == 1 or not config.is_staged or any(needs_whole):
+        return None, None
+    try:
+        deferred = DeferredModel(lambda: configured_model(config, name, data.classes))
+    except UsageError as error:
+        return None, f"memory   every worker holds the whole model: {error.what}"
+    _prepare(deferred.module, config, name, data, world.device)
+    return deferred, None
+
+
+def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, device: torch.device) -> None:
     freeze(model, config.freeze)
     if config.batch_norm == "frozen":
         freeze_batch_norm(model)
     require_trained(model, name)
     check_outputs(model, name, data.classes, data.sample_shape, config, device)
-    return model
 
 
 def untested(tested: int, total: int) -> str | None:

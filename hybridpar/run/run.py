@@ -24,6 +24,7 @@ from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
+from hybridpar.models.deferred import MEASURED_BYTES
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
@@ -38,6 +39,7 @@ from hybridpar.run.data import (
     check_batch,
     example_batch,
     load_data,
+    make_deferred,
     make_model,
     shares_of,
     start_from_weights,
@@ -165,17 +167,23 @@ class Run(RunLoop):
         # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
         # must start from the same weights.
         torch.manual_seed(config.seed)
-        model = world.on_all(lambda: make_model(config, model_name, data, world.device))
+        deferred, told = world.on_all(lambda: make_deferred(config, model_name, data, world))
+        if deferred is None:
+            torch.manual_seed(config.seed)
+            model = world.on_all(lambda: make_model(config, model_name, data, world.device))
+        else:
+            model = deferred.module
         self.data_line = world.from_main(lambda: describe_data(data))
         self.place, fetched = place_of_all(config, model_name, world)
         check_batch(config, len(data.train), world.size)
-        self.weights_lines: list[str] = [] if fetched is None else [fetched]
+        self.weights_lines: list[str] = [line for line in (told, fetched) if line is not None]
         if self.place.checkpoint is None and config.weights is not None:
             self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
             if world.size > 1:
                 broadcast_state(model, 0, world)
+        small = deferred is not None and deferred.nbytes <= MEASURED_BYTES
         self.planned = plan_run(
-            model,
+            deferred.whole() if deferred is not None and small and world.is_main else model,
             config,
             world,
             sample_shape=data.sample_shape,
@@ -184,10 +192,12 @@ class Run(RunLoop):
             given=given,
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
+            measured=deferred is None or small,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
-        self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
+        held = (one for one in chain(model.parameters(), model.buffers()) if not one.is_meta)
+        self.memory.restart(sum(one.nbytes for one in held))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
@@ -195,14 +205,16 @@ class Run(RunLoop):
         shares = shares_of(config, plan)
         batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas, shares)
         self.batches = batches_of(config.batch_size)
-        place = data, config, plan, world.device, world.size, world.rank, world.size
+        place: tuple[Any, ...] = data, config, plan, world.device, world.size, world.rank, world.size
+        if deferred is not None and plan.placement.workers > 1:  # the workers of a replica evaluate together
+            place = *place[:4], self.replicas, world.rank % self.replicas, self.replicas
         self._make_test = partial(test_batches, *place)
         self.test = self._make_test(shares)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
         self.trainer = Trainer(
-            model,
+            deferred or model,
             config=config,
             total_steps=self.total,
             steps_per_epoch=per_epoch,

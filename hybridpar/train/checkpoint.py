@@ -24,17 +24,19 @@ import os
 import random
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
-from hybridpar.formats.file_reader import Unreadable, read_torch
+from hybridpar.formats.file_reader import TensorPath, Unreadable, read_torch, tensor_paths, tensor_places
 from hybridpar.train.checkpoint_files import CHECKPOINT_VERSION, latest_checkpoint, read_manifest, resolve_checkpoint
 
 
@@ -61,13 +63,17 @@ class CheckpointData:
     average: dict[str, torch.Tensor] | None = None
 
 
-def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path:
+def save_checkpoint(
+    directory: Path, data: CheckpointData, world: World, shares: Mapping[str, Any] | None = None
+) -> Path:
     """Write `directory/step-N`; a collective, called by every worker.
 
     Args:
         directory: The run's checkpoint directory. Worker 0 writes the parts of those that do not see it.
         data: What to save; `model` and `training` are taken from rank 0 (`average`, too), `local` from every rank.
         world: The workers.
+        shares: Where no worker holds everything: by name of a file what this worker holds of it, under the same keys;
+            in `data` of rank 0 the tensors of others are on the meta device. They come one at a time.
 
     Returns:
         The path of the checkpoint.
@@ -93,6 +99,10 @@ def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path
             if data.average is not None:
                 files["model_ema.pt"] = data.average
         wrote = _attempt(lambda: written.update({name: _write(aside / name, item) for name, item in files.items()}))
+        if shares is not None:
+            wrote = _write_shares(aside, shares, world, wrote)
+            if world.is_main and wrote is None:
+                wrote = _attempt(lambda: written.update({name: _described(aside / name) for name in shares}))
         answers = world.gather((wrote, written))
         problem = _first_problem([answer[0] for answer in answers])  # type: ignore[index]
         for answer in answers:
@@ -126,12 +136,16 @@ def _way_on(directory: Path) -> str:
     return f"go on with --resume: {newest.name}, the last whole checkpoint, is untouched"
 
 
-def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
+def load_checkpoint(
+    path: Path, rank: int = 0, held: Collection[str] | None = None, stepped: Collection[str] | None = None
+) -> CheckpointData:
     """Read a checkpoint, verifying every file that is read against the manifest.
 
     Args:
         path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
         rank: Whose own part to read.
+        held: Names of the parameters and buffers that are wanted, where not all are; others come on the meta device.
+        stepped: Names of the parameters whose optimizer state is wanted, likewise.
 
     Returns:
         What it holds, on the CPU.
@@ -142,9 +156,17 @@ def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
     own = f"rank-{rank}.pt"
-    model = _read_tensors(path, "model.pt", manifest)
-    average = _read_tensors(path, "model_ema.pt", manifest) if "model_ema.pt" in manifest["files"] else None
-    training = _read(path, "training.pt", manifest)
+
+    def in_model(keys: TensorPath) -> bool:
+        return held is None or keys[0] in held
+
+    def in_training(keys: TensorPath) -> bool:
+        return stepped is None or keys[:2] != ("optimizer", "state") or keys[2] in stepped
+
+    keep = in_model if held is not None else None
+    model = _read_tensors(path, "model.pt", manifest, keep)
+    average = _read_tensors(path, "model_ema.pt", manifest, keep) if "model_ema.pt" in manifest["files"] else None
+    training = _read(path, "training.pt", manifest, in_training if stepped is not None else None)
     local = _read(path, own, manifest) if own in manifest["files"] else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
@@ -244,8 +266,10 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _read_tensors(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
-    state = _read(path, name, manifest)
+def _read_tensors(
+    path: Path, name: str, manifest: dict[str, Any], keep: Callable[[TensorPath], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    state = _read(path, name, manifest, keep)
     for key, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -256,7 +280,9 @@ def _read_tensors(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, 
     return state
 
 
-def _read(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
+def _read(
+    path: Path, name: str, manifest: dict[str, Any], keep: Callable[[TensorPath], bool] | None = None
+) -> dict[str, Any]:
     file, expected = path / name, manifest["files"].get(name)
     try:
         if not isinstance(expected, dict):
@@ -266,7 +292,7 @@ def _read(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
             raise Unreadable(f"{size} bytes where the manifest says {shortened(expected.get('bytes'))}")
         if _sha256(file) != expected.get("sha256"):
             raise Unreadable("its content is not what the manifest says")
-        return read_torch(file)
+        return read_torch(file, keep)
     except (OSError, Unreadable) as error:
         raise CheckpointError(
             f"the checkpoint file {shortened(file)} is damaged: {getattr(error, 'strerror', None) or error}",
@@ -276,9 +302,59 @@ def _read(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(file: Path, item: dict[str, Any]) -> dict[str, Any]:
+    if any(tensor.is_meta for _, tensor in tensor_paths(item)):
+        _write_form(file, item)
+        return {}
     with file.open("wb") as stream:
         torch.save(item, stream)
         stream.flush()
+        os.fsync(stream.fileno())
+    return _described(file)
+
+
+def _write_form(file: Path, item: dict[str, Any]) -> None:
+    """Write a file with room for all tensors, and the values of none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        form = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), item)
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(form, file)
+
+
+def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem: str | None) -> str | None:
+    """Bring the tensors of all workers to their places in the files of rank 0; a collective.
+
+    Returns:
+        What went wrong, on rank 0; the problem that there was before, if any, is not made worse.
+    """
+    mine = [(name, keys, tensor) for name, share in shares.items() for keys, tensor in tensor_paths(share)]
+    mine = [one for one in mine if not one[2].is_meta]  # those are another worker's
+    order = world.gather([(name, keys) for name, keys, _ in mine])
+    offsets: dict[str, dict[TensorPath, int]] = {}
+
+    def find() -> None:
+        offsets.update({name: tensor_places(aside / name)[1] for name in shares})
+
+    def put(name: str, keys: TensorPath, tensor: torch.Tensor) -> None:
+        with (aside / name).open("r+b", buffering=0) as stream:
+            stream.seek(offsets[name][keys])
+            view = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            while view:
+                view = view[stream.write(view) :]
+
+    if world.is_main and problem is None:
+        problem = _attempt(find)
+    for rank, names in enumerate(order):
+        for index, (name, keys) in enumerate(names):  # type: ignore[arg-type]
+            got = world.gather_on_main(mine[index][2] if rank == world.rank else None, [rank])
+            if got is not None and problem is None:
+                problem = _attempt(partial(put, name, keys, got[0]))
+    return problem
+
+
+def _described(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
         os.fsync(stream.fileno())
     return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 

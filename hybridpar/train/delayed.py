@@ -115,10 +115,12 @@ class DoubleBufferEngine(Engine):
         world: World,
         lanes: Lanes,
         example: Tensor | None = None,
+        *,
+        own_only: bool = False,
     ) -> None:
         overlaps = plan.placement.replicas > 1
         self._halves = config.double_buffer == "half" and overlaps
-        super().__init__(model, plan, stages, optimizer, loss, config, world, lanes, example)
+        super().__init__(model, plan, stages, optimizer, loss, config, world, lanes, example, own_only=own_only)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.replicate import average_buffers
@@ -68,6 +69,7 @@ class Engine:
         lanes: Lanes of this worker.
         example: Inputs of one micro-batch, on the device: the plan's times of stages are in proportion to its samples,
             and codec `auto` times the backward pass of a model that is not cut by it.
+        own_only: This worker holds the tensors of its own stages only; those of others are on the meta device.
 
     Attributes:
         optimizers: Of each stage that this worker trains.
@@ -90,8 +92,11 @@ class Engine:
         world: World,
         lanes: Lanes,
         example: Tensor | None = None,
+        *,
+        own_only: bool = False,
     ) -> None:
         self.model = model
+        self.own_only = own_only
         self.plan = plan
         self._stages = stages
         self._loss = loss
@@ -135,7 +140,8 @@ class Engine:
             assert example is not None
             stages = self._stages
             with self.autocast():
-                options = pipeline_options(plan, self._stages, example, config, sync, world, self._lanes.device)
+                device, own_only = self._lanes.device, self.own_only
+                options = pipeline_options(plan, self._stages, example, config, sync, world, device, own_only)
         else:
             stages = [WholeModel(self.model)]
             options = replace(
@@ -375,11 +381,17 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
-        """The whole model in evaluation mode, as something to call, on every worker; a collective."""
+        """The whole model in evaluation mode, as something to call, on every worker; a collective.
+
+        With `own_only` the calls are collectives of the workers of a replica; the last stage's returns the output, and
+        those of others None.
+        """
         self.synchronize_buffers()
         self.model.eval()
         try:
-            if not self.plan.is_staged:
+            if self.own_only:
+                yield self.pipeline.evaluate_own
+            elif not self.plan.is_staged:
                 yield self.pipeline.forwards[0]
             else:
                 yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
@@ -398,13 +410,13 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Inside, `model` holds the moving average, once `synchronize_buffers` has made it whole; a collective."""
         self.pipeline.wait()
-        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        own = {name: tensor.clone() for name, tensor in self.held_state().items()}
         for average in self.averages:
             average.copy_to_module()
         try:
             yield
         finally:
-            self.model.load_state_dict(own)
+            self.load_held_state(own)
 
     @property
     def codecs(self) -> list[Compression]:
@@ -421,17 +433,42 @@ class Engine:
         """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
         return dict(self.model.state_dict())
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether no worker holds all of the model, or all of the optimizer's state."""
+        return self.own_only or (self.plan.sync.shard_optimizer and self.pipeline.replicas > 1)
+
+    @property
+    def stepped(self) -> set[str]:
+        """Names of the parameters that this worker steps."""
+        own = {id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
+        return {name for name, one in self.model.named_parameters() if id(one) in own}
+
+    def held_state(self) -> dict[str, Tensor]:
+        """What this worker holds of the model's state: all of it, or that of its stages."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if not tensor.is_meta}
+
+    @torch.no_grad()
+    def load_held_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put a saved state of the model back, as far as this worker holds it.
+
+        Args:
+            state: What `held_state` returned, or more.
+        """
+        for name, tensor in self.held_state().items():
+            tensor.copy_(state[name])
+
     def average_state(self) -> dict[str, Tensor] | None:
         """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective.
 
         Returns:
-            It, on every worker; None without `model_ema`.
+            It, on every worker, or with `own_only` what the worker holds of it; None without `model_ema`.
         """
         if not self._config.model_ema:
             return None
         with self.averaged():
             self.synchronize_buffers()
-            state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+            state = {name: tensor.detach().cpu().clone() for name, tensor in self.held_state().items()}
         self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
         return state
 
@@ -461,13 +498,19 @@ class Engine:
             scale.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """State of all stages' optimizers by parameter name, on rank 0; a collective."""
+        """State of all stages' optimizers by parameter name, on rank 0; a collective.
+
+        Where it is `in_parts` the tensors of other workers are on the meta device.
+        """
         self.pipeline.wait()
         mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
-        if self.plan.sync.shard_optimizer:
-            parts = self._world.gather_on_main(mine, range(self._world.size))
-        else:
-            parts = self.pipeline.gather_on_main(mine)
+        given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.in_parts else mine
+        sharded = self.plan.sync.shard_optimizer
+        parts = (
+            self._world.gather_on_main(given, range(self._world.size)) if sharded else self.pipeline.gather_on_main(given)
+        )
+        if parts is not None and self.in_parts:
+            parts[0] = mine
         states = [state for part in parts or [mine] for state in part]
         return {
             "kind": states[0]["kind"] if states else "none",

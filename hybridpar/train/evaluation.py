@@ -43,7 +43,7 @@ def evaluate(
     """Accuracy and loss over a test set; a collective.
 
     Args:
-        forward: The model, in evaluation mode.
+        forward: The model, in evaluation mode; or a part of it, whose None is not counted.
         loss: Mean loss of outputs and targets.
         batches: This worker's share, on its device; shares may be uneven or empty, and must not overlap.
         world: The workers.
@@ -56,6 +56,8 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for inputs, targets in batches:
         outputs = forward(inputs)
+        if outputs is None:  # of a stage that is not the last one
+            continue
         mean = loss(outputs, targets)
         count = int(targets.shape[0])
         correct = _correct(outputs, targets)

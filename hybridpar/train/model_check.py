@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, user_error
 from hybridpar.models import article, autocast
+from hybridpar.models.deferred import imagined, is_deferred
 from hybridpar.models.outputs import main_output
 from hybridpar.partition.state import untouched
 
@@ -53,13 +54,19 @@ def check_outputs(
     Raises:
         UsageError: The model fails on such images, takes something else, or returns something else.
     """
-    model.to(device)
+    deferred = is_deferred(model)
+    if not deferred:
+        model.to(device)
     images = torch.randn(SAMPLES, *sample_shape, generator=torch.Generator().manual_seed(0)).to(device)
     _require_one_input(model, name, images)
     for training in (True, False):
         with _unchanged(model), untouched(model, training=training), torch.no_grad(), autocast(config.amp, device):
             try:
-                outputs = model(images)
+                if deferred:  # only shapes are looked at
+                    with imagined(model, device) as mode:
+                        outputs = model(mode.from_tensor(images))
+                else:
+                    outputs = model(images)
             except Exception as error:
                 raise _failed(model, name, images, error) from error
         _require_scores(outputs, name, classes, "" if training else " in evaluation mode")

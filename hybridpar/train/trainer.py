@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,10 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
+from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.optim.build import expand, make_optimizer, undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -79,7 +81,7 @@ class Trainer:
 
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
-            overwritten with those of rank 0.
+            overwritten with those of rank 0. Or a `DeferredModel`: then each worker holds its own stages only.
         optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
@@ -113,7 +115,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | DeferredModel,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         loss: LossFunction | None = None,
         config: TrainConfig | None = None,
@@ -151,6 +153,7 @@ class Trainer:
         self.steps_per_epoch = steps_per_epoch
         #: Says what the learning rate is, where batches change their size on the way.
         self.pace: Pace | None = None
+        self._deferred, model = (model, model.module) if isinstance(model, DeferredModel) else (None, model)
         try:
             check_recipe(self.config)
             freeze(model, self.config.freeze)
@@ -161,7 +164,10 @@ class Trainer:
                 if isinstance(plan, PlannedRun)
                 else plan_loop(model, self.config, self.world, example, total_steps, name, given)
             )
-            self.model = model.to(self.world.device)
+            if self._deferred is not None and self.planned.plan.placement.workers == 1:
+                self._deferred.fill({name for name, _, _ in places(model)})
+                self._deferred = None
+            self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
             self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
@@ -235,10 +241,10 @@ class Trainer:
             )
         placed = self._place(example)
         with autocast(asked.amp, device):
-            plan, stages = cut_model(self.model, placed, plan, asked, self.world)
+            plan, stages = cut_model(self.model, placed, plan, asked, self.world, self._deferred)
         if options.outer_steps is not None:
             return self._open_outer_engine(plan, stages, with_what, placed)
-        return kind(self.model, plan, stages, *with_what, placed)
+        return kind(self.model, plan, stages, *with_what, placed, own_only=self._deferred is not None)
 
     def _open_outer_engine(
         self, plan: ResolvedPlan, stages: list[Stage] | None, with_what: tuple[Any, ...], example: Tensor | None = None
@@ -394,7 +400,8 @@ class Trainer:
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
         """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
 
-        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Inside
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole. Of a
+        `DeferredModel` each evaluates its stages, and the workers of a replica are given the same share. Inside
         `averaged` it is the moving average that is tested.
 
         Args:
@@ -461,10 +468,31 @@ class Trainer:
         if (common := self.engine.common_state()) is not None:
             training["outer"] = common
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         average = self.engine.average_state()
+        if self.engine.in_parts:
+            return self._save_in_parts(Path(directory), training, local, average)
+        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
+
+    def _save_in_parts(
+        self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
+    ) -> Path:
+        """The same where no worker holds everything: rank 0 knows of all tensors, and is given one at a time."""
+        engine, counts = self.engine, self.engine.pipeline.replica == 0
+        sharded = self.plan.sync.shard_optimizer
+        model = {name: tensor.detach() for name, tensor in engine.model.state_dict().items()}
+        held = engine.held_state()
+        state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
+        mine = {"optimizer": {"state": dict(ChainMap(*state))}} if counts or sharded else {}
+        shares: dict[str, Any] = {"training.pt": training if self.world.is_main else mine}
+        if engine.own_only:
+            shares["model.pt"] = held if counts else {}
+        if average is not None and engine.own_only:
+            shares["model_ema.pt"] = average if counts else {}
+            average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
+        return save_checkpoint(directory, data, self.world, shares)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Continue from a checkpoint written by any number of workers.
@@ -478,7 +506,10 @@ class Trainer:
         Raises:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
-        data = load_checkpoint(Path(path), self.world.rank)
+        own = self.engine.held_state() if self.engine.own_only else None
+        data = load_checkpoint(
+            Path(path), self.world.rank, own, self.engine.stepped if self.engine.in_parts else None
+        )
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
@@ -487,7 +518,10 @@ class Trainer:
             )
         self.engine.wait()
         with usable(Path(path)):
-            self.model.load_state_dict(data.model)
+            if own is None:
+                self.model.load_state_dict(data.model)
+            else:
+                self.engine.load_held_state(data.model)
             self.engine.load_average_state(data.model if data.average is None else data.average)
             self.engine.load_optimizer_state(data.training["optimizer"])
             if self._plateau is not None and "plateau" in data.training:
