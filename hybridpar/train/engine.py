@@ -507,7 +507,9 @@ class Engine:
         given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.in_parts else mine
         sharded = self.plan.sync.shard_optimizer
         parts = (
-            self._world.gather_on_main(given, range(self._world.size)) if sharded else self.pipeline.gather_on_main(given)
+            self._world.gather_on_main(given, range(self._world.size))
+            if sharded
+            else self.pipeline.gather_on_main(given)
         )
         if parts is not None and self.in_parts:
             parts[0] = mine

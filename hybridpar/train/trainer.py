@@ -507,9 +507,7 @@ class Trainer:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
         own = self.engine.held_state() if self.engine.own_only else None
-        data = load_checkpoint(
-            Path(path), self.world.rank, own, self.engine.stepped if self.engine.in_parts else None
-        )
+        data = load_checkpoint(Path(path), self.world.rank, own, self.engine.stepped if self.engine.in_parts else None)
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
