@@ -160,9 +160,9 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
     ready = {one.name: done[one.unit] for one in profile.parameters}
     if cut.recompute:
         again = tuple(ahead + back for ahead, back in zip(forward, backward, strict=True))
-        for stage, own in enumerate(parameters):
+        for stage, held in enumerate(parameters):
             part = forward[stage] / again[stage] if again[stage] > 0 else 0.0
-            ready.update({one.name: part + (1 - part) * ready[one.name] for one in own})
+            ready.update({one.name: part + (1 - part) * ready[one.name] for one in held})
         backward = again
     return StageFigures(
         forward,

@@ -39,8 +39,8 @@ _SEND_PART = 0.5
 
 #: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
 _PROCESS_BYTES = 30 << 20
-#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output. On a
-#: CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
+#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
+#: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
 _WORKING_TENSORS = {"cuda": 2, "cpu": 4}
 
 
@@ -264,7 +264,8 @@ class Evaluator:
         optimizer's state, each has its part, and in place of activations what is handed round after a step. A pass
         works in some tensors of its own, and adds gradients of one parameter after the other to those of the
         micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers share, or
-        what arrives over sockets. For a checkpoint the first worker gathers the optimizer state of all others that have some of their own.
+        what arrives over sockets. Where workers of a pipeline hold the whole model, the first one gathers the optimizer
+        state of all for a checkpoint.
 
         Args:
             candidate: The candidate.
@@ -278,6 +279,9 @@ class Evaluator:
         lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
         again, added, working = ([0] * layout.lanes for _ in range(3))
         whole = (inputs.profile.model_bytes,) if shape.stages == 1 else figures.model_bytes
+        holds_all = inputs.whole_model and layout.workers > 1
+        if holds_all:
+            lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
         for stage, size in enumerate(figures.parameter_bytes):
             home, lane = layout.home(stage), layout.lane_of[stage]
             state[home] += divided * owned[stage]
@@ -304,8 +308,8 @@ class Evaluator:
         if kind == "cpu":
             beside = _PROCESS_BYTES + self._shared_bytes(layout, candidate)
             needs = [need + beside for need in needs]
-        everything = divided * sum(figures.parameter_bytes)
-        gathered = lasting[0] + everything if layout.workers > 1 or candidate.sharded else 0
+        gathers = holds_all and not candidate.sharded
+        gathered = lasting[0] + divided * sum(figures.parameter_bytes) if gathers else 0
         return inputs.memory_margin * max(*needs, gathered)
 
     def _shared_bytes(self, layout: Layout, candidate: Candidate) -> int:

@@ -42,6 +42,8 @@ class PlannerInputs:
             write and to read their messages on the device of the profile.
         optimizer_copies: Tensors per parameter that the optimizer keeps.
         averages: Of these the moving averages, which every replica keeps also where replicas divide the others.
+        whole_model: Workers of a pipeline hold the whole model, though each trains its own stages: nobody asked for
+            stages before the model was built.
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
@@ -64,6 +66,7 @@ class PlannerInputs:
     rates: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     optimizer_copies: int = 1
     averages: int = 0
+    whole_model: bool = False
     memory_margin: float = 1.1
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2

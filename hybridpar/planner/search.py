@@ -295,7 +295,10 @@ def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], ad
     if advise:
         if more := least_workers(evaluator, evaluator.space.workers + 1):
             fix += f", or {more[0]} workers of this memory"
-        if fewer := _largest_batch(evaluator, outcome.candidate):
+        kinds: dict[object, Candidate] = {}
+        for one in (outcome.candidate, *ordered):
+            kinds.setdefault((one.shape, one.cut.recompute, one.sharded), one)
+        if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
             fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "

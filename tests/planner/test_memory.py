@@ -82,15 +82,6 @@ def predicted_and_measured(
             for _ in range(2):
                 trainer.step((data, target))
             trainer.wait()
-            print(
-                layout,
-                recompute,
-                options,
-                outcome.memory_bytes,
-                count.peak,
-                count.peak / (outcome.memory_bytes - (_PROCESS_BYTES if world.size > 1 else 0)),
-                outcome.peak_saved_bytes,
-            )
             return outcome.memory_bytes - (_PROCESS_BYTES if world.size > 1 else 0), count.peak
 
 
