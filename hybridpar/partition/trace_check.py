@@ -227,7 +227,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in _tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
         ]
         result = func(*args, **kwargs)
-        self._labels |= {storage_of(one): (f"{number}w{index}", one.untyped_storage()) for index, one in enumerate(written)}
+        self._labels |= {
+            storage_of(one): (f"{number}w{index}", one.untyped_storage()) for index, one in enumerate(written)
+        }
         changed = {storage_of(one) for one in written}
         for index, one in enumerate(_tensors_in(result)):
             if storage_of(one) not in self._labels or storage_of(one) in changed:

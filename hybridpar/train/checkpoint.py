@@ -313,13 +313,25 @@ def _write(file: Path, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_form(file: Path, item: dict[str, Any]) -> None:
-    """Write a file with room for all tensors, and the values of none."""
+    """Write a file with room for all tensors, and the values of those that are here."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         form = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), item)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(form, file)
+    offsets = tensor_places(file)[1]
+    for keys, tensor in tensor_paths(item):
+        if not tensor.is_meta:
+            _put(file, offsets[keys], tensor)
+
+
+def _put(file: Path, offset: int, tensor: torch.Tensor) -> None:
+    with file.open("r+b", buffering=0) as stream:
+        stream.seek(offset)
+        view = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        while view:
+            view = view[stream.write(view) :]
 
 
 def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem: str | None) -> str | None:
@@ -328,20 +340,13 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
     Returns:
         What went wrong, on rank 0; the problem that there was before, if any, is not made worse.
     """
-    mine = [(name, keys, tensor) for name, share in shares.items() for keys, tensor in tensor_paths(share)]
-    mine = [one for one in mine if not one[2].is_meta]  # those are another worker's
+    here = () if world.is_main else shares.items()  # rank 0 has written its own already
+    mine = [(name, keys, tensor) for name, share in here for keys, tensor in tensor_paths(share)]
     order = world.gather([(name, keys) for name, keys, _ in mine])
     offsets: dict[str, dict[TensorPath, int]] = {}
 
     def find() -> None:
         offsets.update({name: tensor_places(aside / name)[1] for name in shares})
-
-    def put(name: str, keys: TensorPath, tensor: torch.Tensor) -> None:
-        with (aside / name).open("r+b", buffering=0) as stream:
-            stream.seek(offsets[name][keys])
-            view = memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-            while view:
-                view = view[stream.write(view) :]
 
     if world.is_main and problem is None:
         problem = _attempt(find)
@@ -349,7 +354,7 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
         for index, (name, keys) in enumerate(names):  # type: ignore[arg-type]
             got = world.gather_on_main(mine[index][2] if rank == world.rank else None, [rank])
             if got is not None and problem is None:
-                problem = _attempt(partial(put, name, keys, got[0]))
+                problem = _attempt(partial(_put, aside / name, offsets[name][keys], got[0]))
     return problem
 
 

@@ -1,0 +1,186 @@
+"""Trains a model that fits no worker: what four workers hold of it, beside what one process needs.
+
+`python -m benchmarks.large.main` trains a wide network in one process, then as four stages on four workers, each under
+a limit of 0.35 of the memory that the one process took (`RLIMIT_DATA`, over what imports alone take). The pipeline
+trains, saves, resumes in new processes, evaluates, and its checkpoint is loaded by one plain `torch.load`. Losses must
+be equal. Peaks are resident memory over that after all imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridpar import TrainConfig
+from hybridpar.models.deferred import DeferredModel, imagined, places
+from hybridpar.train.trainer import Trainer
+
+#: Width and number of its square layers, samples of a micro-batch, micro-batches of a step, steps of each half.
+WIDTH, LAYERS, SAMPLES, MICRO_BATCHES, STEPS = 2304, 12, 16, 2, 1
+
+#: Part of what one process needs that a worker may take.
+CAP = 0.35
+
+
+def build() -> nn.Module:
+    """The model: wide linear layers."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for _ in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 10))
+
+
+def batch(step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random images and labels of a step.
+
+    Args:
+        step: Number of the step.
+        samples: How many.
+    """
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(samples, 3, WIDTH // 96, 32, generator=generator)
+    return images, torch.randint(0, 10, (samples,), generator=generator)
+
+
+def status(key: str) -> int:
+    """Bytes that the kernel counts for this process.
+
+    Args:
+        key: Such as `VmHWM`.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def work(stages: int, directory: Path, cap: int | None) -> dict[str, Any]:
+    """What one worker does.
+
+    Args:
+        stages: Stages, each on a worker.
+        directory: For checkpoints; the newest is gone on from.
+        cap: Bytes of memory that may be taken; None for no limit.
+
+    Returns:
+        Losses, evaluation, and memory in bytes.
+    """
+    small = DeferredModel(lambda: nn.Linear(64, 64))  # what torch imports for it is no memory of the model
+    small.fill(["weight"])
+    with imagined(small.module, torch.device("cpu")) as mode:
+        small.module(mode.from_tensor(torch.zeros(1, 64))).sum().backward()
+    torch.manual_seed(1)
+    base = status("VmRSS")
+    if cap is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + cap,) * 2)
+    model: nn.Module | DeferredModel = DeferredModel(build) if stages > 1 else build()
+    config = TrainConfig(stages=stages, micro_batches=MICRO_BATCHES, batch_size=SAMPLES * MICRO_BATCHES, plan="none")
+    with Trainer(model, config=config, example=batch(0, SAMPLES)[0], total_steps=2 * STEPS) as trainer:
+        if any(directory.iterdir()):
+            trainer.load(directory)
+        first = trainer.steps_done
+        losses = [trainer.step(batch(step)).outcome.loss for step in range(first, first + STEPS)]
+        trainer.save(directory)
+        evaluation = trainer.evaluate([batch(100 + index) for index in range(2)])
+        own = [held[key] for _, held, key in places(trainer.model) if not held[key].is_meta]
+        return {
+            "losses": losses,
+            "accuracy": evaluation.accuracy,
+            "test_loss": evaluation.loss,
+            "parameters": sum(one.nbytes for one in own),
+            "activations": trainer.engine.pipeline.peak_saved_bytes,
+            "peak": status("VmHWM") - base,
+        }
+
+
+def run(stages: int, directory: Path, cap: int | None = None) -> list[dict[str, Any]]:
+    """Run the workers of one half of the training, and return what each did.
+
+    Args:
+        stages: Stages, each on a worker.
+        directory: For checkpoints.
+        cap: Bytes that each may take.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(stages):
+        place = {"RANK": rank, "WORLD_SIZE": stages, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": stages}
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "MALLOC_ARENA_MAX": 2}
+        names = {name: str(value) for name, value in (place | where).items()}
+        given = [str(stages), str(directory), str(cap or 0)]
+        command = [sys.executable, "-m", "benchmarks.large.main", "--worker", *given]
+        started.append(subprocess.Popen(command, env=os.environ | names, stdout=subprocess.PIPE, text=True))
+    answers = [one.communicate()[0] for one in started]
+    if any(one.returncode for one in started):
+        raise SystemExit(1)
+    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    """Measure, compare, and write `results/large.csv`.
+
+    Args:
+        command_line: Arguments; default: those of the process.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--stages", type=int, default=4, help="stages, each on a worker")
+    options = parser.parse_args(command_line)
+    if options.worker is not None:
+        stages, directory, cap = options.worker
+        print(json.dumps(work(int(stages), Path(directory), int(cap) or None)))
+        return
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as many:
+        whole = [run(1, Path(one))[0] for _ in range(2)]
+        need = max(half["peak"] for half in whole)
+        cap = int(CAP * need)
+        halves = [run(options.stages, Path(many), cap) for _ in range(2)]
+        exported, plain = (
+            torch.load(Path(where, f"step-{2 * STEPS}", "model.pt"), weights_only=True) for where in (many, one)
+        )
+        apart = max(float((exported[name] - plain[name]).abs().max()) for name in plain)
+    rows = []
+    for half, (before, workers) in enumerate(zip(whole, halves, strict=True)):
+        for rank, one in enumerate(workers):
+            assert one["losses"] == workers[0]["losses"]
+            predicted = 3 * one["parameters"] + one["activations"]  # parameters, gradients, momentum
+            rows.append(
+                {
+                    "half": ("from the start", "resumed")[half],
+                    "worker": rank,
+                    "parameters_mb": round(one["parameters"] / 1e6, 1),
+                    "predicted_mb": round(predicted / 1e6, 1),
+                    "peak_mb": round(one["peak"] / 1e6, 1),
+                    "peak_over_predicted": round(one["peak"] / predicted, 3),
+                    "one_process_mb": round(need / 1e6, 1),
+                    "cap_mb": round(cap / 1e6, 1),
+                    "peak_over_one_process": round(one["peak"] / need, 3),
+                    "loss_apart": max(abs(a - b) for a, b in zip(one["losses"], before["losses"], strict=True)),
+                    "test_loss_apart": abs(one["test_loss"] - before["test_loss"]),
+                    "weights_apart": apart,
+                }
+            )
+            print(rows[-1])
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    with (results / "large.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

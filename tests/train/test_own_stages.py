@@ -1,0 +1,114 @@
+"""Workers that hold their own stages only: losses, evaluation and checkpoints are those of workers that hold all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hybridpar import Trainer, TrainConfig
+from hybridpar.comm.world import World
+from hybridpar.errors import RunDirectoryError
+from hybridpar.formats.file_reader import read_torch
+from hybridpar.models.deferred import DeferredModel, places
+from hybridpar.train import checkpoint
+from hybridpar.train.checkpoint_files import latest_checkpoint
+from tests.ranks import run_ranks
+
+
+def build() -> nn.Module:
+    wide = (nn.Linear(96, 96), nn.BatchNorm1d(96), nn.ReLU(), nn.Dropout(0.1))
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 96), *wide, nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 5))
+
+
+def batch(seed: int, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 3, 4, 4, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+
+
+def train(world: World, holds_all: bool, directory: str, load: str | None = None) -> tuple[Any, ...]:
+    torch.manual_seed(1)
+    model = build() if holds_all else DeferredModel(build)
+    config = TrainConfig(stages=world.size, micro_batches=2, batch_size=8, model_ema=True, plan="none")
+    with Trainer(model, config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
+        extra = trainer.load(load) if load is not None else {}
+        losses = [trainer.step(batch(step)).outcome.loss for step in range(trainer.steps_done, trainer.steps_done + 3)]
+        held = {name for name, where, key in places(trainer.model) if not where[key].is_meta}
+        shares = [batch(100, 8), batch(101, 3)]
+        shares = shares[world.rank :: world.size] if holds_all else shares
+        tested = trainer.evaluate(shares)
+        with trainer.averaged():
+            averaged = trainer.evaluate(shares)
+        trainer.save(directory, {"more": torch.arange(3)})
+    return losses, tested, averaged, held, extra
+
+
+def contents(directory: Path, *names: str) -> list[Any]:
+    newest = latest_checkpoint(directory)
+    assert newest is not None
+    leaves = [tree_leaves(read_torch(newest / name)) for name in ("model.pt", "model_ema.pt", *names)]
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for part in leaves for leaf in part]
+
+
+def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
+    whole, parts, after, other = (tmp_path / name for name in ("whole", "parts", "after", "other"))
+    expected = run_ranks(train, 2, True, str(whole))
+    found = run_ranks(train, 2, False, str(parts))
+    names = {name for name, _, _ in places(build())}
+    assert [one[:3] for one in found] == [one[:3] for one in expected]
+    assert found[0][3] | found[1][3] == names
+    assert not found[0][3] & found[1][3]
+    assert all(one[3] == names for one in expected)
+    assert contents(parts, "training.pt") == contents(whole, "training.pt")
+    # Each layout goes on from what the other has saved.
+    further = run_ranks(train, 2, True, str(after), str(parts))
+    assert [one[:3] for one in run_ranks(train, 3, False, str(other), str(whole))] == [further[0][:3]] * 3
+    assert contents(other) == contents(after)
+    assert further[0][4]["more"].tolist() == [0, 1, 2]
+
+
+def fill_the_disk(world: World, directory: str) -> str:
+    config = TrainConfig(stages=2, micro_batches=2, batch_size=8, plan="none")
+    with Trainer(DeferredModel(build), config=config, world=world, example=batch(0, 4)[0]) as trainer:
+        trainer.step(batch(0))
+        trainer.save(directory)
+        trainer.step(batch(1))
+        places_of, checkpoint.tensor_places = checkpoint.tensor_places, _full
+        try:
+            trainer.save(directory)
+        except RunDirectoryError as error:
+            return error.what
+        finally:
+            checkpoint.tensor_places = places_of
+    return "saved"
+
+
+def _full(path: Path) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    told = run_ranks(fill_the_disk, 2, str(tmp_path))
+    assert all("the disk is full" in one for one in told)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-1"
+
+
+@pytest.mark.parametrize("kept", [("a",), ("b", 1)])
+def test_only_tensors_that_are_wanted_are_read(tmp_path: Path, kept: tuple[Any, ...]) -> None:
+    tensors = torch.arange(12.0).view(3, 4)
+    item = {"a": tensors.T, "b": [1, tensors[1:].to(torch.bfloat16)], "c": "text"}
+    torch.save(item, tmp_path / "some.pt")
+    found = read_torch(tmp_path / "some.pt", lambda keys: keys == kept)
+    for keys, got in ((("a",), found["a"]), (("b", 1), found["b"][1])):
+        wanted = item["a"] if keys == ("a",) else item["b"][1]  # type: ignore[index]
+        assert isinstance(wanted, torch.Tensor)
+        assert got.shape == wanted.shape
+        assert got.is_meta == (keys != kept)
+        assert got.is_meta or torch.equal(got, wanted)
+    assert found["c"] == "text"
