@@ -26,8 +26,8 @@ LAYERS: dict[str, set[str]] = {
     "comm": {"compress", "errors", "formats", "machine", "schedule"},
     "sync": {"codegen", "comm", "compress", "errors", "lanes"},
     "plan": {"errors", "formats"},
-    "pipeline": {"comm", "errors", "lanes", "schedule", "sync"},
     "models": {"errors", "registry"},
+    "pipeline": {"comm", "errors", "lanes", "models", "schedule", "sync"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry"},
     "config": {"errors", "schedule"},
     "planner": {

@@ -241,8 +241,8 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> 
 
     Args:
         path: The file.
-        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary. Others are not read: they come
-            on the meta device.
+        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary. Others are not read, and
+            come on the meta device.
 
     Raises:
         Unreadable: It is none, or damaged.
@@ -253,10 +253,8 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> 
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
         _survey(path)
-        if keep is not None:
-            loaded = _read_some(path, keep)
-        else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        whole = keep is None
+        loaded = torch.load(path, map_location="cpu", weights_only=True) if whole else _read_some(path, keep)
     except Unreadable:
         raise
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
@@ -301,7 +299,7 @@ def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
     return loaded, {keys: int(storage._checkpoint_offset) for keys, storage in storages}  # type: ignore[attr-defined]
 
 
-def _read_some(path: Path, keep: Callable[[TensorPath], bool]) -> Any:
+def _read_some(path: Path, keep: Callable[[TensorPath], bool] | None) -> Any:
     import torch
 
     loaded, offsets = tensor_places(path)
@@ -314,7 +312,7 @@ def _read_some(path: Path, keep: Callable[[TensorPath], bool]) -> Any:
                 return type(value)(read(item, (*keys, index)) for index, item in enumerate(value))
             if not isinstance(value, torch.Tensor):
                 return value
-            if not keep(keys):
+            if keep is not None and not keep(keys):
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
             extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
             memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)

@@ -201,8 +201,8 @@ class OperationCheck:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations on tensors that come from a model and its inputs; what is made of none of them is a constant.
 
-    Tracing writes `x += y` as `x = x + y`. So one in place counts as the one that is not, and a storage is called by the
-    operation that last wrote to it.
+    Tracing writes `x += y` as `x = x + y`. So one in place counts as the one that is not, and a storage is called by
+    the operation that last wrote to it.
 
     Args:
         known: The tensors of the model and its inputs, by name.

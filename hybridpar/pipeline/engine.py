@@ -1,7 +1,8 @@
 """Trains a model as stages on lanes and workers, times replicas; a model that is not cut is one stage.
 
 Every worker trains its own stages. It may hold the whole model, which `collect` makes whole again on all workers, or
-with `own_only` nothing but its stages. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
+with `own_only` nothing but its stages. What is optimised, saved and evaluated is always the model, under its own names,
+whatever the layout.
 """
 
 from __future__ import annotations

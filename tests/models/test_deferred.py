@@ -54,7 +54,7 @@ def test_a_part_of_every_model_begins_as_in_the_whole_one(name: str) -> None:
 
 
 class Copies(nn.Module):
-    """Large tensors made of others, tied ones, one that is a plain attribute, and random numbers of three generators."""
+    """Large tensors made of others, tied ones, and one that is a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()

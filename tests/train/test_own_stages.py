@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hybridpar import Trainer, TrainConfig
+from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import RunDirectoryError
 from hybridpar.formats.file_reader import read_torch
