@@ -248,6 +248,7 @@ class Sync(_Section):
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     #: Steps that workers train on their own between two exchanges; None where each step's gradients are exchanged.
     outer: int | None = Field(None, ge=1)
+    shard_optimizer: bool = Field(False, description="replicas divide the optimizer's state among each other")
 
     @property
     def codec(self) -> str:
@@ -258,8 +259,8 @@ class Sync(_Section):
 
     @property
     def groups(self) -> int:
-        """Groups on which replicas add: one for each sync lane, and one for BatchNorm where it needs one."""
-        return self.lanes + (1 if self.batch_norm == "sync" else 0)
+        """Groups of the replicas: one for each sync lane, and one each for BatchNorm and optimizer that need them."""
+        return self.lanes + (self.batch_norm == "sync") + self.shard_optimizer
 
 
 class KernelChoice(_Section):

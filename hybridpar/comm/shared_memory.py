@@ -297,6 +297,25 @@ class SharedMemorySum(SharedSegment):
         for start in range(0, flat.numel(), step):
             self._reduce_chunk(flat[start : start + step])
 
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """Receive every worker's `inp` into `out`, by rank.
+
+        Args:
+            out: 1-D, as large as all workers' `inp` together.
+            inp: 1-D, equal in size and dtype on all workers.
+
+        Raises:
+            RuntimeError: A peer died, or did not come within the time-out.
+        """
+        rows, step = out.view(self.size, -1), CHUNK_BYTES // inp.element_size()
+        for start in range(0, inp.numel(), step):
+            part = inp[start : start + step]
+            slots = self._slots(inp.dtype)[self._turn]
+            self._turn = 1 - self._turn  # as in `_reduce_chunk`
+            slots[self.rank, : part.numel()] = part
+            self._meet("handing out tensors")
+            rows[:, start : start + step] = slots[:, : part.numel()]
+
     def close(self) -> None:
         """Close the sockets and let go of the memory. Safe to call twice."""
         self._views.clear()

@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class SumGroup(Protocol):
-    """Adds a tensor over all workers, in place. Calls come in the same order on all workers."""
+    """Adds or gathers tensors of all workers. Calls come in the same order on all workers."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor, which is dense and 1-D, by its sum over the workers.
@@ -48,6 +48,17 @@ class SumGroup(Protocol):
 
         Args:
             tensor: Equal in size and dtype on all workers.
+
+        Raises:
+            RuntimeError: A peer died or did not come in time.
+        """
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """Receive every worker's `inp` into `out`, by rank; blocks as `all_reduce` does.
+
+        Args:
+            out: 1-D, as large as all workers' `inp` together.
+            inp: 1-D, of one size on all workers.
 
         Raises:
             RuntimeError: A peer died or did not come in time.

@@ -49,6 +49,9 @@ class SyncConfig:
         ),
     ] = True
     """Whether a step in which any gradient is not finite is skipped, on all workers."""
+    shard_optimizer: bool = False
+    """Divide the optimizer's state among the replicas, each of which updates a part of the parameters and hands it
+    round: the same result in less memory, for another half of the traffic."""
     sync_lanes: int = 2
     """Lanes that gradients are sent on: CUDA streams, or threads with a process group each."""
     bucket_mb: float = 8.0
@@ -359,6 +362,7 @@ class TrainConfig(
         self._check_shares()
         if self.homes is not None:
             self.check_unequal()
+        self._check_shard_optimizer()
         if self.channels_last and self.memory_format == "contiguous":
             raise UsageError(
                 "--channels-last with --memory-format contiguous",
@@ -381,6 +385,7 @@ class TrainConfig(
             (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off"), "It compares replicas."),
             (f"--sync {self.sync}", self.outer_steps is not None, "Groups between outer steps are equal."),
             ("--timeline", self.timeline is not None, "It pairs the workers of equal replicas."),
+            ("--shard-optimizer", self.shard_optimizer, "Its parts belong to the workers of equal replicas."),
         ):
             if given:
                 raise refuse(option, "replicas of different numbers of workers", why)
@@ -404,6 +409,33 @@ class TrainConfig(
         ):
             if refused:
                 raise refuse(f"--shares {self.shares}", other, why)
+
+    def _check_shard_optimizer(self) -> None:
+        """Refuse what needs the state of all parameters on every replica, or keeps it elsewhere."""
+        if not self.shard_optimizer:
+            return
+        for option, given, why in (
+            (f"--sync {self.sync}", self.outer_steps is not None, "Workers make steps alone, of all parameters."),
+            (f"--sync {self.sync}", self.uses_servers, "Servers hold the optimizer's state, each a part of it."),
+            (
+                f"--recipe {self.recipe}",
+                self.recipe != "none",
+                "Its owners of stripes keep the state in parts already.",
+            ),
+            (
+                f"--double-buffer {self.double_buffer}",
+                self.double_buffer not in (None, "off"),
+                "A late step would wait for the parameters that others have stepped.",
+            ),
+            ("--cuda-graph", self.cuda_graph, "A captured step makes the whole step on every worker."),
+            (
+                f"--optimizer {self.optimizer}",
+                self.optimizer.startswith("timm/kron"),
+                "It draws random numbers for one parameter after the other.",
+            ),
+        ):
+            if given:
+                raise refuse("--shard-optimizer", option, why)
 
     def _check_with_servers(self) -> None:
         """Refuse what needs all gradients in one place, or all workers in one step.

@@ -8,7 +8,7 @@ inside one stage.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,17 +116,18 @@ class Nested:
     parts: tuple[Any, ...]
 
 
-def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
-    """Put a skeleton together again inside a graph.
+def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = None) -> Any:
+    """Put a skeleton together again.
 
     Args:
         shape: A skeleton.
-        leaves: The node of each tensor, by its path.
-        graph: Receives the nodes that build types which fx cannot write as a literal.
+        leaves: Each tensor, or the node of it, by its path.
+        graph: Receives the nodes that build types which fx cannot write as a literal; None builds them.
 
     Returns:
-        Something that can stand as an argument of a node.
+        The value, or something that can stand as an argument of a node.
     """
+    call: Callable[..., Any] = graph.call_function if graph is not None else lambda kind, given: kind(*given)
     if shape is None:
         return None
     if not isinstance(shape, Nested):
@@ -135,10 +136,10 @@ def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
     if shape.kind is dict:
         return dict(zip(shape.keys, parts, strict=True))
     if shape.kind is OrderedDict:
-        return graph.call_function(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
+        return call(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
     if shape.kind in (tuple, list):
         return shape.kind(parts)
-    return graph.call_function(shape.kind, tuple(parts))
+    return call(shape.kind, tuple(parts))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -85,6 +85,9 @@ def measure_units(
 ) -> UnitTimes:
     """Measure every unit of a model inside whole training steps.
 
+    Of a model on the meta device each unit is measured by itself, on inputs that are made up, with memory for its
+    parameters while it is timed. So what is needed at most is the largest unit, its gradients and its activations.
+
     Args:
         units: The model and its units, on the device they will run on.
         inputs: One micro-batch, at the dtype and memory format of the training.
@@ -107,9 +110,19 @@ def measure_units(
             "A profile compares two halves of its passes.",
             "Use --passes 5.",
         )
-    device = next((tensor.device for tensor in (*units.model.parameters(), *inputs)), torch.device("cpu"))
+    is_deferred = any(one.is_meta for one in units.model.parameters())
+    device = next((one.device for one in (*units.model.parameters(), *inputs) if not one.is_meta), torch.device("cpu"))
     clock = Clock(device, own_time=own_time)
     runner = UnitRunner(units, inputs)
+    if is_deferred:
+        with untouched(units.model, training=True), intra_op_threads(threads):
+            apart = []
+            for index in range(len(units.nodes)):
+                apart.append(runner.alone(index, clock, passes))
+                if progress is not None:
+                    progress(index + 1, len(units.nodes))
+        alone = torch.tensor(apart, dtype=torch.float64).transpose(0, 1)
+        return _summarise(alone, float(alone.amin(dim=0).sum()))
     rows: list[list[tuple[float, float]]] = []
     steps: list[float] = []
     with untouched(units.model, training=True), intra_op_threads(threads):

@@ -9,16 +9,16 @@ the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from hybridpar.partition.example import node_call
+from hybridpar.partition.example import NodeFacts, node_call
 from hybridpar.partition.graph_facts import resolve_attribute
-from hybridpar.partition.nest import map_tensors, tensor_leaves
+from hybridpar.partition.nest import map_tensors, rebuild, tensor_leaves
 from hybridpar.partition.units import ModelUnits
 
 
@@ -189,6 +189,44 @@ class UnitRunner:
             for ahead, back in zip(forward, reversed(backward), strict=True)
         ]
 
+    def alone(self, index: int, clock: Clock, passes: int) -> list[tuple[float, float]]:
+        """Time a unit by itself, on inputs that are made up; its parameters have memory meanwhile, if they had none.
+
+        Args:
+            index: The unit.
+            clock: Takes the times.
+            passes: Passes that count, after one that does not.
+
+        Returns:
+            Forward and backward milliseconds of each pass.
+        """
+        train, traced = self.units.train, self.units.traced
+        given = dict(zip(train.placeholders, self.inputs, strict=True))
+        like = self.inputs[0]
+        values = {
+            node: given[node] if node in given else _made_up(train.facts[node], like) for node in self._received[index]
+        }
+        times = []
+        with _with_memory(traced.model, self.units.nodes[index], like.device):
+            fixed = {node: resolve_attribute(traced, str(node.target)) for node in self._fixed}
+            for _ in range(passes + 1):
+                local: dict[fx.Node, Any] = dict(fixed)
+                local.update((node, _enter(value)[0]) for node, value in values.items())
+                start = clock.mark()
+                for node, run in self._steps[index]:
+                    local[node] = run(local)
+                middle = clock.mark()
+                leaves = [leaf for node in self._sent[index] for _, leaf in tensor_leaves(local[node])]
+                leaves = [leaf for leaf in leaves if leaf.requires_grad]
+                gradients = [torch.ones_like(leaf) for leaf in leaves]
+                begin = clock.mark()
+                if leaves:
+                    torch.autograd.backward(leaves, gradients)
+                end = clock.mark()
+                clock.wait()
+                times.append((clock.between(start, middle), clock.between(begin, end)))
+        return times[1:]
+
     def _backward(
         self, arrivals: list[list[Arrival]], outputs: list[list[tuple[fx.Node, list[torch.Tensor]]]], clock: Clock
     ) -> list[Any]:
@@ -216,6 +254,66 @@ class UnitRunner:
             marks.append((start, clock.mark()))
             del pairs
         return marks
+
+
+def _made_up(facts: NodeFacts, like: torch.Tensor) -> Any:
+    """A value as an example run had it, of other numbers: random ones, and zeros where they are integers.
+
+    Args:
+        facts: Of the node that returns it.
+        like: An input of the model, whose device it has, and whose memory format where it has as many dimensions.
+    """
+    leaves = {}
+    for one in facts.tensors:
+        tensor = torch.zeros(one.shape, dtype=one.dtype, device=like.device)
+        if one.dtype.is_floating_point:
+            tensor.normal_()
+        if tensor.dim() == 4 and like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        leaves[one.path] = tensor.requires_grad_(one.requires_grad)
+    return leaves[()] if facts.is_tensor else rebuild(facts.shape, leaves)
+
+
+@contextmanager
+def _with_memory(model: nn.Module, nodes: Sequence[fx.Node], device: torch.device) -> Iterator[None]:
+    """Inside, what some nodes use of a model is no longer on the meta device; afterwards it is again.
+
+    Parameters get small random values and gradients of zeros, buffers ones, or zeros where they are integers.
+    """
+    held: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def note(module: nn.Module, names: Collection[str] | None = None) -> None:
+        for place in (module._parameters, module._buffers, vars(module)):
+            for name, value in place.items():
+                if isinstance(value, torch.Tensor) and value.is_meta and (names is None or name in names):
+                    held.append((place, name, value))
+
+    for node in nodes:
+        if node.op == "call_module":
+            for module in model.get_submodule(str(node.target)).modules():
+                note(module)
+        for one in (one for one in node.all_input_nodes if one.op == "get_attr"):
+            path, _, name = str(one.target).rpartition(".")
+            with suppress(AttributeError):  # a constant of the trace is on no module
+                note(model.get_submodule(path), {name})
+    made: dict[int, torch.Tensor] = {}
+    for place, name, value in held:
+        if id(value) not in made:
+            tensor: torch.Tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            is_trained = isinstance(value, nn.Parameter)
+            if is_trained and value.is_floating_point():
+                tensor.uniform_(-0.05, 0.05)
+            else:
+                tensor.fill_(1 if value.is_floating_point() else 0)
+            made[id(value)] = nn.Parameter(tensor, value.requires_grad) if is_trained else tensor
+            if value.requires_grad:
+                made[id(value)].grad = torch.zeros_like(tensor)
+        place[name] = made[id(value)]
+    try:
+        yield
+    finally:
+        for place, name, value in held:
+            place[name] = value
 
 
 def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:

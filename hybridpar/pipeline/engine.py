@@ -184,13 +184,15 @@ class PipelineEngine:
                 for index in mine:
                     broadcast_state(module_of(self._all_stages[index]), 0, replicas)
         synced = options.sync.sync_batch_norm and replicas.size > 1
+        sharded = options.sync.shard_optimizer and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
-        sum_lanes = len(replicas.lane_sums) - int(synced) if self.is_whole else options.sync_lanes
-        if synced and sum_lanes < 1:
+        sum_lanes = len(replicas.lane_sums) - synced - sharded if self.is_whole else options.sync_lanes
+        if (synced or sharded) and sum_lanes < 1:
+            user = "BatchNorm over replicas" if synced else "the parameters that replicas hand round"
             raise SyncError(
-                "no group is left for BatchNorm over replicas",
-                "It adds on a group of its own, beside those of the gradients.",
-                "Make the world with one more: World.join(lanes=2).",
+                f"no group is left for {user}",
+                "Each has a group of its own, beside those of the gradients.",
+                f"Make the world with more: World.join(lanes={1 + synced + sharded}).",
             )
         if is_auto(options.sync.codec):
             from hybridpar.sync.choice import choose_policy
@@ -227,8 +229,10 @@ class PipelineEngine:
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
-        norms = dict(zip(compute, replicas.lane_sums[sum_lanes:], strict=False)) if synced else {}
-        sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
+        spare = replicas.lane_sums[sum_lanes:]
+        norms = dict(zip(compute, spare, strict=False)) if synced else {}
+        shards = dict(zip(compute, spare[len(norms) :], strict=False)) if sharded else {}
+        sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(spare)) if replicas.size > 1 else []
         apart = options.homes is not None and self.grid is not None
         mailbox = Mailbox()
         # A whole model draws from torch's generators, as in any loop.
@@ -261,6 +265,7 @@ class PipelineEngine:
                 self.micro_batches,
                 optimizer(module_of(stage)),
                 norms.get(layout.lane_of[index]),
+                shards.get(layout.lane_of[index]),
                 self._nodes,
                 after_step(module_of(stage)) if after_step is not None else None,
             )
@@ -602,7 +607,8 @@ class PipelineEngine:
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""
         most = max(layout.worker_of.count(worker) for worker in range(layout.workers))
-        return self.options.sync_lanes + (most if self.options.sync.sync_batch_norm else 0)
+        sync = self.options.sync
+        return self.options.sync_lanes + most * (sync.sync_batch_norm + sync.shard_optimizer)
 
     # ---------------------------------------------------------------- programs
 

@@ -41,6 +41,7 @@ from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces
 from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
+from hybridpar.sync.shards import ParameterShards
 from hybridpar.sync.shared_reducer import SharedReducer
 
 _log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class LocalStage:
         micro_batches: Micro-batches per step; with one, and one replica, BatchNorm needs no pooling.
         step_optimizer: Steps the optimizer; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
+        shard_group: Gathers over the replicas the parameters that each has stepped, where they divide the optimizer's
+            work; of the stage's lane.
         nodes: Which of the replicas are on which node, where codecs are used between nodes only.
         after_step: Called on the lane when parameters and buffers of a step are final, with its number and whether it
             counts: a 0-d tensor, 1 or 0, where the host does not read it.
@@ -90,6 +93,7 @@ class LocalStage:
         micro_batches: int,
         step_optimizer: OptimizerStep | None,
         norm_group: SumGroup | None = None,
+        shard_group: SumGroup | None = None,
         nodes: NodeWorlds | None = None,
         after_step: AfterStep | None = None,
     ) -> None:
@@ -108,6 +112,7 @@ class LocalStage:
         self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
+        self._shards = None if shard_group is None else ParameterShards(self.module, replicas, shard_group)
         self.gradients: LocalGradients
         self.batch_norm: BatchNormPool | None = None
         self.attach()
@@ -156,6 +161,7 @@ class LocalStage:
         if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache
             # Stages know the norm of all of them only once they have added theirs up.
             exact = options.global_norm is not None or self.lane is not self._lanes.caller
+            exact = exact or self._shards is not None  # each steps, and would measure, a part of them
             if plain and self.replicas.transport == "shared memory" and SharedReducer.fits(parameters):
                 try:
                     return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
@@ -252,6 +258,10 @@ class LocalStage:
             if self._step_optimizer is not None:
                 stepped = self._step_optimizer(factor, where, pieces)
                 squares = stepped if squares is None else squares
+                if self._shards is not None:
+                    updated = self._shards.exchange()
+                    if costs is not None:
+                        costs.updated = updated
             if squares is not None and values is not None:
                 values[SQUARES] = squares
             if self._rollback is not None and where is not None:

@@ -30,11 +30,13 @@ class Cut:
         name: How it was made.
         stage_of: Stage of every unit.
         link_speed: Bytes per second of the link that it was made for; None for one that costs nothing.
+        recompute: Stages keep only what enters them, and compute their activations again in the backward pass.
     """
 
     name: str
     stage_of: tuple[int, ...]
     link_speed: float | None = None
+    recompute: bool = False
 
     @property
     def stages(self) -> int:
@@ -54,6 +56,8 @@ class StageFigures:
         ready: For every parameter, by name, when its gradient is there, as a fraction of the stage's backward pass.
         edges: What flows between stages.
         largest_bytes: The largest tensor that one of its units reads or writes.
+        model_bytes: All its parameters, trained or not.
+        again_bytes: What a backward pass has in memory besides, having computed it again; 0 without `recompute`.
     """
 
     forward_ms: tuple[float, ...]
@@ -63,6 +67,8 @@ class StageFigures:
     ready: dict[str, float]
     edges: tuple[Edge, ...]
     largest_bytes: tuple[int, ...]
+    model_bytes: tuple[int, ...]
+    again_bytes: tuple[int, ...]
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -142,17 +148,30 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
     parameters: list[list[Parameter]] = [[] for _ in stages]
     for one in profile.parameters:
         parameters[cut.stage_of[one.unit]].append(one)
-    largest = [0 for _ in stages]
+    largest, entering = [0 for _ in stages], [0 for _ in stages]
     for value in graph.values:
         for unit in (value.producer, *value.consumers):
             if unit >= 0:
                 largest[cut.stage_of[unit]] = max(largest[cut.stage_of[unit]], value.bytes)
+        source = cut.stage_of[value.producer] if value.producer >= 0 else None
+        for stage in {cut.stage_of[unit] for unit in value.consumers} - {source}:
+            entering[stage] += value.bytes
+    saved = tuple(saved_bytes(graph, cut.stage_of))
+    ready = {one.name: done[one.unit] for one in profile.parameters}
+    if cut.recompute:
+        again = tuple(ahead + back for ahead, back in zip(forward, backward, strict=True))
+        for stage, held in enumerate(parameters):
+            part = forward[stage] / again[stage] if again[stage] > 0 else 0.0
+            ready.update({one.name: part + (1 - part) * ready[one.name] for one in held})
+        backward = again
     return StageFigures(
         forward,
         backward,
-        tuple(saved_bytes(graph, cut.stage_of)),
+        tuple(entering) if cut.recompute else saved,
         tuple(map(tuple, parameters)),
-        {one.name: done[one.unit] for one in profile.parameters},
+        ready,
         tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(cut.stage_of).items()),
         tuple(largest),
+        tuple(sum(graph.units[unit].parameter_bytes for unit in own) for own in members),
+        tuple(max(0, size - kept) * cut.recompute for size, kept in zip(saved, entering, strict=True)),
     )

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
+from hybridpar.compress import Collective
 from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
@@ -27,6 +28,8 @@ from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order_of_replica
 from hybridpar.schedule.shares import WorkCost, best_division, longest_time
 from hybridpar.schedule.simulate import Simulation, simulate
+from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
+from hybridpar.sync.shards import largest_share
 
 #: What a pass takes at least, so that what it keeps is kept for some time.
 _LEAST_MS = 1e-6
@@ -36,9 +39,9 @@ _SEND_PART = 0.5
 
 #: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
 _PROCESS_BYTES = 30 << 20
-#: How many of its largest tensor a pass on a CPU needs beside what it keeps: its gradients with respect to inputs and
-#: outputs, and both again in the layout in which a library computes, or as holes that the allocator is left with.
-_WORKING_TENSORS = 4
+#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
+#: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
+_WORKING_TENSORS = {"cuda": 2, "cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Evaluator:
         self._schedule = cache(self._make_schedule)
         self._peaks = cache(self._make_peaks)
         self._throughput = cache(self._make_throughput)
+        self._shares_of = cache(self._make_shares_of)
         self.shares = cache(self._make_shares)
 
     def samples(self, shape: Shape, replica: int | None = None) -> int:
@@ -190,7 +194,7 @@ class Evaluator:
                 max(_LEAST_MS, time + extra * part) / throughput
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
-            step_ms=self._update_ms(throughput, shape, figures, candidate.variant),
+            step_ms=self._update_ms(throughput, candidate, figures),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
@@ -266,6 +270,7 @@ class Evaluator:
             (self.memory(candidate, results[replica].peak_saved_bytes, replica), self.limit(candidate, replica))
             for replica in kinds
         ]
+        updated = sum(self._owned(candidate)) * (candidate.shape.replicas - 1) if candidate.sharded else 0
         return Outcome(
             candidate,
             step_ms,
@@ -273,7 +278,7 @@ class Evaluator:
             *max(needs, key=lambda one: one[0] / one[1])[:1],
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms) + codec_ms + link_ms,
-            sum(sent) / len(sent) + outer_bytes,
+            (sum(sent) + updated) / len(sent) + outer_bytes,
             max(max(one.peak_saved_bytes) for one in results),
             max(needs, key=lambda one: one[0] / one[1])[1],
         )
@@ -315,10 +320,14 @@ class Evaluator:
     def memory(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> float:
         """The most bytes that a device needs, with the margin.
 
-        Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
-        that gradients are copied into and with a codec residuals, of its own stages; to that come the activations that
-        wait. On a CPU the memory that a pass works in is the process's own as well, and so are the segments that
-        workers of a host share. For a checkpoint the first worker of a pipeline gathers the optimizer state of all.
+        A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
+        exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
+        that wait, and of stages that compute theirs again those of one pass of each lane. Where replicas divide the
+        optimizer's state, each has its part, and in place of activations what is handed round after a step. A pass
+        works in some tensors of its own, and adds gradients of one parameter after the other to those of the
+        micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers share, or
+        what arrives over sockets. Where workers of a pipeline hold the whole model, the first one gathers the optimizer
+        state of all for a checkpoint.
 
         Args:
             candidate: The candidate.
@@ -326,33 +335,59 @@ class Evaluator:
             replica: Of which replica, where they differ.
         """
         inputs, layout, shape = self._inputs, self.layout(candidate, replica), candidate.shape
-        figures, whole = self.figures(candidate, replica), inputs.profile.model_bytes
+        figures = self.figures(candidate, replica)
         gradients = self._gradients(candidate.cut, candidate.variant, shape)
-        own, largest = [0] * layout.workers, [0] * layout.workers
-        lasting = [whole] * layout.workers  # from one step to the next
+        owned = self._owned(candidate) if candidate.sharded else figures.parameter_bytes
+        divided = inputs.optimizer_copies - inputs.averages
+        lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
+        again, added, working = ([0] * layout.lanes for _ in range(3))
+        whole = (inputs.profile.model_bytes,) if shape.stages == 1 else figures.model_bytes
+        holds_all = (inputs.whole_model or shape.homes is not None) and layout.workers > 1
+        if holds_all:
+            lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
         for stage, size in enumerate(figures.parameter_bytes):
-            home = layout.home(stage)
-            own[home] += size
-            lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
+            home, lane = layout.home(stage), layout.lane_of[stage]
+            state[home] += divided * owned[stage]
+            # From one step to the next.
+            lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
+            buckets[home] += gradients[stage] - size  # until they are summed
+            working[lane] = max(working[lane], figures.largest_bytes[stage])
+            if shape.micro_batches > 1:
+                added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
+            again[lane] = max(again[lane], figures.again_bytes[stage])
+            if candidate.sharded:
+                stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
             if self.space.codec_choices[candidate.codec].every > 1:  # weights of the last exchange, and what is sent
                 lasting[home] += 2 * size
-            largest[home] = max(largest[home], figures.largest_bytes[stage])
         shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
         # A faster replica has larger micro-batches.
         larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
-        needs = [kept + larger * held for kept, held in zip(lasting, saved, strict=True)]
-        if self._workers[0][1].kind == "cpu":
-            for home, size in enumerate(largest):
-                needs[home] += (
-                    _PROCESS_BYTES + larger * _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
-                )
-        gathered = lasting[0] + inputs.optimizer_copies * (sum(own) - own[0]) if layout.workers > 1 else 0
+        held, kind = list(saved), self._workers[0][1].kind
+        for lane, home in enumerate(layout.worker_of):
+            held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
+            lasting[home] += added[lane]
+        needs = [
+            kept + mine + max(larger * size + copied, handed)
+            for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
+        ]
+        if kind == "cpu":
+            beside = _PROCESS_BYTES + self._shared_bytes(layout, candidate)
+            needs = [need + beside for need in needs]
+        gathers = holds_all and not candidate.sharded
+        gathered = lasting[0] + divided * sum(figures.parameter_bytes) if gathers else 0
         return inputs.memory_margin * max(*needs, gathered)
 
-    def _shared_bytes(self, layout: Layout, shape: Shape) -> int:
-        """What workers of one host share to add gradients in, and to hand tensors from stage to stage."""
+    def _shared_bytes(self, layout: Layout, candidate: Candidate) -> int:
+        """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
+
+        Between hosts each lane has memory in which a bucket arrives.
+        """
+        shape = candidate.shape
         if self._network(shape.positions, shape.replicas, shape.homes).grouping.hosts > 1:
-            return 0
+            stages = self.figures(candidate).parameters
+            buckets = [bucket for own in stages for bucket in stage_buckets(own, self._inputs.bucket_bytes)]
+            sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
+            return sum(sizes[: self._inputs.sync_lanes]) if shape.replicas > 1 else 0
         adding = shape.replicas > 1 and not self._inputs.rates  # codecs need process groups
         sums = self._inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
         return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
@@ -494,16 +529,33 @@ class Evaluator:
         sizes = figures.parameter_bytes
         return [size / max(1, sum(sizes)) for size in sizes]
 
-    def _update_ms(self, throughput: float, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
-        profile = self._inputs.profile
-        own = profile.variants[variant].update_ms
+    def _update_ms(self, throughput: float, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
+        profile, shape = self._inputs.profile, candidate.shape
+        own = profile.variants[candidate.variant].update_ms
         known = profile.update_ms if own is None else own
         if known is not None:
-            return tuple(part * known / throughput for part in self._parts_of_model(figures))
-        speed = self._least_bandwidth[shape.workers - 1]
-        # Parameter, gradient and every tensor of the state are read; parameter and state are written.
-        passes = 3 + 2 * self._inputs.optimizer_copies
-        return tuple(1e3 * passes * size / speed for size in figures.parameter_bytes)
+            times = [part * known / throughput for part in self._parts_of_model(figures)]
+        else:
+            speed = self._least_bandwidth[shape.workers - 1]
+            # Parameter, gradient and every tensor of the state are read; parameter and state are written.
+            passes = 3 + 2 * self._inputs.optimizer_copies
+            times = [1e3 * passes * size / speed for size in figures.parameter_bytes]
+        if not candidate.sharded:
+            return tuple(times)
+        kind = Collective.GATHER, PLAIN[1]
+        hand = self._network(shape.positions, shape.replicas).exchange([kind])[kind]
+        return tuple(
+            time * part / max(1, whole) + hand.latency_ms + hand.ms_per_byte * part
+            for time, part, whole in zip(times, self._owned(candidate), figures.parameter_bytes, strict=True)
+        )
+
+    def _owned(self, candidate: Candidate) -> tuple[int, ...]:
+        """For every stage the most bytes of parameters that one replica steps, where they divide the optimizer."""
+        return self._shares_of(candidate.cut, candidate.shape.replicas)
+
+    def _make_shares_of(self, cut: Cut, replicas: int) -> tuple[int, ...]:
+        parts = self._figures(cut, 0, self._inputs.profile.samples).parameters
+        return tuple(4 * largest_share([one.count for one in own], replicas) for own in parts)
 
     def _make_layout(self, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Layout:
         return shape.layout(self._figures(cut, variant, self.samples(shape, replica)).edges, replica)

@@ -15,7 +15,7 @@ from hybridpar.planner.codecs import left_out, planned_codecs
 from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
-from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.search import Answer, find_plan, least_workers
 from hybridpar.planner.space import Candidate, Shape
 
 #: Parts of a step, as they are told.
@@ -137,7 +137,8 @@ def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
     """What gradients are sent as, and how the model is computed, where they are not torch's defaults."""
     space = answer.evaluator.space
     variant = space.inputs.profile.variants[candidate.variant].name
-    return [space.codec_choices[candidate.codec].name] * (candidate.codec > 0) + [variant] * bool(variant)
+    saved = ["activations computed again"] * candidate.cut.recompute + ["optimizer divided"] * candidate.sharded
+    return [space.codec_choices[candidate.codec].name] * (candidate.codec > 0) + [variant] * bool(variant) + saved
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:
@@ -248,12 +249,29 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
+    lines += holding(answer)
     lines += contributions(inputs, answer)
     lines += outer_loops(answer)
     lines += caveats(inputs)
     if missing := left_out(inputs.fidelity):
         lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
     return lines
+
+
+def holding(answer: Answer) -> list[str]:
+    """How many workers the model needs at least, where the memory of devices is known.
+
+    Args:
+        answer: Of the search.
+    """
+    sizes = [host.memory for host in answer.evaluator.space.inputs.cluster.hosts if host.memory is not None]
+    if not sizes or (least := least_workers(answer.evaluator)) is None:
+        return []
+    workers, one = least
+    told = f"{one.shape.stages} stages" if one.shape.stages > 1 else "whole"
+    told += ", activations computed again" * one.cut.recompute + ", the optimizer divided" * one.sharded
+    size = f"{min(sizes) / 1e9:,.2f} GB"
+    return [f"least workers of {size} that it can be trained on with this batch: {workers} ({told})"]
 
 
 def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:

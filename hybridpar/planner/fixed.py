@@ -32,6 +32,7 @@ class Fixed:
         every_step: Gradients are exchanged in every step: options were given that an outer loop does not know.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
+        shard_optimizer: Whether replicas divide the optimizer's state; None where memory may decide.
     """
 
     workers: int | None = None
@@ -47,6 +48,7 @@ class Fixed:
     every_step: bool = False
     exchanged: bool = False
     staged: bool = False
+    shard_optimizer: bool | None = None
 
 
 def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
@@ -75,6 +77,7 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
         f"--sync {config.sync}": "sync" in named and config.outer_steps is not None,
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
+        "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,
     }
     return next((option for option, set_ in asked.items() if set_), "")
 
@@ -130,8 +133,14 @@ def fixed_by(
         every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
+        shard_optimizer=True if config.shard_optimizer else (False if _looks_at_all(config) else None),
         **chosen,
     )
+
+
+def _looks_at_all(config: TrainConfig) -> bool:
+    """Whether a step of an optimizer depends on all parameters together, which a part of them does not tell."""
+    return config.optimizer.startswith(("timm/lamb", "timm/kron"))
 
 
 def not_modelled(config: TrainConfig) -> str:

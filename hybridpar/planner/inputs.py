@@ -41,6 +41,9 @@ class PlannerInputs:
         rates: For every codec that was timed: elements of the parameters that it was tried on, with milliseconds to
             write and to read their messages on the device of the profile.
         optimizer_copies: Tensors per parameter that the optimizer keeps.
+        averages: Of these the moving averages, which every replica keeps also where replicas divide the others.
+        whole_model: Workers of a pipeline hold the whole model, though each trains its own stages: nobody asked for
+            stages before the model was built.
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
@@ -63,6 +66,8 @@ class PlannerInputs:
     fidelity: Fidelity = "exact"
     rates: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     optimizer_copies: int = 1
+    averages: int = 0
+    whole_model: bool = False
     memory_margin: float = 1.1
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2
@@ -79,7 +84,8 @@ class PlannerInputs:
             raise UsageError(f"unknown fidelity {self.fidelity!r}", fix=nearest(self.fidelity, FIDELITIES))
         for name, least in (
             ("batch", 1),
-            ("optimizer_copies", 0),
+            ("optimizer_copies", self.averages),
+            ("averages", 0),
             ("memory_margin", 1.0),
             ("bucket_bytes", 1),
             ("sync_lanes", 1),

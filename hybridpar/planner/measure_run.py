@@ -99,6 +99,8 @@ class Question:
         fixed: What is not searched for.
         amp: `none`, `bf16` or `fp16`.
         copies: Tensors per parameter that the optimizer keeps.
+        averages: Of these moving averages.
+        whole_model: Workers of a pipeline will hold the whole model.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
         compiled: Whether the model, or every stage of it, is trained through torch.compile.
@@ -113,6 +115,8 @@ class Question:
     fixed: Fixed = field(default_factory=Fixed)
     amp: str = "none"
     copies: int = 1
+    averages: int = 0
+    whole_model: bool = False
     bucket_bytes: int = 8 << 20
     sync_lanes: int = 2
     compiled: bool = False
@@ -139,6 +143,8 @@ class Question:
             fixed,
             config.amp,
             state_copies(config),
+            int(config.model_ema),
+            not config.is_staged or config.uses_kernels or config.weights is not None,
             config.bucket_bytes,
             config.sync_lanes,
             config.compile,
@@ -481,6 +487,8 @@ def _inputs(
         asked.fidelity,
         rates,
         optimizer_copies=asked.copies,
+        averages=asked.averages,
+        whole_model=asked.whole_model,
         bucket_bytes=asked.bucket_bytes,
         sync_lanes=asked.sync_lanes,
         overhead_ms=kept.overhead_ms,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
 from hybridpar.errors import PlanError
@@ -40,12 +42,17 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         model=profile.info,
         partition=_partition(evaluator, outcome),
         placement=_placement(candidate, evaluator),
-        pipeline=Pipeline(schedule=candidate.schedule, micro_batches=shape.micro_batches),
+        pipeline=Pipeline(
+            schedule=candidate.schedule,
+            micro_batches=shape.micro_batches,
+            recompute=tuple(range(shape.stages)) if candidate.cut.recompute else (),
+        ),
         sync=Sync(
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
             policy=_rules(evaluator.space.codec_choices[candidate.codec]),
             outer=_outer(evaluator.space.codec_choices[candidate.codec]),
+            shard_optimizer=candidate.sharded,
         ),
         kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
         measured=Measured(
@@ -81,7 +88,8 @@ def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
         PlanError: No candidate of the space is like it.
     """
     said = _said(plan)
-    for candidate in evaluator.space.candidates():
+    space = evaluator.space
+    for candidate in itertools.chain(space.candidates(), space.candidates(saving=True)):
         if _said_by(candidate, evaluator) == said:
             return candidate
     raise PlanError(
@@ -127,6 +135,8 @@ def _said(plan: Plan) -> tuple[object, ...]:
         plan.kernels is not None,
         sync.policy if sync is not None else (SyncRule(),),
         sync.outer if sync is not None else None,
+        sync is not None and sync.shard_optimizer,
+        pipeline is not None and bool(pipeline.recompute),
     )
 
 
@@ -144,6 +154,8 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
         variant.kernels != "stock",
         _rules(space.codec_choices[candidate.codec]),
         _outer(space.codec_choices[candidate.codec]),
+        candidate.sharded,
+        candidate.cut.recompute,
     )
 
 

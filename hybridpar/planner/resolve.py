@@ -131,16 +131,12 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
         policy=(SyncRule(codec=config.compress),),
         batch_norm=config.batch_norm,
         outer=config.outer_steps,
+        shard_optimizer=config.shard_optimizer,
     )
     if plan is None or plan.sync is None:
         return asked
-    own = {
-        "lanes": "sync_lanes",
-        "bucket_bytes": "bucket_mb",
-        "policy": "compress",
-        "batch_norm": "batch_norm",
-        "outer": "sync",
-    }
+    own = {"lanes": "sync_lanes", "bucket_bytes": "bucket_mb", "policy": "compress", "outer": "sync"}
+    own |= {name: name for name in ("batch_norm", "shard_optimizer")}
     if config.compress.strip() == plan.sync.codec:  # the same in other words
         del own["policy"]
     wins = {field: getattr(asked, field) for field, option in own.items() if option in decided}

@@ -27,6 +27,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Shape, Space
 from hybridpar.schedule.actions import Edge, Kind, Layout
 from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.schedules import SCHEDULES
 
 
 def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
@@ -208,21 +209,26 @@ def find_plan(
         baselines[name] = known[candidate] if known[candidate].fits else None
     fitting = [outcome for outcome in known.values() if outcome.fits]
     best = heapq.nsmallest(keep, (one.score for one in fitting))
-    place = 0
-    for bound, candidate in _by_bound(evaluator, candidates):
-        if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
-            break
-        place += 1
-        if progress is not None and place % 64 == 0:
-            progress(place, len(candidates))
-        if candidate in known or not evaluator.may_fit(candidate, make_order=True):
-            continue
-        known[candidate] = outcome = evaluator.outcome(candidate)
-        if outcome.fits:
-            fitting.append(outcome)
-            best = heapq.nsmallest(keep, (*best, outcome.score))
-    if progress is not None:
-        progress(len(candidates), len(candidates))
+    for saving in (False, True):
+        if saving:  # only memory makes it worth to compute activations again, or to hand parameters round
+            if fitting:
+                break
+            candidates += space.candidates(saving=True)
+        place = 0
+        for bound, candidate in _by_bound(evaluator, candidates):
+            if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
+                break
+            place += 1
+            if progress is not None and place % 64 == 0:
+                progress(place, len(candidates))
+            if candidate in known or not evaluator.may_fit(candidate, make_order=True):
+                continue
+            known[candidate] = outcome = evaluator.outcome(candidate)
+            if outcome.fits:
+                fitting.append(outcome)
+                best = heapq.nsmallest(keep, (*best, outcome.score))
+        if progress is not None:
+            progress(len(candidates), len(candidates))
     if not fitting:
         raise _too_little_memory(evaluator, candidates, advise)
     ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
@@ -240,8 +246,8 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
     choices = evaluator.space.codec_choices
 
     @cache
-    def bound_of(shape: Shape, cut: Cut, codec: int, variant: int, exchange: bool) -> float:
-        candidate = Candidate(shape, cut, "", codec, variant)
+    def bound_of(shape: Shape, cut: Cut, codec: int, variant: int, sharded: bool, exchange: bool) -> float:
+        candidate = Candidate(shape, cut, "", codec, variant, sharded)
         return max(
             lower_bound_ms(
                 evaluator.layout(candidate, replica),
@@ -252,7 +258,7 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
         )
 
     def _first(one: Candidate) -> float:
-        return bound_of(one.shape, one.cut, 0, one.variant, False)
+        return bound_of(one.shape, one.cut, 0, one.variant, one.sharded, False)
 
     heap = [
         (0.0 if choices[one.codec].every > 1 else _first(one) * choices[one.codec].steps, place, one, False)
@@ -266,28 +272,75 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
         if final or one.shape.replicas == 1:  # where nothing is exchanged, the first bound is its own
             yield bound, one
             continue
-        own = bound_of(one.shape, one.cut, one.codec, one.variant, True) * choices[one.codec].steps
+        own = bound_of(one.shape, one.cut, one.codec, one.variant, one.sharded, True) * choices[one.codec].steps
         heapq.heappush(heap, (max(bound, own), place, one, True))
 
 
 def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], advise: bool) -> PlanError:
     """The error that says how much is missing, and what would fit."""
-    nearest = min(candidates, key=lambda one: (evaluator.least_memory(one) - evaluator.limit(one), one.simplicity))
+    missing = {one: evaluator.least_memory(one) - evaluator.limit(one) for one in candidates}
+    ordered = sorted(candidates, key=lambda one: (missing[one], one.simplicity))
+    outcome = evaluator.outcome(ordered[0])
     # What no schedule goes below may still be less than what the schedules at hand reach.
-    alike = [one for one in candidates if (one.shape, one.cut) == (nearest.shape, nearest.cut)]
-    outcome = min((evaluator.outcome(one) for one in alike), key=lambda one: one.memory_bytes)
+    for one in ordered[1:MOST_NEAR]:
+        short = outcome.memory_bytes - evaluator.limit(outcome.candidate)
+        if missing[one] >= short:
+            break
+        other = evaluator.outcome(one)
+        if other.memory_bytes - evaluator.limit(one) < short:
+            outcome = other
     need, have = outcome.memory_bytes, evaluator.limit(outcome.candidate)
     shape = outcome.candidate.shape
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
-    if advise and (fewer := _largest_batch(evaluator, outcome.candidate)):
-        fix += f", or a batch of {fewer} samples"
+    if advise:
+        if more := least_workers(evaluator, evaluator.space.workers + 1):
+            fix += f", or {more[0]} workers of this memory"
+        kinds: dict[object, Candidate] = {}
+        for one in (outcome.candidate, *ordered):
+            kinds.setdefault((one.shape, one.cut.recompute, one.sharded), one)
+        if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
+            fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
-        f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es); each "
-        "worker holds all parameters, its own gradients and optimizer state, and activations that wait.",
+        f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es)"
+        f"{', activations computed again' * outcome.candidate.cut.recompute}"
+        f"{', the optimizer divided' * outcome.candidate.sharded}; each worker holds parameters, gradients and "
+        "optimizer state of its stages, and activations that wait.",
         f"{fix}.",
     )
+
+
+#: Plans that are simulated to find the one that needs least memory.
+MOST_NEAR = 64
+#: More workers are not asked for to make a model fit.
+MOST_WORKERS = 32
+
+
+def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate] | None:
+    """How many workers of the memory of the cluster's smallest device the model needs at least.
+
+    Args:
+        evaluator: Of the search.
+        first: The least number to try.
+
+    Returns:
+        The number, and a plan that fits; None where `MOST_WORKERS`, or as many as the batch has samples, do not do.
+    """
+    inputs, library = evaluator.space.inputs, evaluator.space.library
+    last = min(inputs.cluster.hosts, key=lambda one: math.inf if one.memory is None else one.memory)
+    alone = inputs.cluster.between is None
+    for workers in range(first, min(MOST_WORKERS, inputs.batch) + 1):
+        host = last.model_copy(update={"count": 1 if alone else workers, "devices": workers if alone else 1})
+        cluster = inputs.cluster.model_copy(update={"hosts": (host,)})
+        space = Space(replace(inputs.on(cluster), fixed=replace(inputs.fixed, workers=workers)), workers, library)
+        tried = Evaluator(space)
+        for saving in (False, True):
+            for one in space.candidates(saving):
+                quick = one.variant == 0 and not SCHEDULES.get(one.schedule).searches
+                if quick and tried.may_fit(one) and tried.may_fit(one, make_order=True):
+                    return workers, one
+    return None
 
 
 def _nothing_left(space: Space) -> PlanError:

@@ -12,7 +12,7 @@ that rule: casts and codecs are what they add.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hybridpar.planner.codecs import CodecChoice, codec_choices
@@ -42,6 +42,7 @@ class Candidate:
         schedule: Name of the schedule.
         codec: What gradients codec as, an index into the space's list.
         variant: How the model is computed, an index into the profile's variants.
+        sharded: Replicas divide the optimizer's state among each other.
     """
 
     shape: Shape
@@ -49,6 +50,7 @@ class Candidate:
     schedule: str
     codec: int = 0
     variant: int = 0
+    sharded: bool = False
 
     @property
     def simplicity(self) -> tuple[int | str, ...]:
@@ -56,6 +58,8 @@ class Candidate:
         shape = self.shape
         tried = ("accumulate", *planned_schedules(shape.placement))
         return (
+            self.cut.recompute,
+            self.sharded,
             shape.stages,
             self.codec,
             shape.workers,
@@ -90,8 +94,28 @@ class Space:
         )
         self.library = library or CutLibrary(inputs.profile)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """All of them, in an order that does not change."""
+    def candidates(self, saving: bool = False) -> Iterator[Candidate]:
+        """All of them, in an order that does not change.
+
+        Args:
+            saving: Instead of the usual ones those that give time for memory: replicas divide the optimizer's state,
+                stages compute their activations again, or both.
+        """
+        for one in self._plain():
+            sharded = self.inputs.fixed.shard_optimizer and one.shape.replicas > 1
+            if not saving:
+                yield replace(one, sharded=True) if sharded else one
+                continue
+            may_shard = self.inputs.fixed.shard_optimizer is None and one.shape.replicas > 1
+            # Handing parameters round takes a group of its own from gradients, of which one is left.
+            may_shard = may_shard and (one.shape.stages > 1 or self.inputs.sync_lanes > 1)
+            ways = [(True, False)] if may_shard else []
+            if one.shape.stages > 1:
+                ways += [(bool(sharded), True)] + [(True, True)] * may_shard
+            for shard, again in ways:
+                yield replace(one, sharded=shard, cut=replace(one.cut, recompute=again))
+
+    def _plain(self) -> Iterator[Candidate]:
         fixed, last = self.inputs.fixed, len(self.codec_choices) - 1
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
@@ -115,7 +139,8 @@ class Space:
         named = {}
         for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
             for count in self.micro_batch_counts(workers)[:1]:
-                candidate = Candidate(Shape(1, workers, 1, 1, "linear", count), whole, "accumulate")
+                sharded = bool(self.inputs.fixed.shard_optimizer) and workers > 1
+                candidate = Candidate(Shape(1, workers, 1, 1, "linear", count), whole, "accumulate", sharded=sharded)
                 if self._allows(candidate):
                     named[name] = candidate
         return named

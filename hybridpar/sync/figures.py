@@ -71,15 +71,17 @@ class SyncCosts:
     Attributes:
         buckets: By the bucket's number.
         residuals: For each parameter the sum of squares of what was not sent, 0-d; empty in most steps.
+        updated: Bytes of updated parameters that this worker sent, where replicas divide the optimizer's work.
     """
 
     buckets: dict[int, BucketCost] = field(default_factory=dict)
     residuals: dict[str, Tensor] = field(default_factory=dict)
+    updated: int = 0
 
     @property
     def sent(self) -> int:
         """Bytes that this worker sent; known when all buckets have landed."""
-        return sum(cost.sent for cost in self.buckets.values())
+        return self.updated + sum(cost.sent for cost in self.buckets.values())
 
 
 def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:

@@ -25,6 +25,7 @@ class SyncOptions:
         seed: Of what codecs draw at random.
         hierarchy: Where there are several nodes, and one of them has several workers, codecs are used between nodes
             alone.
+        shard_optimizer: Each replica steps a part of the parameters (`hybridpar.sync.shards`), on a group of its own.
         delayed: Apply each gradient one step late, and sum it meanwhile (`hybridpar.sync.delayed_reducer`).
     """
 
@@ -40,6 +41,7 @@ class SyncOptions:
     seed: int = 0
     hierarchy: bool = True
     delayed: bool = False
+    shard_optimizer: bool = False
 
     @property
     def global_norm(self) -> float | None:

@@ -136,13 +136,16 @@ def _way_on(directory: Path) -> str:
     return f"go on with --resume: {newest.name}, the last whole checkpoint, is untouched"
 
 
-def load_checkpoint(path: Path, rank: int = 0, held: Collection[str] | None = None) -> CheckpointData:
+def load_checkpoint(
+    path: Path, rank: int = 0, held: Collection[str] | None = None, stepped: Collection[str] | None = None
+) -> CheckpointData:
     """Read a checkpoint, verifying every file that is read against the manifest.
 
     Args:
         path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
         rank: Whose own part to read.
         held: Names of the parameters and buffers that are wanted, where not all are; others come on the meta device.
+        stepped: Names of the parameters whose optimizer state is wanted, likewise.
 
     Returns:
         What it holds, on the CPU.
@@ -158,12 +161,12 @@ def load_checkpoint(path: Path, rank: int = 0, held: Collection[str] | None = No
         return held is None or keys[0] in held
 
     def in_training(keys: TensorPath) -> bool:
-        return held is None or keys[:2] != ("optimizer", "state") or keys[2] in held
+        return stepped is None or keys[:2] != ("optimizer", "state") or keys[2] in stepped
 
-    keep = (in_model, in_training) if held is not None else (None, None)
-    model = _read_tensors(path, "model.pt", manifest, keep[0])
-    average = _read_tensors(path, "model_ema.pt", manifest, keep[0]) if "model_ema.pt" in manifest["files"] else None
-    training = _read(path, "training.pt", manifest, keep[1])
+    keep = in_model if held is not None else None
+    model = _read_tensors(path, "model.pt", manifest, keep)
+    average = _read_tensors(path, "model_ema.pt", manifest, keep) if "model_ema.pt" in manifest["files"] else None
+    training = _read(path, "training.pt", manifest, in_training if stepped is not None else None)
     local = _read(path, own, manifest) if own in manifest["files"] else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 

@@ -46,6 +46,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
+from hybridpar.sync.shards import keep_own
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.cuda_graph import StepGraph
@@ -239,6 +240,10 @@ class Engine:
                 "Each stage is stepped on its own, as soon as its gradients are there.",
                 "Let the factory make the optimizer from the module that it is given, not from the whole model.",
             )
+        replicas = self.plan.placement.replicas
+        if self.plan.sync.shard_optimizer and replicas > 1:
+            _check_shards(optimizer)
+            keep_own(optimizer, module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -436,6 +441,17 @@ class Engine:
         """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
         return dict(self.model.state_dict())
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether no worker holds all of the model, or all of the optimizer's state."""
+        return self.own_only or (self.plan.sync.shard_optimizer and self.pipeline.replicas > 1)
+
+    @property
+    def stepped(self) -> set[str]:
+        """Names of the parameters that this worker steps."""
+        own = {id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
+        return {name for name, one in self.model.named_parameters() if id(one) in own}
+
     def held_state(self) -> dict[str, Tensor]:
         """What this worker holds of the model's state: all of it, or that of its stages."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if not tensor.is_meta}
@@ -492,13 +508,18 @@ class Engine:
     def optimizer_state(self) -> dict[str, Any]:
         """State of all stages' optimizers by parameter name, on rank 0; a collective.
 
-        With `own_only` the tensors of other workers' stages are on the meta device.
+        Where it is `in_parts` the tensors of other workers are on the meta device.
         """
         self.pipeline.wait()
         mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
-        given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.own_only else mine
-        parts = self.pipeline.gather_on_main(given)
-        if parts is not None and self.own_only:
+        given = tree_map_only(Tensor, lambda one: one.to("meta"), mine) if self.in_parts else mine
+        sharded = self.plan.sync.shard_optimizer
+        parts = (
+            self._world.gather_on_main(given, range(self._world.size))
+            if sharded
+            else self.pipeline.gather_on_main(given)
+        )
+        if parts is not None and self.in_parts:
             parts[0] = mine
         states = [state for part in parts or [mine] for state in part]
         return {
@@ -587,7 +608,18 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
         seed=config.seed,
         hierarchy=config.hierarchy,
         delayed=config.double_buffer in ("delay", "half"),
+        shard_optimizer=sync.shard_optimizer,
     )
+
+
+def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to divide an optimizer that looks at all parameters together."""
+    if optimizer.defaults.get("max_grad_norm") is not None:
+        raise UsageError(
+            f"--shard-optimizer with {type(optimizer).__name__}, which clips by the norm of all gradients",
+            "Each replica steps a part of the parameters, and sees the gradients of that part.",
+            "Use --opt-arg max_grad_norm=none, and --clip-norm 1 for the same limit.",
+        )
 
 
 def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:

@@ -538,7 +538,7 @@ class Trainer:
             training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         average = self.engine.average_state()
-        if self.engine.own_only:
+        if self.engine.in_parts:
             return self._save_in_parts(Path(directory), training, local, average)
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
@@ -547,16 +547,17 @@ class Trainer:
     def _save_in_parts(
         self, directory: Path, training: dict[str, Any], local: dict[str, Any], average: dict[str, Tensor] | None
     ) -> Path:
-        """The same where no worker holds the whole model: rank 0 knows of all tensors, and is given one at a time."""
+        """The same where no worker holds everything: rank 0 knows of all tensors, and is given one at a time."""
         engine, counts = self.engine, self.engine.pipeline.replica == 0
+        sharded = self.plan.sync.shard_optimizer
         model = {name: tensor.detach() for name, tensor in engine.model.state_dict().items()}
         held = engine.held_state()
         state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
-        shares: dict[str, Any] = {
-            "model.pt": held if counts else {},
-            "training.pt": {"optimizer": {"state": dict(ChainMap(*state))}} if counts else {},
-        }
-        if average is not None:
+        mine = {"optimizer": {"state": dict(ChainMap(*state))}} if counts or sharded else {}
+        shares: dict[str, Any] = {"training.pt": training if self.world.is_main else mine}
+        if engine.own_only:
+            shares["model.pt"] = held if counts else {}
+        if average is not None and engine.own_only:
             shares["model_ema.pt"] = average if counts else {}
             average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
@@ -591,7 +592,7 @@ class Trainer:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
         own = self.engine.held_state() if self.engine.own_only else None
-        data = load_checkpoint(Path(path), self.world.rank, own)
+        data = load_checkpoint(Path(path), self.world.rank, own, self.engine.stepped if self.engine.in_parts else None)
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",

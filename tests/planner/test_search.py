@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from operator import sub
 from typing import Any
 
 import pytest
@@ -23,8 +25,8 @@ from hybridpar.planner.explain import contributions
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import SizedTimes, Variant
-from hybridpar.planner.record import is_as_recorded, plan_of
-from hybridpar.planner.search import find_plan, lower_bound_ms
+from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
+from hybridpar.planner.search import find_plan, least_workers, lower_bound_ms
 from hybridpar.planner.space import Candidate, Shape, Space
 from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
@@ -480,7 +482,7 @@ def of_memory(parameters: list[tuple[int, ...]], kind: str, **options: Any) -> P
 def test_gradients_are_counted_twice_only_where_they_are_copied_into_a_bucket():
     large, small = (512, 1024), (64, 1024)  # 2 MiB and 256 KiB
     model = state = gradients = 8 * MIB  # the state is that of SGD with momentum
-    saved = 4 * 8 * MIB  # four samples are the profile's
+    saved = (4 + 2) * 8 * MIB  # four samples are the profile's; a pass works in two tensors
     asked = of_memory([large] * 4, "cuda", bucket_bytes=MIB)
     plain = needed(asked, workers=2, replicas=2, stages=1, micro_batches=1)
     assert plain == model + state + gradients + saved, "every bucket has one parameter"
@@ -489,10 +491,11 @@ def test_gradients_are_counted_twice_only_where_they_are_copied_into_a_bucket():
     assert needed(asked, workers=2, replicas=2, stages=1, micro_batches=1) == (
         model + state + gradients + MIB // 2 + saved
     ), "in the only micro-batch one bucket fills while others have been copied"
+    added = MIB // 4  # a gradient, until it is added to that of the first micro-batch
     assert needed(asked, workers=2, replicas=2, stages=1, micro_batches=2) == (
-        model + state + 2 * gradients + saved // 2
+        model + state + 2 * gradients + saved // 2 + added
     )
-    assert needed(asked, workers=1, replicas=1, stages=1, micro_batches=2) == model + state + gradients + saved
+    assert needed(asked, workers=1, replicas=1, stages=1, micro_batches=2) == model + state + gradients + saved + added
 
 
 def test_on_a_cpu_a_process_needs_what_passes_work_in_and_workers_share():
@@ -508,12 +511,13 @@ def test_on_a_cpu_a_process_needs_what_passes_work_in_and_workers_share():
             both.append(needed(replace(asked, cluster=spec), **shape))
         return both[0] - both[1]
 
-    working = 30 * MIB + 4 * 8 * MIB
+    working = 30 * MIB + 2 * 8 * MIB  # two tensors more than on a GPU
     assert more(workers=1, replicas=1, stages=1, micro_batches=2) == working
     data_parallel = {"workers": 2, "replicas": 2, "stages": 1, "micro_batches": 1}
     assert more(**data_parallel) == working + 2 * 2 * 2 * CHUNK_BYTES
     assert more(sync_lanes=1, **data_parallel) == working + 2 * 2 * CHUNK_BYTES
-    assert more(devices=1, **data_parallel) == working, "workers of several hosts share no memory"
+    arriving = 4 * 64 * 64 * 4  # workers of several hosts share no memory: a bucket arrives over a socket
+    assert more(devices=1, **data_parallel) == working + arriving
     pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 2, "schedule": "1f1b", "placement": "linear"}
     assert more(**pipeline) == working + 2 * SLOTS * SLOT_BYTES
 
@@ -523,13 +527,81 @@ def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkp
     pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 1, "schedule": "1f1b", "placement": "linear"}
     last = needed(inputs(profile, cluster(2, kind="cuda"), optimizer_copies=0), **pipeline)
     first, second = 4 * 16 * 16, 4 * 2048 * 2048
-    assert last == pytest.approx(first + 2 * second, rel=1e-3), "the model and the gradients of the second stage"
-    evaluator = Evaluator(Space(inputs(profile, cluster(2, kind="cuda"), optimizer_copies=8, memory_margin=1.0)))
+    assert last == pytest.approx(2 * second, rel=1e-3), "parameters and gradients of the second stage"
+    asked = inputs(profile, cluster(2, kind="cuda"), optimizer_copies=8, memory_margin=1.0)
+    evaluator = Evaluator(Space(replace(asked, whole_model=True)))
     one = next(candidate for candidate in evaluator.space.candidates() if candidate.shape.positions == 2)
-    assert evaluator.memory(one, (0, 0)) == max(
+    assert evaluator.memory(one, (-4000, -4000)) == max(
         first + second + 9 * second,  # what the second worker keeps
         first + second + 9 * first + 8 * second,  # what the first one keeps and gathers
     )
+    assert Evaluator(Space(asked)).memory(one, (-4000, -4000)) == 10 * second, "with its own stages alone"
+
+
+def test_a_divided_optimizer_keeps_its_part_on_each_replica():
+    profile = chain([(1, 2)] * 4, [(1024, 1024)] * 3 + [(512, 1024)], 1000)
+    asked = inputs(profile, cluster(2, kind="cuda"), optimizer_copies=3, averages=1, memory_margin=1.0)
+    evaluator = Evaluator(Space(asked))
+    plain = next(one for one in evaluator.space.candidates() if one.shape.replicas == 2)
+    divided = replace(plain, sharded=True)
+    model, most, handed = 14 << 20, 8 << 20, 3 * (8 << 20)  # the larger part has two of the three large parameters
+    assert evaluator.memory(divided, (0,)) - evaluator.memory(divided, (-handed,)) == 0, "after a step, not with passes"
+    assert evaluator.memory(plain, (64 << 20,)) - evaluator.memory(divided, (64 << 20,)) == 2 * (model - most)
+    costs, more = evaluator.outcome(plain), evaluator.outcome(divided)
+    assert more.bytes_sent == costs.bytes_sent + most
+    assert more.step_ms != costs.step_ms
+
+
+def test_recomputing_keeps_what_enters_a_stage_and_takes_its_forward_pass_again():
+    profile = chain([(1, 2)] * 4, [(8, 8)] * 4, 1 << 20)
+    space = Space(inputs(profile, cluster(2, kind="cuda"), memory_margin=1.0))
+    evaluator = Evaluator(space)
+    one = next(one for one in space.candidates(saving=True) if one.cut.recompute and one.shape.positions == 2)
+    plain = replace(one, cut=replace(one.cut, recompute=False))
+    before, after = evaluator.figures(plain), evaluator.figures(one)
+    assert [a - b for a, b in zip(after.backward_ms, before.backward_ms, strict=True)] == pytest.approx(
+        before.forward_ms
+    )
+    assert after.again_bytes == tuple(map(sub, before.saved_bytes, after.saved_bytes))
+    assert after.saved_bytes[1] == sum(edge.bytes for edge in before.edges)
+    assert all(0 <= before.ready[name] <= after.ready[name] <= 1 for name in after.ready)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_memory_decides_whether_an_optimizer_is_divided_or_activations_are_computed_again(kind):
+    profile = chain([(1, 2)] * 4, [(256, 256)] * 4, 4 << 20)
+    wide = inputs(profile, cluster(2, 1e9, kind=kind), batch=16, optimizer_copies=2)
+    found = find_plan(wide)
+    assert not any(one.candidate.sharded or one.candidate.cut.recompute for one in found.ranked)
+    space = Space(wide)
+    every = Evaluator(space)
+    plain = min(every.outcome(one).memory_bytes for one in space.candidates())
+    saving = [(every.outcome(one).memory_bytes, one) for one in space.candidates(saving=True)]
+    least, _ = min(saving, key=lambda pair: pair[0])
+    assert least < plain
+    narrow = replace(wide, cluster=cluster(2, 1e9, kind=kind, memory=int(least) + 1))
+    answer = find_plan(narrow)
+    chosen = answer.chosen.candidate
+    assert chosen.sharded or chosen.cut.recompute
+    assert answer.chosen.memory_bytes <= least + 1
+    plan = plan_of(answer)
+    assert (plan.sync.shard_optimizer, bool(plan.pipeline.recompute)) == (chosen.sharded, chosen.cut.recompute)
+    assert candidate_of(plan, answer.evaluator) == chosen
+    with pytest.raises(PlanError, match="The nearest that fits needs devices of") as error:
+        find_plan(replace(wide, cluster=cluster(2, 1e9, kind=kind, memory=int(least) - 1000)), advise=False)
+    said = float(re.search(r"needs devices of ([0-9.]+) MB", str(error.value))[1])
+    assert int(least) <= 1e6 * said <= int(least) + 100_000
+
+
+def test_the_least_number_of_workers_fits_and_one_fewer_does_not():
+    profile = chain([(1, 2)] * 6, [(512, 512)] * 6, 100_000)
+    asked = inputs(profile, cluster(1, kind="cuda"), batch=16, most_stages=6, optimizer_copies=0)
+    evaluator = Evaluator(Space(replace(asked, cluster=cluster(2, kind="cuda", memory="6MB"))))
+    count, _ = least_workers(evaluator)
+    assert count > 2
+    find_plan(replace(asked, cluster=cluster(count, kind="cuda", memory="6MB")))
+    with pytest.raises(PlanError, match=f"or {count} workers of this memory"):
+        find_plan(replace(asked, cluster=cluster(count - 1, kind="cuda", memory="6MB")))
 
 
 def test_a_schedule_that_is_registered_is_a_candidate(monkeypatch):

@@ -23,7 +23,7 @@ from hybridpar.plan import Plan
 from hybridpar.train.trainer import Trainer
 from tests.partition.hidden_nets import reverse
 from tests.pipeline.oracle import Residuals, images, seeded
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.small_nets import SmallNet
 
 EXAMPLE = images(2)[0]
@@ -92,6 +92,7 @@ LAYOUTS = {
     "workers": (2, 1, 2, 2),
     "replicas": (1, 2, 1, 2),
     "replicas of lanes": (2, 2, 1, 2),
+    "more replicas": (1, 4, 1, 4),
 }
 MOVES = [
     ("plain", "lanes"),
@@ -126,14 +127,16 @@ def normless() -> nn.Module:
     return seeded(lambda: Residuals(norm=False))
 
 
-def go(layout: str, count: int, load: Path | None, save: Path | None, **options: Any) -> dict[str, Tensor]:
+def go(
+    layout: str, count: int, load: Path | None, save: Path | None, *, steps_before: int = 2, **options: Any
+) -> dict[str, Tensor]:
     workers = LAYOUTS[layout][3]
     if workers == 1:
         answers = [part_of_a_run(World(), layout, count, load, save, options)]
     else:
         answers = run_ranks(part_of_a_run, workers, layout, count, load, save, options)
     for done, state in answers:
-        assert done == count + (2 if load is not None else 0)
+        assert done == count + (steps_before if load is not None else 0)
         assert_close(state, answers[0][1], exact=True)
     return answers[0][1]
 
@@ -146,6 +149,59 @@ def test_any_layout_goes_on_from_any_other(first: str, second: str, options: dic
     whole = go("plain", 4, None, None, **options)
     same_order = {"plain", "lanes", "workers"}
     assert_close(resumed, whole, exact={first, second} <= same_order)
+
+
+def sharded_and_not(world: World, layout: str, options: dict[str, Any], directory: Path) -> list[Any]:
+    """Weights after some steps without and with a sharded optimizer, and elements of state on this worker."""
+    stages, replicas, micro_batches, _ = LAYOUTS[layout]
+    found: list[Any] = []
+    for shard in (False, True):
+        kinds: dict[str, Any] = {"micro_batches": micro_batches, "replicas": replicas, "shard_optimizer": shard}
+        with make_trainer(stages, world=world, make=normless, **kinds, **options) as trainer:
+            steps(trainer, 3, replicas)
+            kept = sum(
+                one.numel() for opt in trainer.engine.optimizers for s in opt.state.values() for one in s.values()
+            )
+            if shard:
+                trainer.save(directory, {"note": 3})
+            found += [state_of(trainer), kept]
+    return found
+
+
+SHARDED = [
+    ("replicas", {}, True),
+    ("replicas", {}, False),
+    ("replicas", {"optimizer": "adamw", "lr": 0.01, "clip_norm": 0.1}, True),
+    ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": True, "clip_norm": 0.1}, False),
+    ("replicas of lanes", {"optimizer": "adagrad"}, True),
+    ("replicas of lanes", {"optimizer": "rmsprop", "lr": 0.01}, False),
+]
+
+
+@pytest.mark.parametrize(("layout", "options", "shared"), SHARDED)
+def test_a_sharded_optimizer_makes_the_same_steps(
+    layout: str, options: dict[str, Any], shared: bool, tmp_path: Path
+) -> None:
+    answers = run_ranks(sharded_and_not, 2, layout, options, tmp_path, lanes=2, shared_memory=shared)
+    for whole, all_kept, state, kept in answers:
+        assert_close(state, whole, exact=True)
+        assert 0 < kept < 0.75 * all_kept
+    assert sum(kept for *_, kept in answers) <= all_kept + 4  # what counts steps, and no tensor twice
+    # The checkpoint has the whole state: one worker without shards goes on as if it had been alone.
+    resumed = go("plain", 1, tmp_path / "step-3", None, **options, steps_before=3)
+    assert_close(resumed, go("plain", 4, None, None, **options), exact=False)
+
+
+def test_shards_are_divided_anew_among_other_workers(tmp_path: Path) -> None:
+    options = {"optimizer": "adamw", "lr": 0.01, "shard_optimizer": True}
+    go("replicas", 2, None, tmp_path, **options)
+    resumed = go("more replicas", 2, tmp_path / "step-2", None, **options)
+    assert_close(resumed, go("plain", 4, None, None, optimizer="adamw", lr=0.01), exact=False)
+
+
+def test_an_optimizer_that_looks_at_all_gradients_is_not_sharded() -> None:
+    with pytest.raises(RankError, match="max_grad_norm=none"):
+        run_ranks(part_of_a_run, 2, "replicas", 1, None, None, {"optimizer": "timm/lamb", "shard_optimizer": True})
 
 
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:

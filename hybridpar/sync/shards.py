@@ -1,0 +1,131 @@
+"""Divides the optimizer's work and state among the replicas of a model, without a change in the result.
+
+Each replica steps the parameters that it owns, and keeps optimizer state for those alone; then all hand round the new
+values (stage 1 of ZeRO: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
+models", section 5.1). A parameter has one owner as a whole, so any optimizer that treats each parameter by itself makes
+the step that it would make on all of them, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.comm.world import SumGroup, World
+
+#: Bytes that each replica hands round at a time.
+CHUNK_BYTES = 8 << 20
+
+
+def owners(sizes: Sequence[int], replicas: int) -> list[int]:
+    """Which replica owns which parameter: the largest first, each to the replica that owns least so far.
+
+    Args:
+        sizes: Of the parameters, in the model's order.
+        replicas: Number of replicas.
+
+    Returns:
+        For each parameter its owner. No share exceeds the mean by more than the largest parameter.
+    """
+    loads, owner = [0] * replicas, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+        owner[index] = loads.index(min(loads))
+        loads[owner[index]] += sizes[index]
+    return owner
+
+
+def largest_share(sizes: Sequence[int], replicas: int) -> int:
+    """The most that one replica owns.
+
+    Args:
+        sizes: Of the parameters, in the model's order.
+        replicas: Number of replicas.
+    """
+    loads = [0] * replicas
+    for size, owner in zip(sizes, owners(sizes, replicas), strict=True):
+        loads[owner] += size
+    return max(loads)
+
+
+def keep_own(optimizer: torch.optim.Optimizer, module: nn.Module, replica: int, replicas: int) -> None:
+    """Leave an optimizer the parameters that a replica owns, and their state.
+
+    Args:
+        optimizer: Of the module; its groups stay, some of them perhaps empty.
+        module: The model, or a stage of it.
+        replica: Which replica.
+        replicas: Number of replicas.
+    """
+    parameters = list(module.parameters())
+    owner = dict(zip(map(id, parameters), owners([one.numel() for one in parameters], replicas), strict=True))
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if owner[id(one)] == replica]
+    for one in parameters:
+        if owner[id(one)] != replica:
+            optimizer.state.pop(one, None)
+
+
+class ParameterShards:
+    """Hands round the parameters of a module that each replica has stepped.
+
+    Args:
+        module: The model, or a stage of it, alike on all replicas.
+        replicas: The workers that hold it.
+        group: What gathers; used in the same order on all of them.
+    """
+
+    def __init__(self, module: nn.Module, replicas: World, group: SumGroup) -> None:
+        self._parameters = list(module.parameters())
+        self._owners = owners([one.numel() for one in self._parameters], replicas.size)
+        self._replicas = replicas
+        self._group = group
+
+    @torch.no_grad()
+    def exchange(self) -> int:
+        """Give every replica the new values of all parameters that are trained.
+
+        Returns:
+            Bytes that this worker sent.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        rank, size = self._replicas.rank, self._replicas.size
+        rows: list[list[Tensor]] = [[] for _ in range(size)]
+        laid: list[tuple[nn.Parameter, Tensor]] = []  # those with gaps in their memory are sent as copies
+        for parameter, owner in zip(self._parameters, self._owners, strict=True):
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            dense = parameter.data if is_dense(parameter) else parameter.data.contiguous()
+            if dense is not parameter.data and owner != rank:
+                laid.append((parameter, dense))
+            rows[owner].append(flat_view(dense).view(torch.uint8))
+        totals = [sum(one.numel() for one in row) for row in rows]
+        with self._replicas.named_errors("handing round updated parameters"):
+            for start in range(0, max(totals), CHUNK_BYTES):
+                count = min(CHUNK_BYTES, max(totals) - start)
+                parts = [list(_between(row, start, start + count)) for row in rows]
+                own = torch.empty(count, dtype=torch.uint8, device=self._replicas.device)
+                every = torch.empty(count * size, dtype=torch.uint8, device=self._replicas.device)
+                for place, part in parts[rank]:
+                    own[place : place + part.numel()] = part
+                self._group.all_gather(every, own)
+                for other, row in enumerate(every.view(size, count)):
+                    for place, part in parts[other] if other != rank else ():
+                        part.copy_(row[place : place + part.numel()])
+        for parameter, dense in laid:
+            parameter.data.copy_(dense)
+        return max(totals) * (size - 1)
+
+
+def _between(row: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    """The parts of tensors that lie between two places of all of them laid end to end, each with its place there."""
+    place = 0
+    for one in row:
+        low, high = max(start, place), min(end, place + one.numel())
+        if low < high:
+            yield low - start, one[low - place : high - place]
+        place += one.numel()
