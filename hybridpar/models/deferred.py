@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.errors import UsageError
 
-#: Bytes of a model's parameters and buffers up to which one worker may hold it all for a moment, to measure it.
+#: Bytes of a model's parameters and buffers up to which a worker may hold it all, so that it can be measured.
 MEASURED_BYTES = 128 << 20
 
 #: Elements from which on a new tensor is on the meta device.

@@ -16,7 +16,7 @@ from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, freeze, load_weights, parse_arguments, require_trained
-from hybridpar.models.deferred import DeferredModel
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.inputs import model_input
 from hybridpar.models.weight_files import is_published
@@ -287,15 +287,20 @@ def make_deferred(
         world: All workers.
 
     Returns:
-        The model; None where an option needs the whole model everywhere, or the model cannot be built without memory.
-        And a line that says why in the latter case.
+        The model; None where it is so small that it is rather measured whole, where an option needs the whole model
+        everywhere, or the model cannot be built without memory. And a line that says why in the latter case.
 
     Raises:
         UsageError: As for `make_model`.
     """
     needs_whole = (
         *(config.uses_kernels, config.select_batch, config.weights, config.outer_steps, is_auto(config.compress)),
-        *(config.double_buffer not in (None, "off"), config.cuda_graph, config.recipe != "none", config.placement),
+        *(
+            config.double_buffer not in (None, "off"),
+            config.cuda_graph,
+            config.recipe != "none",
+            config.homes is not None,
+        ),
     )
     if world.size == 1 or not config.is_staged or any(needs_whole):
         return None, None
@@ -303,6 +308,8 @@ def make_deferred(
         deferred = DeferredModel(lambda: configured_model(config, name, data.classes))
     except UsageError as error:
         return None, f"memory   every worker holds the whole model: {error.what}"
+    if deferred.nbytes <= MEASURED_BYTES:
+        return None, None
     _prepare(deferred.module, config, name, data, world.device)
     return deferred, None
 

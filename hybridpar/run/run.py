@@ -26,7 +26,6 @@ from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.models.deferred import MEASURED_BYTES
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
@@ -187,9 +186,8 @@ class Run(RunLoop):
             self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
             if world.size > 1:
                 broadcast_state(model, 0, world)
-        small = deferred is not None and deferred.nbytes <= MEASURED_BYTES
         self.planned = plan_run(
-            deferred.whole() if deferred is not None and small and world.is_main else model,
+            model,
             config,
             world,
             sample_shape=data.sample_shape,
@@ -198,7 +196,7 @@ class Run(RunLoop):
             given=given,
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
-            measured=deferred is None or small,
+            measured=deferred is None,
             at_once=deferred is None,
         )
         plan = self.planned.plan

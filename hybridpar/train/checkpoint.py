@@ -24,6 +24,9 @@ import os
 import random
 import secrets
 import shutil
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +105,13 @@ def save_checkpoint(
         if shares is not None:
             wrote = _write_shares(aside, shares, world, wrote)
             if world.is_main and wrote is None:
-                wrote = _attempt(lambda: written.update({name: _described(aside / name) for name in shares}))
+
+                def finish(shares: Mapping[str, Any] = shares) -> None:
+                    for name in shares:
+                        _write_checksums(aside / name)
+                        written[name] = _described(aside / name)
+
+                wrote = _attempt(finish)
         answers = world.gather((wrote, written))
         problem = _first_problem([answer[0] for answer in answers])  # type: ignore[index]
         for answer in answers:
@@ -356,6 +365,29 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
             if got is not None and problem is None:
                 problem = _attempt(partial(_put, aside / name, offsets[name][keys], got[0]))
     return problem
+
+
+def _write_checksums(file: Path) -> None:
+    """Set the checksums of the parts of a zip file that was written without their values."""
+    with zipfile.ZipFile(file) as archive, file.open("r+b") as stream:
+        place = archive.start_dir
+        for part in archive.infolist():
+            stream.seek(part.header_offset + 26)  # lengths of the name and of what is behind it, in front of the values
+            left = part.file_size
+            stream.seek(sum(struct.unpack("<HH", stream.read(4))), os.SEEK_CUR)
+            checksum = 0
+            while left:
+                values = stream.read(min(left, 1 << 20))
+                checksum, left = zlib.crc32(values, checksum), left - len(values)
+            found = struct.pack("<I", checksum)
+            if part.flag_bits & 8 and stream.read(4) == b"PK\x07\x08":
+                stream.seek(0, os.SEEK_CUR)
+                stream.write(found)
+            stream.seek(place + 28)
+            name, extra, comment = struct.unpack("<HHH", stream.read(6))
+            stream.seek(place + 16)
+            stream.write(found)
+            place += 46 + name + extra + comment
 
 
 def _described(file: Path) -> dict[str, Any]:

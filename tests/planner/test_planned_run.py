@@ -194,7 +194,7 @@ def test_every_option_that_was_set_is_fixed():
     names = ["a.weight", "b.weight"]
     config = TrainConfig(stages=2, replicas=1, micro_batches=4, schedule="gpipe", placement="loop", compress="fp16")
     fixed = fixed_by(config, decided_options(config), 2, names)
-    assert fixed == Fixed(2, 2, 1, 4, "gpipe", "loop", None, None, dict.fromkeys(names, "fp16"))
+    assert fixed == Fixed(2, 2, 1, 4, "gpipe", "loop", None, None, dict.fromkeys(names, "fp16"), every_step=True)
     assert fixed_by(TrainConfig(), decided_options(TrainConfig()), 2, names) == Fixed(workers=2)
     given = {"stages", "micro_batches", "memory_format", "kernels", "compress"}
     assert fixed_by(TrainConfig(), decided_options(TrainConfig(), given), 2, names) == Fixed(

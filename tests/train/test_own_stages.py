@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def train(world: World, holds_all: bool, directory: str, load: str | None = None
 def contents(directory: Path, *names: str) -> list[Any]:
     newest = latest_checkpoint(directory)
     assert newest is not None
+    assert all(zipfile.ZipFile(newest / name).testzip() is None for name in ("model.pt", "model_ema.pt", *names))
     leaves = [tree_leaves(read_torch(newest / name)) for name in ("model.pt", "model_ema.pt", *names)]
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for part in leaves for leaf in part]
 
