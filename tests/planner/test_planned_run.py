@@ -198,7 +198,7 @@ def test_every_option_that_was_set_is_fixed():
     assert fixed_by(TrainConfig(), decided_options(TrainConfig()), 2, names) == Fixed(workers=2)
     given = {"stages", "micro_batches", "memory_format", "kernels", "compress"}
     assert fixed_by(TrainConfig(), decided_options(TrainConfig(), given), 2, names) == Fixed(
-        workers=2, stages=1, micro_batches=1, kernels="stock", codecs={}
+        workers=2, stages=1, micro_batches=1, kernels="stock", codecs={}, every_step=True
     )
     auto = TrainConfig(compress="auto", memory_format="auto", fidelity="lossy")
     assert decided_options(auto, {"compress", "memory_format"}) == {"fidelity"}, "auto leaves it to the search"
