@@ -31,7 +31,7 @@ from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
 from hybridpar.compress.codec import Residual, Scratch, TensorSpec  # noqa: E402
 from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid  # noqa: E402
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser  # noqa: E402
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
 from hybridpar.compress.feedback import KeptResidual  # noqa: E402
 from hybridpar.compress.noise import Noise  # noqa: E402
@@ -57,7 +57,7 @@ def _levels(bits: int) -> Make:
     def make(shape: tuple[int, int], device: torch.device) -> Quantiser:
         noise = Noise(TensorSpec("w", shape, device=device))
         noise.begin()
-        return LevelQuantiser(_Grid(2**bits - 1, noise))
+        return LevelQuantiser(2**bits - 1, noise)
 
     return make
 
@@ -94,13 +94,14 @@ class Made:
 
 
 def make(quantiser: Quantiser, shape: tuple[int, int], device: torch.device) -> Made:
-    """Encode with a residual, decode, and add to ones."""
+    """Encode, with a residual where the codec has a kernel for that, decode, and add to ones."""
     generator = torch.Generator().manual_seed(0)
     values, kept = torch.randn(2, math.prod(shape), generator=generator).to(device)
     left, decoded, added = torch.empty_like(values), torch.empty_like(values), torch.ones_like(values)
     scratch = Scratch(device)
     message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
-    quantiser.encode(quantiser.view(values), KeptResidual(kept, left), message, scratch)
+    residual = Residual() if isinstance(quantiser, LevelQuantiser) else KeptResidual(kept, left)
+    quantiser.encode(quantiser.view(values), residual, message, scratch)
     quantiser.decode(message, quantiser.view(decoded), 3, scratch)
     quantiser.add(message, quantiser.view(added), scratch)
     return Made(message.cpu(), left.cpu(), decoded.cpu(), added.cpu())
@@ -225,7 +226,7 @@ def time_kernels(device: torch.device, name: str) -> Iterator[Sequence[Row]]:
         values, kept, left, out = torch.randn(4, math.prod(shape), device=device)
         for codec, (of, _) in CODECS.items():
             quantiser, scratch = of(shape, device), Scratch(device)
-            residual = KeptResidual(kept, left)
+            residual = Residual() if isinstance(quantiser, LevelQuantiser) else KeptResidual(kept, left)
             message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
             ways: dict[str, Callable[[], object]] = {
                 "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),  # noqa: B023

@@ -99,6 +99,7 @@ def summarize(
         "ema_test_accuracy": averaged[-1] if averaged else None,
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         "step_ms_median": step_ms,
+        "step_ms_mean": None,
         "images_per_second": _median(steps["images_per_second"][steady]),
         "bytes_sent_per_step": None if sent is None else round(sent),
         **divided_step(
@@ -288,5 +289,5 @@ def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
     Args:
         summary: Of the run.
     """
-    step = summary.get("step_ms_mean", summary["step_ms_median"])
+    step = summary.get("step_ms_mean") or summary["step_ms_median"]
     return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))

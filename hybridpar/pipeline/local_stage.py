@@ -369,10 +369,12 @@ class Agreement:
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
         if parties[0].control_sum is None:
             return lambda: samples
+        told = [float(samples), float(refusing)]
+        sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
+        counts = sums[-1]
         self.lane.wait(self._lanes.caller.record())
-        for party in parties:
-            counts = torch.tensor([float(samples), float(refusing)], dtype=torch.float64, device=self._device)
-            self.lane.submit(partial(self._sum, counts, "exchanging sample counts", party), uses=(counts,))
+        for one, party in zip(sums, parties, strict=True):
+            self.lane.submit(partial(self._sum, one, "exchanging sample counts", party), uses=(one,))
         known = self.lane.record()
 
         def read() -> int:

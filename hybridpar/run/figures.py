@@ -55,7 +55,13 @@ def measured_fields(
         whole: Whether they noted the whole run; of a part of it only what metrics lack is told.
     """
     workers = [one for one in answers if isinstance(one, WorkerFigures)]
-    fields = combine([one.share for one in workers], replicas, step_ms)
+    places = {
+        rank: place for place, rank in enumerate(r for r, one in enumerate(answers) if isinstance(one, WorkerFigures))
+    }
+    whole_ones = [
+        [places[rank] for rank in ranks] for ranks in replicas if places.keys() >= {*ranks}
+    ]  # one may be lost
+    fields = combine([one.share for one in workers], whole_ones, step_ms)
     for key in ("bytes_sent", "bytes_pulled"):
         if key in fields:
             fields[f"{key}_per_step"] = round(fields.pop(key))

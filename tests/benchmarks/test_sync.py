@@ -16,7 +16,7 @@ from benchmarks.rig.network import missing
 from benchmarks.rig.paired import Paired
 from benchmarks.sync import peers as peers_module
 from benchmarks.sync import wire
-from benchmarks.sync.main import CODECS, Options, main, methods_at, place_of
+from benchmarks.sync.main import AUTO_LINKS, CODECS, Options, main, methods_at, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
 from benchmarks.sync.peers import PEERS, checkouts, missing_peers
 from benchmarks.sync.promises import PROMISES, REFERENCE, eligible, promised_rows, read_losses
@@ -101,7 +101,7 @@ def test_a_codec_with_a_worse_loss_is_not_the_best(tmp_path: Path) -> None:
 
 def test_every_promise_has_its_methods_in_the_table() -> None:
     for (link, ranks), promises in PROMISES.items():
-        named = methods_at(Options(), link, ranks)
+        named = [*methods_at(Options(), link, ranks), *AUTO_LINKS.get(link, ())]
         for promise in promises:
             assert {*promise.over, *([promise.only] if promise.only else [])} <= set(named)
             assert any(codec_of(name) for name in named)

@@ -73,6 +73,7 @@ def test_a_whole_run_in_numbers(whole):
         "best": None,
         "train_seconds": 2.74,
         "step_ms_median": 20.0,
+        "step_ms_mean": None,
         "images_per_second": 3200.0,
         "bytes_sent_per_step": 1_000_000,
         "compute_ms": 10.0,
@@ -139,7 +140,7 @@ def test_the_ratio_covers_all_steps_those_in_full_precision_too(info, record):
 
 def test_the_promised_keys_are_required():
     promised = (
-        "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
+        "model data workers epochs steps test_accuracy train_seconds step_ms_median step_ms_mean images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best "
         "best_test_accuracy ema_test_accuracy "
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap "

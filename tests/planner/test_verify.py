@@ -60,6 +60,6 @@ def test_steps_to_the_target_count_beside_the_clock():
     assert plain is not None
     lossy = next(one for one in answer.ranked if codec_choices[one.candidate.codec].steps > 1)
     times = [[100.0, 100.0, 100.0], [96.0, 96.0, 96.0]]
-    assert verified(answer, [plain, lossy], times).chosen == plain, "4 % a step do not pay for 8 % more steps"
-    times[1] = [80.0, 80.0, 80.0]
+    assert verified(answer, [plain, lossy], times).chosen == plain, "4 % a step do not pay for 24 % more steps"
+    times[1] = [70.0, 70.0, 70.0]
     assert verified(answer, [plain, lossy], times).chosen == lossy
