@@ -60,6 +60,7 @@ _FIXED = {
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 OPTIONS_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
+OPTIONS_OF_THE_COMMAND |= {"hosts", "launch", "slurm"}
 #: Options that are not recalled, because the run has what followed from them, or the file is there already.
 _NOT_RECALLED = OPTIONS_OF_THE_COMMAND | {"plan", "timeline", "profile"}
 #: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
