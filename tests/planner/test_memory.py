@@ -100,7 +100,8 @@ def test_what_is_predicted_is_what_is_needed(
     net: str, layout: dict[str, Any], recompute: bool, options: dict[str, Any]
 ) -> None:
     predicted, measured = predicted_and_measured(World(), *NETS[net], layout, recompute, options)
-    assert measured == pytest.approx(predicted, rel=0.1)
+    # Lanes of a busy machine may not work at the same time, and then less is alive at once.
+    assert (0.8 if "stages" in layout else 0.9) * predicted <= measured <= 1.1 * predicted
 
 
 @pytest.mark.parametrize("shard", [False, True])
