@@ -28,7 +28,7 @@ from hybridpar.errors import HybridparError
 RESULTS = Path(__file__).parent / "results" / "lightning.csv"
 TARGET = 1.02
 #: Side of the images, and images per rank.
-SETTINGS = ((32, 32), (64, 32))
+SETTINGS = ((32, 32), (64, 32), (112, 32))
 
 
 @dataclass(frozen=True, kw_only=True)
