@@ -373,6 +373,28 @@ class TrainConfig(
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
         check_recipe(self)
 
+    @property
+    def needs_whole(self) -> str | None:
+        """An option with which every worker of a pipeline holds the whole model; None where there is none."""
+        return next(
+            (
+                option
+                for option, given in (
+                    (f"--kernels {self.kernels}", self.uses_kernels),
+                    (f"--select-batch {self.select_batch}", self.select_batch),
+                    (f"--weights {self.weights}", self.weights),
+                    (f"--sync {self.sync}", self.outer_steps),
+                    ("--compress auto", self.chooses),
+                    (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off")),
+                    ("--cuda-graph", self.cuda_graph),
+                    (f"--recipe {self.recipe}", self.recipe != "none"),
+                    (f"--placement {self.placement}", self.homes is not None),
+                )
+                if given
+            ),
+            None,
+        )
+
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers.
 

@@ -21,7 +21,6 @@ from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.inputs import model_input
 from hybridpar.models.weight_files import is_published
 from hybridpar.plan import ResolvedPlan
-from hybridpar.sync.policy import is_auto
 from hybridpar.train.model_check import check_outputs
 
 
@@ -293,16 +292,7 @@ def make_deferred(
     Raises:
         UsageError: As for `make_model`.
     """
-    needs_whole = (
-        *(config.uses_kernels, config.select_batch, config.weights, config.outer_steps, is_auto(config.compress)),
-        *(
-            config.double_buffer not in (None, "off"),
-            config.cuda_graph,
-            config.recipe != "none",
-            config.homes is not None,
-        ),
-    )
-    if world.size == 1 or not config.is_staged or any(needs_whole):
+    if world.size == 1 or not config.is_staged or config.needs_whole:
         return None, None
     try:
         deferred = DeferredModel(lambda: configured_model(config, name, data.classes))

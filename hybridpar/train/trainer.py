@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
-from hybridpar.config.recipe import LATE
+from hybridpar.config.recipe import LATE, refuse
 from hybridpar.config.server import OUTER
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
@@ -167,6 +167,8 @@ class Trainer:
         model = model.module if isinstance(model, DeferredModel) else model
         try:
             check_recipe(self.config)
+            if self._deferred is not None and (option := self.config.needs_whole):
+                raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
             freeze(model, self.config.freeze)
             if self.config.batch_norm == "frozen":
                 freeze_batch_norm(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, model_names
 from hybridpar.models.deferred import LARGE, DeferredModel, imagined, is_deferred, places
@@ -51,6 +52,12 @@ def test_a_part_of_every_model_begins_as_in_the_whole_one(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(lambda: build_model(name, 10))
+
+
+def test_options_that_need_the_whole_model_are_refused() -> None:
+    deferred = DeferredModel(lambda: nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)))
+    with pytest.raises(UsageError, match="a DeferredModel with --compress auto"):
+        Trainer(deferred, config=TrainConfig(stages=2, compress="auto"), example=torch.randn(2, 100))
 
 
 class Copies(nn.Module):
