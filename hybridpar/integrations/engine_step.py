@@ -6,14 +6,12 @@ by its first call; everything else of `training_step` runs on every worker.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from hybridpar.errors import UsageError, nearest
 from hybridpar.integrations.pipelined import PipelinedModel
 from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.sync.policy import is_auto
+from hybridpar.train.checkpoint import random_state, restore_random_state
 
 #: Types that stages compute in, by Lightning's `precision`.
 _PRECISIONS: dict[str, Any] = {"32-true": "none", "bf16-mixed": "bf16"}
@@ -106,9 +105,9 @@ class EngineStep:
         if positions > 1:
             groups = [dist.new_group([*range(first, world.size, self.replicas)]) for first in range(self.replicas)]
             self._peers = groups[self.replica]
-            states = [_random_states()]
+            states = [random_state(world.device)]
             dist.broadcast_object_list(states, self.replica, group=self._peers, device=world.device)
-            _set_random_states(states[0])
+            restore_random_state(states[0], world.device)
             precision.clip_grad_by_norm = self._clip
         replicate(module, world)
 
@@ -192,7 +191,8 @@ class EngineStep:
             self._target, self._name = module, "training_step"
             self._make(None)
             return
-        states = _random_states()
+        assert self._world is not None
+        states = random_state(self._world.device)
         try:
             with _instead(found, {name: one for name, one in module.named_modules() if _is_trained(one)}):
                 module.training_step(*arguments, **options)
@@ -200,7 +200,7 @@ class EngineStep:
         except _Found as one:
             name, inputs = one.name, one.inputs
         finally:
-            _set_random_states(states)
+            restore_random_state(states, self._world.device)
         self._target = target = module.get_submodule(name)
         self._name = name or "forward"
         inside = set(map(id, target.parameters()))
@@ -275,13 +275,3 @@ def _refused(module: Any, what: str) -> UsageError:
         "With stages, its one call of a model, with one tensor, is the forward passes of a pipeline.",
         "Let it call one module (forward, or a sub-module), which holds all that is trained, once; or use stages=1.",
     )
-
-
-def _random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])

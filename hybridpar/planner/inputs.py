@@ -42,8 +42,8 @@ class PlannerInputs:
             write and to read their messages on the device of the profile.
         optimizer_copies: Tensors per parameter that the optimizer keeps.
         averages: Of these the moving averages, which every replica keeps also where replicas divide the others.
-        whole_model: Workers of a pipeline hold the whole model, though each trains its own stages: nobody asked for
-            stages before the model was built.
+        whole_model: Workers of a pipeline hold the whole model, though each trains its own stages: it was built to be
+            measured.
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
