@@ -466,8 +466,23 @@ class TrainConfig(
             UsageError: Such an option is given.
         """
         whole = "With parameter servers every worker computes the whole model, at its own pace."
+        staged = self.stages > 1
+        apart = "Each stage is updated by servers of its own, which know its gradients alone."
         refused: list[tuple[str, bool, str]] = [
-            ("--stages or a plan", self.is_staged or self.plan_file is not None, whole),
+            (
+                "a plan",
+                self.plan_file is not None,
+                "Replicas make their steps apart, and each would have to follow it.",
+            ),
+            ("--stages and an outer loop", staged and self.outer_steps is not None, whole),
+            (
+                f"--stages and --clip-norm {self.clip_norm}",
+                staged and self.clip_norm is not None and self.clip_mode == "norm",
+                apart,
+            ),
+            ("--stages and --model-ema", staged and self.model_ema, "Each worker is given weights of its own stages."),
+            ("--stages and --amp fp16", staged and self.amp == "fp16", "Replicas would have to agree on loss scales."),
+            (f"--placement {self.placement}", self.homes is not None, "Replicas are of equal numbers of workers."),
             (
                 f"--recipe {self.recipe}",
                 self.recipe != "none",
@@ -479,7 +494,7 @@ class TrainConfig(
                 "Servers that do not wait are late already.",
             ),
             ("--select-batch", bool(self.select_batch), whole),
-            ("--replicas", self.replicas is not None, whole),
+            ("--replicas", self.replicas is not None and not staged, whole),
             ("--shares auto", self.shares.strip() == "auto", "No step is made by all workers together."),
             (f"--shares {self.shares}", 0 in (self.share_list or ()), "A worker without samples has nothing to push."),
             ("--cuda-graph", self.cuda_graph, whole),
@@ -508,7 +523,7 @@ class TrainConfig(
         for option, given, rule in refused:
             if given:
                 raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
-        if self.workers is not None:
+        if self.workers is not None and not staged:
             self.split_count(self.workers)
             self.check_paces(self.workers)
 

@@ -218,7 +218,7 @@ class Learner(Pusher):
         for parameter in self._parameters.values():
             parameter.grad = None
         self._handed = set()
-        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in _counters(self.model)]
+        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in counters(self.model)]
         self.links.begin_push(rate)
         whole = global_samples if self._barrier else samples
         total = 0.0
@@ -255,7 +255,7 @@ class Learner(Pusher):
         if self._loss_scale is not None:
             self._loss_scale.update(counts)
         if not counts:
-            for buffer, batches in zip(_counters(self.model), seen, strict=True):
+            for buffer, batches in zip(counters(self.model), seen, strict=True):
                 buffer.copy_(batches)
         put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
         self._took()
@@ -292,6 +292,10 @@ class Learner(Pusher):
             hook.remove()
 
 
-def _counters(model: nn.Module) -> list[Tensor]:
-    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen."""
+def counters(model: nn.Module) -> list[Tensor]:
+    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen.
+
+    Args:
+        model: The model, or a part of it.
+    """
     return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
