@@ -238,7 +238,7 @@ class ServedRun(RunLoop):
         self.stripes = cut_stages(
             described_parameters(self.model, config.no_decay),
             [self.replica.names(position) for position in range(place.positions)],
-            place.hosts,
+            place.hosts_each,
             scales,
             whole=not looped and needs_whole_parameters(config),
         )

@@ -111,8 +111,8 @@ class ServedState:
         place, config = self._place, self._config
         links = []
         addresses = place.find(sum(map(len, self._stripes)), config.timeout)
-        first = sum(map(len, self._stripes[: place.position]))
-        for number, stripe in enumerate(self._stripes[place.position], first):
+        stripes = self._stripes[place.position]
+        for number, stripe in zip(place.shards_of(place.position, len(stripes)), stripes, strict=True):
             options = LinkOptions(
                 worker=place.learner,
                 shards=len(addresses),
@@ -126,7 +126,7 @@ class ServedState:
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
             views = piece_views(stripe, self.host)
             links.append(ShardLink(number, addresses[number], stripe, views, encoder, options))
-        return Links(links, place.hosts)
+        return Links(links, place.hosts_each)
 
     # ------------------------------------------------------------------- begin
 
@@ -186,7 +186,7 @@ class ServedState:
     def _starts(
         self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None
     ) -> list[list[dict[str, Any]]]:
-        """By position, what shards begin with: the weights at the start, or of the checkpoint that the run goes on from."""
+        """By position, what shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
         assert place is not None
         workers = self._place.learners
         optimizer: dict[str, Any] | None = None

@@ -80,6 +80,23 @@ class Place:
         """Processes that hold shards. Shard n is at host n modulo their number."""
         return self.servers or self.workers
 
+    @property
+    def hosts_each(self) -> int:
+        """Processes that hold shards for one position: as many of their own for each, where they can be divided so."""
+        return self.hosts if self.hosts % self.positions else self.hosts // self.positions
+
+    def shards_of(self, position: int, count: int) -> list[int]:
+        """Numbers of the shards that hold what the workers at a position train.
+
+        Args:
+            position: Which.
+            count: Shards of each position.
+        """
+        if self.hosts % self.positions:
+            return [*range(position * count, (position + 1) * count)]
+        own = self.hosts_each
+        return [number // own * self.hosts + position * own + number % own for number in range(count)]
+
     def publish(self, shard: int, address: str) -> None:
         """Tell where a shard of this process listens.
 

@@ -198,7 +198,7 @@ def cut_stages(
     Args:
         parameters: As for `cut_model`, of the whole model.
         stages: Names of the parameters that each worker of a replica trains; of a single one, all.
-        hosts: Processes that hold shards.
+        hosts: Processes that hold shards for one of them.
         scales: As for `cut_model`.
         whole: As for `cut_model`.
 
@@ -209,6 +209,13 @@ def cut_stages(
         UsageError: There are more shards than parameters.
     """
     own = [[one for one in parameters if one[0] in names] for names in stages]
+    fewest = min(map(len, own))
+    if fewest < hosts and len(own) > 1:
+        raise UsageError(
+            f"{hosts} process(es) with shards for a stage with {fewest} trained parameter tensors",
+            "Every shard must have something to hold, so a stage has at most as many as parameters.",
+            "Use fewer --servers, or fewer --stages.",
+        )
     parts = min(parts_of_a_host(one, hosts) for one in own)
     return [cut_model(one, hosts * parts, scales, whole=whole) for one in own]
 
