@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.models.outputs import OutputLoss
@@ -158,6 +158,22 @@ class StageLearner(Pusher):
         self._engine, self._replica, self._barrier = trainer.engine, replica, barrier
         names = {*replica.names(replica.place.position)}
         self._own = {name: one for name, one in self._parameters.items() if name in names}
+        self._waiting: Counter[str] = Counter()  # micro-batches whose part of a gradient is not there
+        # Halves of a backward pass accumulate in their own way; then all leaves at the end.
+        early = not self._engine.pipeline.options.split_backward
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, name=name: self._after_gradient(name)
+            )
+            for name, parameter in self._own.items()
+            if early
+        ]
+
+    def _after_gradient(self, name: str) -> None:
+        """A micro-batch has given its part, of which there is one at most."""
+        self._waiting[name] -= 1
+        if not self._waiting[name]:
+            self._hand_over(name)
 
     @torch.no_grad()
     def step(
@@ -191,17 +207,17 @@ class StageLearner(Pusher):
         started = time.perf_counter()
         own, whole = self._replica.own, global_samples if self._barrier else samples
         before, seen = flat_buffers(own), [buffer.clone() for buffer in counters(own)]
+        self._handed = set()
+        self._waiting = Counter(dict.fromkeys(self._own, len(micro_batches)))
         self.links.begin_push(rate)
         with torch.enable_grad():
             outcome = self._engine.step(StepInput(micro_batches, samples, whole, rate, stop, save))
             self._engine.wait()
         loss = outcome.loss * whole / samples
         missing = {name for name, parameter in self._own.items() if parameter.grad is None}
-        for name, parameter in self._own.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if not is_dense(gradient) or gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            self._send(name, flat_view(gradient).cpu())
+        for name in self._own:
+            if name not in self._handed:
+                self._hand_over(name)
         sound = outcome.committed and (math.isfinite(loss) or not self._engine.pipeline.options.sync.guard)
         computed = time.perf_counter()
         end: dict[str, Any] = {"weight": 1.0 if self._barrier else None, "factor": 1.0, "samples": samples}
@@ -218,3 +234,8 @@ class StageLearner(Pusher):
             facts = ("step", "applied", "staleness", "done", "stop", "save", "fastest", "lowered")
             first |= self._replica.world.from_main(lambda: {key: first[key] for key in facts})
         return self._exchanged(first, loss, computed - started, time.perf_counter() - computed)
+
+    def close(self) -> None:
+        """Remove all hooks. The model stays as it is."""
+        for hook in self._hooks:
+            hook.remove()
