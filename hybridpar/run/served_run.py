@@ -86,7 +86,7 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
         place = find_own_place(config, config.timeout)
         with contextlib.ExitStack() as stack:
             place, world = join_replica(config, place, stack)
-            config.split_count(place.learners)
+            config.split_count(place.learners, "worker" if place.positions == 1 else "replica")
             if not place.is_worker:
                 # Signals are for workers: until they have left, they need the servers to save.
                 stack.callback(StopRequest().release)

@@ -28,7 +28,16 @@ from tests.small_nets import plain
         ({"pull": "fp16"}, "--pull with --sync allreduce"),
         ({"sync": "ps", "servers": -1}, "--servers is -1"),
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
-        ({"sync": "ps", "stages": 2}, "--stages or a plan with --sync ps"),
+        ({"sync": "ps", "plan": "some.json"}, "a plan with --sync ps"),
+        ({"sync": "ps", "replicas": 2}, "--replicas with --sync ps"),
+        ({"sync": "outer:4,ps", "stages": 2}, "--stages and an outer loop with --sync outer:4,ps"),
+        ({"sync": "ps", "stages": 2, "clip_norm": 1.0}, "--stages and --clip-norm 1.0 with --sync ps"),
+        ({"sync": "ps-async", "stages": 2, "model_ema": True}, "--stages and --model-ema with --sync ps-async"),
+        ({"sync": "ps", "stages": 2, "amp": "fp16"}, "--stages and --amp fp16 with --sync ps"),
+        (
+            {"sync": "ps", "stages": 2, "replicas": 2, "placement": "0,0;1,2"},
+            "--placement 0,0;1,2 with --sync ps",
+        ),
         ({"sync": "ps", "optimizer": "timm/kron"}, "--optimizer timm/kron with --sync ps"),
         (
             {"sync": "ps", "optimizer": "adafactor", "memory_format": "channels_last"},
