@@ -30,7 +30,6 @@ from tests.small_nets import plain
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
         ({"sync": "ps", "plan": "some.json"}, "a plan with --sync ps"),
         ({"sync": "ps", "replicas": 2}, "--replicas with --sync ps"),
-        ({"sync": "outer:4,ps", "stages": 2}, "--stages and an outer loop with --sync outer:4,ps"),
         ({"sync": "ps", "stages": 2, "clip_norm": 1.0}, "--stages and --clip-norm 1.0 with --sync ps"),
         ({"sync": "ps-async", "stages": 2, "model_ema": True}, "--stages and --model-ema with --sync ps-async"),
         ({"sync": "ps", "stages": 2, "amp": "fp16"}, "--stages and --amp fp16 with --sync ps"),
