@@ -121,6 +121,12 @@ def join_replica(config: TrainConfig, place: Place, stack: contextlib.ExitStack)
     placement = resolve(config, place.workers).placement
     if placement.workers == 1 or place.workers == 1:
         return place, World(device=default_device(), timeout=config.timeout)
+    if place.servers and default_device().type == "cuda":
+        raise UsageError(
+            f"--servers {place.servers} with --stages on GPUs",
+            "Process groups are made by all processes of a job, and a server would need a GPU of its own for that.",
+            "Use --servers 0, with which the workers of a stage hold its shards.",
+        )
     place = replace(place, positions=placement.workers)
     job = World.join(lanes=1, timeout=config.timeout)
     stack.callback(job.close)
@@ -188,7 +194,7 @@ class ServedRun(RunLoop):
         self.place = place
         self.rules = Rules.of(config, place.learners)
         self.device = world.device
-        tune_worker(config, world)
+        tune_worker(config, World(device=self.device))
         data = self._load_data()
         check_batch(config, len(data.train), place.learners)
         config.check_paces(place.workers)

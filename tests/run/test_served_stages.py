@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
+from hybridpar.run.served_run import join_replica
 from hybridpar.run.served_stages import Replica
 from hybridpar.server.place import Place
 from tests.ranks import run_ranks
@@ -87,6 +90,13 @@ def test_kill_9_of_a_worker_is_an_error_on_all_that_wait_for_it(tmp_path):
 def test_what_clips_by_the_norm_of_all_stages_is_refused(tmp_path):
     with pytest.raises(UsageError, match="timm/lamb, which clips by the norm of all gradients"):
         train(tmp_path / "run", sync="ps", servers=0, optimizer="timm/lamb", **STAGES)
+
+
+def test_server_processes_beside_stages_on_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr("hybridpar.run.served_run.default_device", lambda: torch.device("cuda"))
+    config = TrainConfig(sync="ps", stages=2, servers=2)
+    with pytest.raises(UsageError, match="--servers 2 with --stages on GPUs"):
+        join_replica(config, Place(0, 4, 2, None, "token"), ExitStack())
 
 
 def test_the_workers_of_all_replicas_meet_at_the_shard_of_the_first_stage(monkeypatch):
