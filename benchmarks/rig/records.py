@@ -8,12 +8,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Record = TypeVar("Record", bound="DataclassInstance")
+Record = TypeVar("Record")
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "str": str,
@@ -33,7 +30,7 @@ def read_dicts(path: Path) -> list[dict[str, str]]:
 
 def read_records(kind: type[Record], path: Path) -> list[Record]:
     """All rows of a table as instances of a dataclass of texts, numbers and truth values; its columns may be more."""
-    parsers = {column.name: _PARSERS[str(column.type)] for column in fields(kind)}
+    parsers = {column.name: _PARSERS[str(column.type)] for column in fields(kind)}  # type: ignore[arg-type]
     return [kind(**{name: parse(row[name]) for name, parse in parsers.items()}) for row in read_dicts(path)]
 
 
