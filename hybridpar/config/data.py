@@ -29,6 +29,19 @@ class Rule(NamedTuple):
     says: str
 
 
+def unless(said: str, otherwise: str) -> Any:
+    """The help of an option that is on, and is given as `--no-NAME`.
+
+    Args:
+        said: What it does if it is given.
+        otherwise: What is done by default.
+
+    Returns:
+        An annotation of the field, for tyro.
+    """
+    return tyro.conf.arg(help=said, help_behavior_hint=f"(default: {otherwise})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""

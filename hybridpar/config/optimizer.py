@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import Rule
+from hybridpar.config.data import Rule, unless
 from hybridpar.errors import UsageError, nearest, shortened
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
@@ -100,9 +100,9 @@ class OptimizerConfig:
     """Learning rate of the first step; default: the first of equal steps from zero to --lr."""
     warmup_prefix: Annotated[
         bool,
-        tyro.conf.arg(
-            help="Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
-            help_behavior_hint="(default: they begin after the warm-up)",
+        unless(
+            "Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
+            "they begin after the warm-up",
         ),
     ] = True
     """Whether schedules begin after the warm-up; else they are counted from the start of the run."""

@@ -13,7 +13,16 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Rule, augment_rules, data_rules, model_rules
+from hybridpar.config.data import (
+    AugmentConfig,
+    DataConfig,
+    ModelConfig,
+    Rule,
+    augment_rules,
+    data_rules,
+    model_rules,
+    unless,
+)
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.outer import OuterConfig
 from hybridpar.config.recipe import RecipeConfig, refuse
@@ -30,24 +39,16 @@ class SyncConfig:
     """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a .toml
     file of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the result."""
     hierarchy: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Use the codec of --compress inside a node, too.",
-            help_behavior_hint="(default: workers of a node add in full precision)",
-        ),
+        bool, unless("Use the codec of --compress inside a node, too.", "workers of a node add in full precision")
     ] = True
     """With several nodes of several workers: add in full precision inside a node, and use the codec of `--compress`
     between nodes only."""
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     """BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over all replicas;
     `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model has, and keep them."""
-    guard: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Do not skip steps in which a gradient is not finite.",
-            help_behavior_hint="(default: all workers skip them)",
-        ),
-    ] = True
+    guard: Annotated[bool, unless("Do not skip steps in which a gradient is not finite.", "all workers skip them")] = (
+        True
+    )
     """Whether a step in which any gradient is not finite is skipped, on all workers."""
     shard_optimizer: bool = False
     """Divide the optimizer's state among the replicas, each of which updates a part of the parameters and hands it
@@ -250,10 +251,7 @@ class AdvancedConfig:
     """Seconds after which a worker that does not answer is an error."""
     tune_process: Annotated[
         bool,
-        tyro.conf.arg(
-            help="Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.",
-            help_behavior_hint="(default: set for training)",
-        ),
+        unless("Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.", "set for training"),
     ] = True
     """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
     debug: bool = False
