@@ -13,18 +13,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import (
-    AugmentConfig,
-    DataConfig,
-    ModelConfig,
-    Rule,
-    augment_rules,
-    data_rules,
-    model_rules,
-    unless,
-)
-from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
+from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.ranges import check_ranges
 from hybridpar.config.recipe import RecipeConfig, refuse
 from hybridpar.config.server import LOCAL
 from hybridpar.errors import UsageError
@@ -311,23 +303,7 @@ class TrainConfig(
         Raises:
             UsageError: A value is out of range, with the rule it breaks.
         """
-        rules = [
-            *model_rules(self),
-            *data_rules(self),
-            *augment_rules(self),
-            *optimizer_rules(self),
-            Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
-            Rule("--stages", self.stages, self.stages >= 1, "at least 1"),
-            Rule("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
-            Rule("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
-            Rule("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
-            Rule("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
-            Rule("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
-            Rule("--keep", self.keep, self.keep >= 1, "at least 1"),
-        ]
-        for option, value, holds, rule in rules:
-            if not holds:
-                raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        check_ranges(self)
         check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
@@ -391,14 +367,7 @@ def check_recipe(config: TrainConfig) -> None:
     Raises:
         UsageError: Two of them contradict each other; it names both.
     """
-    for option, value, least in (
-        ("--warm-start-steps", config.warm_start_steps, 0),
-        ("--select-batch", config.select_batch, 0),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{option} is {value}", f"It must be at least {least}.")
-    if config.lr_per_sample is not None and not config.lr_per_sample > 0:
-        raise UsageError(f"--lr-per-sample is {config.lr_per_sample}", "It must be greater than 0.")
+    check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
     if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
     config.check_outer()
