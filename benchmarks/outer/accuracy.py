@@ -18,7 +18,6 @@ mean of the workers' models is tested after every epoch, so that rows say also w
 from __future__ import annotations
 
 import copy
-import csv
 import fcntl
 import itertools
 import json
@@ -30,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ import tyro
 from torch import nn
 
 from benchmarks.outer.emulated import run_emulated
+from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from benchmarks.sync.accuracy import accuracy, digits, fold_of
 from hybridpar.comm.world import World, all_reduce_bytes
@@ -149,20 +149,20 @@ class Options:
 def main(options: Options) -> int:
     """Train or report."""
     if options.report:
-        report(read(options.output))
+        report(read_records(Run, options.output))
         return 0
     if options.table:
-        print(*(f"    {row}," for row in table_of(read(options.output))), sep="\n")
+        print(*(f"    {row}," for row in table_of(read_records(Run, options.output))), sep="\n")
         return 0
     torch.set_num_threads(1)
     for run in itertools.chain.from_iterable(wanted(what) for what in options.set):
-        if run.workers > options.most_workers or run.key in {one.key for one in read(options.output)}:
+        if run.workers > options.most_workers or run.key in {one.key for one in read_records(Run, options.output)}:
             continue
         with claimed(options.output, run) as mine:
             if not mine:
                 continue
             done = train(run)
-            append(options.output, done)
+            append_dicts(options.output, [asdict(done)])
         print(
             f"{done.method:8} H {done.every:<3} K {done.workers:<3}{done.codec:8} fold {done.fold} seed {done.seed} "
             f"{done.epochs} epochs: {done.accuracy:.2f} %, {done.bytes_per_step:,.0f} B a step, {done.seconds:.0f} s",
@@ -262,25 +262,6 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
 # --------------------------------------------------------------------- rows
 
 
-def read(file: Path) -> list[Run]:
-    """All runs of a file, none where there is no file."""
-    if not file.exists():
-        return []
-    kinds = {column.name: {"float": float, "int": int, "str": str}[str(column.type)] for column in fields(Run)}
-    with file.open(newline="") as lines:
-        return [Run(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
-
-
-def append(file: Path, run: Run) -> None:
-    """Add a row."""
-    with file.open("a", newline="") as lines:
-        fcntl.flock(lines, fcntl.LOCK_EX)
-        writer = csv.DictWriter(lines, [column.name for column in fields(Run)], lineterminator="\n")
-        if not file.stat().st_size:
-            writer.writeheader()
-        writer.writerow(asdict(run))
-
-
 @contextmanager
 def claimed(file: Path, run: Run) -> Iterator[bool]:
     """Whether no other process trains this run at the moment."""
@@ -292,7 +273,7 @@ def claimed(file: Path, run: Run) -> Iterator[bool]:
             yield False
             return
         try:
-            yield run.key not in {one.key for one in read(file)}
+            yield run.key not in {one.key for one in read_records(Run, file)}
         finally:
             place.unlink(missing_ok=True)
 

@@ -13,7 +13,6 @@ for as many steps as runs of `accuracy` took, at the mean time of the steps that
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
@@ -26,20 +25,20 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.outer.accuracy import BATCH, RESULTS, SYNC, TARGET, read, steps_to_target
+from benchmarks.outer.accuracy import BATCH, RESULTS, SYNC, TARGET, Run, steps_to_target
+from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import Network
 from benchmarks.rig.rank import link, process_group, sent_bytes
+from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import HybridparError
 from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.build import Rates, build_optimizer
 from hybridpar.optim.schedule import rate_factor
@@ -93,12 +92,8 @@ def main(options: Options) -> int:
     if options.table == "picture":
         picture(options.output)
         return 0
-    try:
-        with Network(options.workers, options.link) as network:
-            launch(["-m", "benchmarks.outer.main", *sys.argv[1:]], network, timeout=1200, environment={_TOLD: "1"})
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    with Network(options.workers, options.link) as network:
+        launch(["-m", "benchmarks.outer.main", *sys.argv[1:]], network, timeout=1200, environment={_TOLD: "1"})
     return 0
 
 
@@ -110,7 +105,7 @@ def work(options: Options) -> None:
         row |= {"commit": commit(), "device": device(), "load": round(os.getloadavg()[0], 1)}
         print(json.dumps(row), flush=True)
         if not options.quick:
-            _append(options.output / f"{options.table}.csv", row)
+            append_dicts(options.output / f"{options.table}.csv", [row])
 
 
 def rate(options: Options) -> dict[str, Any]:
@@ -212,7 +207,8 @@ def target(options: Options) -> dict[str, Any]:
         if over[0]:
             break
     seconds = time.perf_counter() - began
-    known = [steps for run in read(RESULTS / "accuracy.csv") if run.method == SYNC and (steps := steps_to_target(run))]
+    runs = read_records(Run, RESULTS / "accuracy.csv")
+    known = [steps for run in runs if run.method == SYNC and (steps := steps_to_target(run))]
     steps = reached or (statistics.fmean(known) if known else None)
     return {
         "link": link(),
@@ -237,7 +233,7 @@ def picture(folder: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    runs = [run for run in read(folder / "accuracy.csv") if run.epochs == 10]
+    runs = [run for run in read_records(Run, folder / "accuracy.csv") if run.epochs == 10]
     counts = sorted({run.workers for run in runs})
     figure, axes = pyplot.subplots(1, max(1, len(counts)), figsize=(3 * len(counts), 3), sharey=True, squeeze=False)
     for axis, workers in zip(axes[0], counts, strict=True):
@@ -271,14 +267,5 @@ def _bytes() -> int:
     return sent_bytes() if link() != "loopback" else 0
 
 
-def _append(file: Path, row: dict[str, Any]) -> None:
-    new = not file.exists()
-    with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    run_command(main, Options, __doc__)

@@ -36,7 +36,7 @@ from tests.small_nets import plain
         ),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
-        ({"sync": "ps", "kernels": "auto"}, "--kernels with --sync ps"),
+        ({"sync": "ps", "kernels": "auto"}, "--kernels auto with --sync ps"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, what):
