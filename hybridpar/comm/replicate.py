@@ -60,7 +60,7 @@ def _checksums(module: nn.Module) -> list[tuple[int, int]]:
     found = []
     for tensor in [*module.parameters(), *module.buffers()]:
         whole = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
-        data = whole.view(torch.uint8).cpu().numpy()
+        data = whole.view(torch.uint8).cpu().numpy().data
         found.append((zlib.crc32(data), zlib.adler32(data)))
     return found
 
