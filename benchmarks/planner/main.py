@@ -20,6 +20,8 @@ from hybridpar.errors import UsageError, nearest
 RESULTS = Path(__file__).parent / "results"
 _TABLES = ("search", "closing", "predicted", "emulated", "target")
 _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
+#: As benchmarks/outer trains them.
+_ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class Options:
 def main(options: Options) -> int:
     """Take every table that is asked for."""
     for name in options.models:
-        if name not in _MODELS:
-            raise UsageError(f"no model {name!r}", fix=nearest(name, _MODELS))
+        if name not in (*_MODELS, *_ON_DIGITS):
+            raise UsageError(f"no model {name!r}", fix=nearest(name, (*_MODELS, *_ON_DIGITS)))
     wanted = [name for name in _TABLES if options.table in (name, "all")]
     if "search" in wanted:
         from benchmarks.planner.search_time import measure
