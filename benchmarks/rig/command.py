@@ -20,7 +20,9 @@ from hybridpar.errors import HybridparError
 Options = TypeVar("Options")
 
 
-def measure_in_ranks(network: Network, module: str, told: Mapping[str, Any], timeout: float = 3600.0) -> None:
+def measure_in_ranks(
+    network: Network, module: str, told: Mapping[str, Any], timeout: float = 3600.0, threads: int = 1
+) -> None:
     """Call `measure(**told)` of a module in every rank.
 
     Args:
@@ -28,10 +30,12 @@ def measure_in_ranks(network: Network, module: str, told: Mapping[str, Any], tim
         module: Full name of the module.
         told: The arguments, which JSON can hold.
         timeout: Seconds until the whole run must be over.
+        threads: Threads per rank within an operation.
     """
     # What torch says of its own future names is no news of this run.
     quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}
-    launch(["-m", "benchmarks.rig.command", module, json.dumps(told)], network, timeout=timeout, environment=quiet)
+    command = ["-m", "benchmarks.rig.command", module, json.dumps(told)]
+    launch(command, network, threads=threads, timeout=timeout, environment=quiet)
 
 
 def run_command(

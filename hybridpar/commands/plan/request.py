@@ -5,7 +5,6 @@ Everything that can be known without the model is checked here, before the minut
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,12 +14,10 @@ import tyro
 
 from hybridpar.config.data import unless
 from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import check_picture, check_writable
 
 if TYPE_CHECKING:
     from hybridpar.partition.cost import Link, Problem, Worker
-
-#: Endings of the pictures that can be drawn.
-PICTURES = (".svg", ".png", ".pdf")
 
 #: Options that say how to cut, which the search decides itself.
 _DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
@@ -174,9 +171,9 @@ class PlanRequest:
                 raise UsageError(f"{option} is {value}", rule, f"Use {use}.")
         for option, target in (("--output", self.output), ("--draw", self.draw)):
             if target is not None:
-                _check_writable(option, target)
-        if self.draw is not None and self.draw.suffix not in PICTURES:
-            raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw plan.svg.")
+                check_writable(option, target)
+        if self.draw is not None:
+            check_picture("--draw", self.draw)
         self._check_search()
 
     def _check_search(self) -> None:
@@ -337,14 +334,3 @@ def read_problem(config: PlanRequest) -> Problem:
         config.micro_batches,
         config.optimizer_copies,
     )
-
-
-def _check_writable(option: str, target: Path) -> None:
-    """Refuse a file that could not be written after the long part."""
-    folder = target.absolute().parent
-    if target.is_dir():
-        raise UsageError(f"{option} is {target}", "That is a directory; a file is needed.", "Name a file in it.")
-    if not folder.is_dir():
-        raise UsageError(f"cannot write {target}: no such directory", fix=f"Create {folder}.")
-    if not os.access(target if target.exists() else folder, os.W_OK):
-        raise UsageError(f"cannot write {target}: permission denied", fix="Name a place that you may write to.")
