@@ -59,8 +59,8 @@ PLANNED = "planned"
 DDP = ("ddp", "ddp-fp16", "ddp-psgd1", "ddp-psgd2", "ddp-psgd4")
 #: By which factor the planner's plan is to be faster than the best of them.
 AT_LEAST = {"1gbit": 1.8, "100mbit": 2.0, "10mbit": 5.0}
-#: Where a step in full precision takes longer than a minute's half, methods that send gradients whole are not timed.
-SLOW = ("10mbit",)
+#: Links on which a step in full precision takes half a minute, and the methods that are timed there.
+SLOW, AT_SLOW = ("10mbit",), ("ddp-psgd1", "ddp-psgd4")
 #: Steps that belong to the start of a method.
 STARTS = 2
 MOST_EPOCHS, CHECKS_PER_EPOCH = 8, 3
@@ -177,7 +177,7 @@ class Call:
     @property
     def methods(self) -> tuple[str, ...]:
         """Those of DDP."""
-        return DDP[:2] if self.quick else DDP[2:] if link() in SLOW else DDP
+        return DDP[:2] if self.quick else AT_SLOW if link() in SLOW else DDP
 
     def noted(self, name: str) -> Path:
         """What was chosen on the link of that name."""
