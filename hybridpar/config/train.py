@@ -92,6 +92,9 @@ class PipelineConfig:
     0 alone beside workers 1 and 2 as a pipeline."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs, and compute their activations again in the backward pass."""
+    offload: tuple[int, ...] = ()
+    """Stages whose activations wait for the backward pass in the host's memory, where they wait long enough. The result
+    is the same; on a CPU it saves nothing."""
 
     @property
     def share_list(self) -> tuple[float, ...] | None:

@@ -159,6 +159,9 @@ class Hosts(_Part):
         default=0.0, ge=0, allow_inf_nan=False, description="beside those that compute, of each worker"
     )
     core_bandwidth: _Rate | None = Field(default=None, description="bytes per second that a core moves")
+    host_link: _Rate | None = Field(
+        default=None, description="between a device and its host's memory, each way; without it nothing waits there"
+    )
 
     @property
     def bytes_per_core_second(self) -> float | None:
@@ -408,6 +411,7 @@ def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpe
         memory=min(device.memory_bytes for device in devices) // share,
         memory_bandwidth=min(device.bytes_per_second for device in devices) / share,
         core_bandwidth=link.bytes_per_second if link is not None and kind == "cpu" else None,
+        host_link=min((one.host_bytes_per_second for one in devices if one.host_bytes_per_second), default=None),
     )
     # The latency that was measured is of an all-reduce: there and back again for two, as a tree for more.
     level = None

@@ -353,9 +353,7 @@ class Executor:
         release, fetch = moves(orders.values(), self._offload)
         parked = set(release.values())
         return [
-            replace(
-                one, parks=one.action in parked, release=release.get(one.action), fetch=fetch.get(one.action)
-            )
+            replace(one, parks=one.action in parked, release=release.get(one.action), fetch=fetch.get(one.action))
             for one in part
         ]
 
@@ -435,7 +433,7 @@ class Executor:
                     f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
                     f"{run.in_flight} micro-batch(es) in flight",
                     f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
-                    f"Use more --micro-batches, --schedule 1f1b, --recompute {action.stage} or --offload {action.stage}.",
+                    f"Use more --micro-batches, --schedule 1f1b, or --recompute or --offload {action.stage}.",
                 ) from error
 
         return whole

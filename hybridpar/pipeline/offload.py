@@ -100,9 +100,10 @@ class Parked:
             block.device = torch.empty(block.size, dtype=torch.uint8, device=device)
 
     def fetch(self) -> None:
-        """Start to copy the storages back; on the copy lane, behind `make_room`. Autograd alone holds them from now on."""
+        """Start to copy the storages back, and leave them to autograd; on the copy lane, behind `make_room`."""
         for block in self._blocks.values():
-            assert block.device is not None and block.host is not None
+            assert block.device is not None
+            assert block.host is not None
             block.device.copy_(block.host, non_blocking=True)
             block.host = None
         self._blocks = {}
@@ -127,15 +128,15 @@ class _Block:
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.size = storage.nbytes()
-        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        self.device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self.host: Tensor | None = None
         self.saved: list[tuple[Tensor, int]] = []  # each with the version that it was saved at, until it moves
 
     def park(self) -> None:
         if any(alias._version != version for alias, version in self.saved):
             raise RuntimeError(  # as autograd says in the backward pass, which would not see it now
-                f"a tensor of shape {tuple(self.saved[0][0].shape)} needed for gradient computation has been modified by "
-                "an inplace operation"
+                f"a tensor of shape {tuple(self.saved[0][0].shape)} needed for gradient computation has been modified "
+                "by an inplace operation"
             )
         self.saved.clear()
         assert self.device is not None

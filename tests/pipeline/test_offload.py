@@ -1,4 +1,4 @@
-"""Activations that wait in the host's memory: what moves when, that it comes back bit for bit, and that its memory is free."""
+"""Activations that wait in the host's memory: what moves and when, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_waits_long_enough_leaves_and_comes_back_in_time() -> None:
-    passes = [parse_action(text) for text in "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3".split()]
+    passes = [parse_action(text) for text in ["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]]
     release, fetch = moves([passes], {0})
     first = {index: Action(0, Kind.FORWARD, index) for index in range(4)}
     assert release == {passes[2]: first[0], passes[3]: first[1], passes[4]: first[2], passes[5]: first[3]}
     assert fetch == {passes[3]: first[0], passes[4]: first[1], passes[5]: first[2], passes[6]: first[3]}
     assert moves([passes], {1}) == ({}, {})
-    soon = [parse_action(text) for text in "1F0 1F1 1F2 1B0 1B1 1B2".split()]
+    soon = [parse_action(text) for text in ["1F0", "1F1", "1F2", "1B0", "1B1", "1B2"]]
     assert moves([soon], {1}) == ({}, {})
 
 
@@ -50,7 +50,9 @@ def test_nothing_changes_but_where_activations_wait(schedule: str, moved: list[i
 
 
 def test_stages_of_one_lane_move_while_the_others_compute(moved: list[int]) -> None:
-    compare(Residuals, 3, Setting(2), kind="loop", schedule="looped_bfs", offload=(0, 1), check=Checker(), together=True)
+    compare(
+        Residuals, 3, Setting(2), kind="loop", schedule="looped_bfs", offload=(0, 1), check=Checker(), together=True
+    )
     assert moved
 
 
@@ -100,7 +102,9 @@ def test_memory_is_free_between_and_again_as_the_backward_pass_goes_on(moved: li
     parked.release()
     assert all(one() is None for one in kept)
     parked.make_room(torch.device("cpu"))
-    back = [weakref.ref(block.device.untyped_storage()) for block in parked._blocks.values() if block.device is not None]
+    back = [
+        weakref.ref(block.device.untyped_storage()) for block in parked._blocks.values() if block.device is not None
+    ]
     assert len(back) == 2
     parked.fetch()
     loss.backward()
@@ -114,7 +118,7 @@ def test_small_tensors_and_what_leaves_stay_and_a_write_is_an_error() -> None:
     out, parked = saved_by(lambda: F.relu(x), x)
     parked.park([out])
     assert not parked._blocks
-    small, parked = saved_by(lambda: x[:4].exp().sum(), x)
+    _, parked = saved_by(lambda: x[:4].exp().sum(), x)
     assert not parked._blocks
     written, parked = saved_by(x.exp, x)
     written.detach().add_(1)
