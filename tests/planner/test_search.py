@@ -596,8 +596,11 @@ def test_activations_wait_with_the_host_where_its_link_is_faster_than_computing_
     ("rate", "told"), [(1e9, "activations in the host's memory"), (1e5, "activations computed again")]
 )
 def test_what_is_faster_of_moving_activations_and_computing_them_again_is_proposed(rate, told):
-    profile = chain([(10, 20)] * 8, [(8, 8)] * 8, 1 << 20)
-    found = inputs(profile, cluster(1, kind="cuda", memory="7MB", host_link=rate), most_stages=8)
+    profile = chain([(10, 20)] * 8, [(8, 8)] * 8, 100_000)
+    graph = replace(profile.graph, saved=tuple(replace(one, bytes=8 << 20) for one in profile.graph.saved))
+    space = {"most_stages": 8, "most_micro_batches": 1}
+    profile = replace(profile, graph=graph)
+    found = inputs(profile, cluster(1, kind="cuda", memory="70MB", host_link=rate), **space)
     answer = find_plan(found)
     plan = plan_of(answer)
     assert told in describe(answer.chosen.candidate, answer)
