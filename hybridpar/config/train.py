@@ -398,6 +398,15 @@ class TrainConfig(
             None,
         )
 
+    @property
+    def may_be_unequal(self) -> bool:
+        """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
+        try:
+            self.check_unequal()
+        except UsageError:
+            return False
+        return self.shares.strip() == "equal" and not (self.cuda_graph or self.select_batch)
+
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers.
 

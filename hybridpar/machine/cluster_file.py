@@ -30,7 +30,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -239,6 +240,30 @@ class ClusterSpec(_Part):
     def is_unequal(self) -> bool:
         """Whether hosts differ in speed."""
         return len({host.throughput for host in self.hosts}) > 1
+
+    def at_speeds(self, places: Sequence[str], speeds: Sequence[float]) -> ClusterSpec | None:
+        """The same cluster with hosts as fast as its workers were measured to be.
+
+        Args:
+            places: Of every worker, by rank, its host.
+            speeds: Of every worker its throughput, equal on a host.
+
+        Returns:
+            The cluster; None where hosts differ in other things too, or ranks are not in the order of `by_worker`, the
+            fastest first, so that what is planned for one worker would be done by another.
+        """
+        if len({host.model_copy(update={"count": 1, "devices": 1}) for host in self.hosts}) > 1:
+            return None
+        devices, throughput = Counter(places), dict(zip(places, speeds, strict=True))
+        found = Counter(
+            self.hosts[0].model_copy(update={"count": 1, "devices": devices[one], "throughput": throughput[one]})
+            for one in devices
+        )
+        hosts = tuple(host.model_copy(update={"count": count}) for host, count in found.items())
+        spec = self.model_copy(update={"hosts": hosts})
+        order = [list(devices).index(one) for one in places]
+        placed = [(number, host.throughput) for number, host in spec.by_worker]
+        return spec if placed == list(zip(order, speeds, strict=True)) else None
 
     def without(self, host: Hosts) -> ClusterSpec | None:
         """The cluster without hosts of one kind; None where there are no others.

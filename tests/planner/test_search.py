@@ -18,7 +18,7 @@ from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster
-from hybridpar.plan import parse_plan
+from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import contributions, describe, notes
@@ -441,6 +441,34 @@ def test_replicas_of_two_and_of_four_devices():
     spec, fixed = unequal(2, 2, 1, 1, 1, 1, bandwidth=1e9, small=13e6), Fixed(workers=6, micro_batches=4)
     found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4, fixed=fixed))
     assert found.chosen.candidate.shape.homes == ((0, 0, 1, 1), (2, 3, 4, 5))
+
+
+def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_change_nothing():
+    def planned(spec: ClusterSpec) -> Plan:
+        return plan_of(find_plan(inputs(LARGE, spec, batch=24, most_stages=2, fixed=Fixed(workers=3))))
+
+    measured = cluster(3, 1e12, kind="cuda")
+    ranks = ["fast", "slow", "also slow"]
+    faster = measured.at_speeds(ranks, [1.0, 0.5, 0.5])
+    described = {**measured.model_dump(), "hosts": [{"kind": "cuda"}, {"count": 2, "kind": "cuda", "throughput": 0.5}]}
+    assert faster == parse_cluster(described)
+    assert planned(faster).placement.shares == pytest.approx((12, 6, 6))
+    assert any(one.homes == ((0, 0), (1, 2)) for one in Space(inputs(LARGE, faster)).shapes())
+    assert measured.at_speeds(ranks, [1.0] * 3) == measured
+    assert planned(measured).placement.shares is None
+    # What is planned for the first worker is done by rank 0, so the fastest machine has to be the first.
+    assert measured.at_speeds(ranks, [1.0, 2.0, 2.0]) is None
+    assert unequal(2, 1).at_speeds(["a", "b"], [1.0, 0.5]) is None, "hosts of two kinds"
+    pairs = parse_cluster(
+        {"hosts": [{"count": 2, "devices": 2}], "inside": {"bandwidth": 1e9}, "between": {"bandwidth": 1e9}}
+    )
+    assert [host.throughput for _, host in pairs.at_speeds(["a", "a", "b", "b"], [1, 1, 0.25, 0.25]).by_worker] == [
+        1,
+        1,
+        0.25,
+        0.25,
+    ]
+    assert pairs.at_speeds(["a", "b", "a", "b"], [1, 0.25, 1, 0.25]) is None
 
 
 @pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
