@@ -103,8 +103,6 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
-    if (shares := answer.evaluator.shares(shape)) is not None:
-        parts.append(f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}")
     return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
@@ -134,11 +132,13 @@ def _sizes(shape: Shape) -> str:
 
 
 def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
-    """What gradients are sent as, and how the model is computed, where they are not torch's defaults."""
-    space = answer.evaluator.space
+    """Parts of a batch, what gradients are sent as, how the model is computed, where they are not the usual ones."""
+    space, shares = answer.evaluator.space, answer.evaluator.shares(candidate.shape)
+    parts = [] if shares is None else [f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}"]
     variant = space.inputs.profile.variants[candidate.variant].name
     saved = [candidate.cut.saving] * bool(candidate.cut.saving) + ["optimizer divided"] * candidate.sharded
-    return [space.codec_choices[candidate.codec].name] * (candidate.codec > 0) + [variant] * bool(variant) + saved
+    sent = [space.codec_choices[candidate.codec].name] * (candidate.codec > 0)
+    return parts + sent + [variant] * bool(variant) + saved
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:
