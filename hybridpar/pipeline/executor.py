@@ -433,7 +433,8 @@ class Executor:
                     f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
                     f"{run.in_flight} micro-batch(es) in flight",
                     f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
-                    f"Use more --micro-batches, --schedule 1f1b, or --recompute or --offload {action.stage}.",
+                    f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
+                    + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
                 ) from error
 
         return whole
