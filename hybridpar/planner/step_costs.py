@@ -1,4 +1,4 @@
-"""Measures what a step takes besides its passes, and how much workers of one host slow each other down.
+"""Measures what a step takes besides its passes, how much workers of a host slow each other down, and hosts' speeds.
 
 The rest of a step is run as it is in a training, by the stage of one worker and the optimizer, and timed part by part.
 How much workers of one host slow each other down is measured by having them all compute at a time.
