@@ -9,7 +9,6 @@ be equal. Peaks are resident memory over that after all imports.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig
 from hybridpar.models.deferred import DeferredModel, imagined, places
 from hybridpar.train.trainer import Trainer
@@ -176,12 +176,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
                 }
             )
             print(rows[-1])
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    with (results / "large.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_dicts(Path(__file__).parent / "results" / "large.csv", rows)
 
 
 if __name__ == "__main__":

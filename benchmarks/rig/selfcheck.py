@@ -5,25 +5,23 @@ Runs inside the ranks, started by `python -m benchmarks.rig`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.rig.command import run_command
 from benchmarks.rig.network import bits_per_second
 from benchmarks.rig.paired import LEAST_ROUNDS, Paired, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, check_csv, print_rows, wide_console
-from hybridpar.errors import HybridparError
 from hybridpar.models import build_model, seed_everything
 
 MEGABYTES = (1, 11, 45)
@@ -149,8 +147,4 @@ def _measure_ddp(rounds: int, rank: int) -> tuple[Paired, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

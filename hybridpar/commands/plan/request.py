@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from hybridpar.config.data import unless
 from hybridpar.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,12 +64,7 @@ class PlanRequest:
     """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
     strategy: str = "balanced"
     """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
-    measure: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Estimate times from FLOPs and bytes.", help_behavior_hint="(default: every unit is measured)"
-        ),
-    ] = True
+    measure: Annotated[bool, unless("Estimate times from FLOPs and bytes.", "every unit is measured")] = True
     """Whether every unit is measured; else times are estimated from FLOPs and bytes."""
     passes: int = 5
     """Passes of the measurement; the minimum counts."""
@@ -79,11 +75,7 @@ class PlanRequest:
     channels_last: bool = False
     """Former spelling of `--memory-format channels_last`."""
     cache: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Measure anew, and keep nothing.",
-            help_behavior_hint="(default: profiles are used from and kept in ~/.cache/hybridpar)",
-        ),
+        bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True
     """Whether profiles are used from and kept in ~/.cache/hybridpar."""
     seed: int = 0
@@ -93,11 +85,7 @@ class PlanRequest:
     draw: Path | None = None
     """Draw the partition, or of a search the time of a step over the number of workers, into this .svg or .png file."""
     tune_process: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Leave the C allocator and thread counts as they are.",
-            help_behavior_hint="(default: set as for training)",
-        ),
+        bool, unless("Leave the C allocator and thread counts as they are.", "set as for training")
     ] = True
     """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
     debug: bool = False
