@@ -226,6 +226,7 @@ class Pipeline(_Section):
     schedule: str = "accumulate"
     micro_batches: int = Field(1, ge=1)
     recompute: tuple[int, ...] = Field((), description="stages whose activations are recomputed in backward")
+    offload: tuple[int, ...] = Field((), description="stages whose activations wait in the host's memory")
 
 
 class SyncRule(_Section):
@@ -340,8 +341,10 @@ class Plan(_Section):
             placed = sorted(place.stage for place in self.placement.stages)
             if placed != list(range(count)):
                 raise ValueError(f"placement names stages {placed}, but the partition has stages 0 to {count - 1}")
-        if self.pipeline is not None and any(not 0 <= stage < count for stage in self.pipeline.recompute):
-            raise ValueError(f"recompute names stages {self.pipeline.recompute}, but there are only {count}")
+        pipeline = self.pipeline or Pipeline()
+        for name, named in (("recompute", pipeline.recompute), ("offload", pipeline.offload)):
+            if any(not 0 <= stage < count for stage in named):
+                raise ValueError(f"{name} names stages {named}, but there are only {count}")
         seen: set[str] = set()
         for stage in self.partition.stages:
             twice = seen.intersection(stage.units)

@@ -244,6 +244,8 @@ def plan_lines(plan: Plan) -> list[str]:
         text = f"pipeline  {pipeline.micro_batches} micro-batches, {pipeline.schedule}, {replicas} replica(s)"
         if pipeline.recompute:
             text += f", stages {' '.join(map(str, pipeline.recompute))} computed again"
+        if pipeline.offload:
+            text += f", stages {' '.join(map(str, pipeline.offload))} in the host's memory"
         lines.append(text)
     if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
         width = min(36, max(len(rule.pattern) for rule in plan.sync.policy))

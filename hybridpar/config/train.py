@@ -85,6 +85,9 @@ class PipelineConfig:
     0 alone beside workers 1 and 2 as a pipeline."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs, and compute their activations again in the backward pass."""
+    offload: tuple[int, ...] = ()
+    """Stages whose activations wait for the backward pass in the host's memory, where they wait long enough. The result
+    is the same; on a CPU it saves nothing."""
 
     @property
     def share_list(self) -> tuple[float, ...] | None:
@@ -331,6 +334,15 @@ class TrainConfig(
         """An option with which every worker of a pipeline holds the whole model; None where there is none."""
         options = _options(self)
         return next((text for text, given in map(options.__getitem__, NEED_WHOLE_MODEL) if given), None)
+
+    @property
+    def may_be_unequal(self) -> bool:
+        """Whether replicas of a plan may differ in their parts of a batch, and in their numbers of workers."""
+        try:
+            self.check_unequal()
+        except UsageError:
+            return False
+        return self.shares.strip() == "equal" and not (self.cuda_graph or self.select_batch)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers.

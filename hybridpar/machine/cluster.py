@@ -51,6 +51,9 @@ class Device(_Record):
     cores: int | None = Field(default=None, ge=1, description="logical cores this process may use; of CPUs")
     threads: int | None = Field(default=None, ge=1, description="threads the rates were measured with; of CPUs")
     bytes_per_second: float = Field(gt=0, description="memory bandwidth: bytes read and written by a large copy")
+    host_bytes_per_second: float | None = Field(
+        default=None, gt=0, description="of copies to pinned memory of the host; of GPUs"
+    )
     flops: dict[str, float] = Field(description="matrix multiplication, floating-point operations per second, by dtype")
     noise: float = Field(0.0, ge=0, description="how far the two fastest repeats of a rate lay apart at most, relative")
 

@@ -30,7 +30,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,6 +160,9 @@ class Hosts(_Part):
         default=0.0, ge=0, allow_inf_nan=False, description="beside those that compute, of each worker"
     )
     core_bandwidth: _Rate | None = Field(default=None, description="bytes per second that a core moves")
+    host_link: _Rate | None = Field(
+        default=None, description="between a device and its host's memory, each way; without it nothing waits there"
+    )
 
     @property
     def bytes_per_core_second(self) -> float | None:
@@ -236,6 +240,30 @@ class ClusterSpec(_Part):
     def is_unequal(self) -> bool:
         """Whether hosts differ in speed."""
         return len({host.throughput for host in self.hosts}) > 1
+
+    def at_speeds(self, places: Sequence[str], speeds: Sequence[float]) -> ClusterSpec | None:
+        """The same cluster with hosts as fast as its workers were measured to be.
+
+        Args:
+            places: Of every worker, by rank, its host.
+            speeds: Of every worker its throughput, equal on a host.
+
+        Returns:
+            The cluster; None where hosts differ in other things too, or ranks are not in the order of `by_worker`, the
+            fastest first, so that what is planned for one worker would be done by another.
+        """
+        if len({host.model_copy(update={"count": 1, "devices": 1}) for host in self.hosts}) > 1:
+            return None
+        devices, throughput = Counter(places), dict(zip(places, speeds, strict=True))
+        found = Counter(
+            self.hosts[0].model_copy(update={"count": 1, "devices": devices[one], "throughput": throughput[one]})
+            for one in devices
+        )
+        hosts = tuple(host.model_copy(update={"count": count}) for host, count in found.items())
+        spec = self.model_copy(update={"hosts": hosts})
+        order = [list(devices).index(one) for one in places]
+        placed = [(number, host.throughput) for number, host in spec.by_worker]
+        return spec if placed == list(zip(order, speeds, strict=True)) else None
 
     def without(self, host: Hosts) -> ClusterSpec | None:
         """The cluster without hosts of one kind; None where there are no others.
@@ -408,6 +436,7 @@ def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpe
         memory=min(device.memory_bytes for device in devices) // share,
         memory_bandwidth=min(device.bytes_per_second for device in devices) / share,
         core_bandwidth=link.bytes_per_second if link is not None and kind == "cpu" else None,
+        host_link=min((one.host_bytes_per_second for one in devices if one.host_bytes_per_second), default=None),
     )
     # The latency that was measured is of an all-reduce: there and back again for two, as a tree for more.
     level = None

@@ -160,6 +160,7 @@ def measure_gpu(index: int, seconds: float) -> Device:
             name=torch.cuda.get_device_name(),
             memory_bytes=total,
             bytes_per_second=copies,
+            host_bytes_per_second=host_rate(device, seconds),
             flops=flops,
             noise=max(noise, apart),
         )
@@ -173,6 +174,18 @@ def _copy_rate(device: torch.device, size: int, seconds: float) -> tuple[float, 
     target = torch.empty_like(source)
     elapsed, noise = _fastest(lambda: target.copy_(source), device, seconds)
     return 2 * source.nbytes / elapsed, noise
+
+
+def host_rate(device: torch.device, seconds: float) -> float:
+    """Bytes per second that a GPU copies to pinned memory of its host.
+
+    Args:
+        device: The GPU.
+        seconds: Time to spend.
+    """
+    source = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
+    return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True), device, seconds)[0]
 
 
 def _matrix_rates(

@@ -65,6 +65,7 @@ class BorderTable:
         forwards: What to call for each of them.
         measured: Stages whose saved bytes are wanted.
         recomputed: Those of them that keep only what enters them.
+        offloaded: Those of them that keep what enters and leaves them on the device, and the rest on the host.
         loss: What the last stage's result goes through.
         compiled: What is called has been compiled.
         context: Context in which stages and loss run, such as autocast.
@@ -77,6 +78,7 @@ class BorderTable:
         forwards: Sequence[Callable[..., Any]],
         measured: Sequence[int] = (),
         recomputed: Sequence[int] = (),
+        offloaded: Sequence[int] = (),
         loss: Callable[[Any, Any], Tensor] | None = None,
         compiled: bool = False,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -90,7 +92,8 @@ class BorderTable:
         self._forwards = [module_of(stage) for stage in stages] if own_only else forwards
         self._loss = loss
         self._recomputed = set(recomputed)
-        self._measured = set(measured) - self._recomputed
+        self._offloaded = set(offloaded)
+        self._measured = set(measured) - self._recomputed - self._offloaded
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
@@ -214,8 +217,9 @@ class BorderTable:
                     ) from error
                 finally:
                     rollback.restore()
-                if stage.index in self._recomputed:
-                    storages = {storage_of(leaf): leaf.untyped_storage() for leaf in leaves}
+                if stage.index in self._recomputed | self._offloaded:
+                    stays = leaves if stage.index in self._recomputed or not stage.outputs else [*leaves, *result]
+                    storages = {storage_of(one): one.untyped_storage() for one in stays}
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))

@@ -215,7 +215,8 @@ class PipelineEngine:
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.forwards = forwards
         self.borders = BorderTable(
-            *(self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context),
+            *(self._all_stages, forwards, mine, options.recompute, options.offload),
+            *(loss, options.compile, self._context),
             own_only=options.own_only,
         )
         compute: dict[int, Lane] = {
@@ -269,7 +270,8 @@ class PipelineEngine:
                 self._nodes,
                 after_step(module_of(stage)) if after_step is not None else None,
             )
-            run.attach(local.after_forward, local.quiet)
+            scratch = local.batch_norm.scratch if local.batch_norm is not None else ()
+            run.attach(local.after_forward, local.quiet, scratch)
             if options.devices:
                 run.move_to(local.lane.device)
             self.stages[index] = local
@@ -291,6 +293,7 @@ class PipelineEngine:
             whole=self.is_whole,
             on_device=on_device,
             record=options.record and not options.devices,
+            offload=() if self.is_whole else options.offload,
         )
 
     # ------------------------------------------------------------------ a step

@@ -12,7 +12,7 @@ backward pass issue the sums of gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -26,6 +26,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import start_copy
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
+from hybridpar.pipeline.offload import moves
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, FORWARDS, SENDS, Action, Edge, Kind
@@ -43,6 +44,9 @@ class _Issue:
         needs: What must be done before it, of this worker and in other queues.
         is_last: It is the last backward pass of its stage.
         is_last_forward: It is the last forward pass of its stage.
+        parks: What it saves moves to the host's memory.
+        release: A forward pass that has left the device by then: its memory is freed before this.
+        fetch: A forward pass whose backward pass is the next one of this lane: what it saved comes back beside this.
     """
 
     action: Action
@@ -50,6 +54,9 @@ class _Issue:
     needs: tuple[Action, ...]
     is_last: bool
     is_last_forward: bool
+    parks: bool = False
+    release: Action | None = None
+    fetch: Action | None = None
 
 
 class Executor:
@@ -73,6 +80,7 @@ class Executor:
         whole: The model is not cut: the stage's lane is the caller's.
         on_device: Leave the decision on the device, where the optimizers read it.
         record: Note when every action ran also where that takes events.
+        offload: Stages whose activations wait in the host's memory.
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class Executor:
         whole: bool = False,
         on_device: bool = False,
         record: bool = False,
+        offload: Collection[int] = (),
     ) -> None:
         self.stages = stages
         self.borders = borders
@@ -108,6 +117,10 @@ class Executor:
         self._receivers = {
             peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
         }
+        moved = {stages[index].lane: None for index in sorted(stages.keys() & set(offload))}
+        self._offload = offload
+        self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
+        self._copied: dict[Action, Event] = {}  # by the forward pass: when it left, or came back
         self._agreement = Agreement(stages, world, lanes, whole=whole)
         self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
@@ -259,6 +272,7 @@ class Executor:
     def give_up(self) -> None:
         """Forget what a step that was given up has left between the stages."""
         self._mailbox.clear()
+        self._copied.clear()
 
     def _outcome(self, step: StepState) -> LateOutcome:
         self.steps = step.number
@@ -330,7 +344,18 @@ class Executor:
             )
             is_last_forward = last_forward.get(action.stage) is action
             part.append(_Issue(action, queue, needs, action in last, is_last_forward))
-        return part
+        if not self._copiers:
+            return part
+        orders: dict[Queue, list[Action]] = {}
+        for one in part:
+            if one.action.kind in COMPUTE:
+                orders.setdefault(one.queue, []).append(one.action)
+        release, fetch = moves(orders.values(), self._offload)
+        parked = set(release.values())
+        return [
+            replace(one, parks=one.action in parked, release=release.get(one.action), fetch=fetch.get(one.action))
+            for one in part
+        ]
 
     # ----------------------------------------------------------------- issuing
 
@@ -339,9 +364,15 @@ class Executor:
         if action.kind is Kind.SYNC:
             self._issue_sync(step, action)
             return
-        lane, work = self._work(step, action)
+        lane, work = self._work(step, one)
+        if one.release is not None:
+            self._release(one.release)
+        if one.fetch is not None:
+            self._fetch(one.fetch)
         for need in one.needs:
             lane.wait(step.events[need])
+        if action.kind in COMPUTE and (back := self._copied.pop(_forward(action), None)) is not None:
+            lane.wait(back)
         if action.kind in COMPUTE and not self._whole:
             work = self._with_memory_named(step, action, work)
         if one.is_last:
@@ -349,6 +380,28 @@ class Executor:
         else:
             lane.submit(step.spans.timed(one.queue, action, work))
         step.events[action] = lane.record()
+        if one.parks:
+            self._copy(action, step.events[action], self.stages[action.stage].run.park)
+
+    def _release(self, forward: Action) -> None:
+        assert forward.index is not None
+        stage = self.stages[forward.stage]
+        stage.lane.wait(self._copied.pop(forward))
+        stage.lane.submit(partial(stage.run.release, forward.index))
+
+    def _fetch(self, forward: Action) -> None:
+        assert forward.index is not None
+        stage = self.stages[forward.stage]
+        stage.lane.submit(partial(stage.run.make_room, forward.index, stage.lane.device))
+        self._copy(forward, stage.lane.record(), stage.run.fetch)
+
+    def _copy(self, forward: Action, after: Event, work: Callable[[int], None]) -> None:
+        """Copy what a forward pass has saved, to the host or back, once its lane has come to an event."""
+        assert forward.index is not None
+        lane = self._copiers[self.stages[forward.stage].lane]
+        lane.wait(after)
+        lane.submit(partial(work, forward.index))
+        self._copied[forward] = lane.record()
 
     def _issue_sync(self, step: StepState, action: Action) -> None:
         reducer = self.stages[action.stage].reducer
@@ -380,7 +433,8 @@ class Executor:
                     f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
                     f"{run.in_flight} micro-batch(es) in flight",
                     f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
-                    f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}.",
+                    f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}"
+                    + (f" or --offload {action.stage}." if stage.lane.device.type == "cuda" else "."),
                 ) from error
 
         return whole
@@ -417,7 +471,8 @@ class Executor:
         flight.wrap = wrap
         flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
 
-    def _work(self, step: StepState, action: Action) -> tuple[Lane, Callable[[], None]]:
+    def _work(self, step: StepState, one: _Issue) -> tuple[Lane, Callable[[], None]]:
+        action = one.action
         index, peer, stage = action.index, action.peer, self.stages[action.stage]
         assert index is not None
         if peer is not None:
@@ -426,7 +481,8 @@ class Executor:
         if action.kind is Kind.FORWARD:
             batch = step.request.micro_batches[index]
             share = partial(step.request.share, batch.samples)
-            return stage.lane, lambda: run.forward(index, dict(batch.inputs), batch.target, share, keep)
+            inputs, parks = dict(batch.inputs), one.parks
+            return stage.lane, lambda: run.forward(index, inputs, batch.target, share, keep, parks=parks)
         passes = {
             Kind.BACKWARD: run.backward,
             Kind.BACKWARD_INPUT: run.backward_input,
@@ -513,3 +569,8 @@ class Executor:
 
         stage.lane.submit(step.spans.timed(one.queue, one.action, apply))
         step.ends.append(stage.lane.record())
+
+
+def _forward(action: Action) -> Action:
+    """The forward pass of an action's stage and micro-batch."""
+    return Action(action.stage, Kind.FORWARD, action.index)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from hybridpar.pipeline.offload import Parked
 from hybridpar.pipeline.stage_module import StageModule, module_of
 
 _lock = threading.Lock()
@@ -254,6 +256,7 @@ class _Flight:
     loss: Tensor | None = None
     share: Callable[[], float] = lambda: 1.0
     target: Any = None
+    parked: Parked | None = None  # where what it saved is to move
     pending: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # what a split backward has left to do
 
 
@@ -294,6 +297,7 @@ class StageRun:
         self._keys = keys
         self._context = context
         self._after_forward: Callable[[], None] = lambda: None
+        self._scratch: Sequence[Tensor] = ()
         self._quiet: Callable[[], Any] = nullcontext
         self._flights: dict[int, _Flight] = {}
         self._device: torch.device | None = None
@@ -314,13 +318,17 @@ class StageRun:
         """
         self._device = device
 
-    def attach(self, after_forward: Callable[[], None], quiet: Callable[[], Any]) -> None:
+    def attach(
+        self, after_forward: Callable[[], None], quiet: Callable[[], Any], scratch: Sequence[Tensor] = ()
+    ) -> None:
         """Say what belongs to every forward pass.
 
         Args:
             after_forward: Called on the lane after the forward pass of every micro-batch.
             quiet: Context in which a forward pass leaves no trace, for the second one of `recompute`.
+            scratch: Memory that every forward pass writes to, whatever autograd has saved of it.
         """
+        self._scratch = scratch
         self._after_forward = after_forward
         self._quiet = quiet
 
@@ -347,7 +355,14 @@ class StageRun:
     # ---------------------------------------------------------------- forward
 
     def forward(
-        self, index: int, inputs: dict[str, Tensor], target: Any, share: Callable[[], float], keep: Keep
+        self,
+        index: int,
+        inputs: dict[str, Tensor],
+        target: Any,
+        share: Callable[[], float],
+        keep: Keep,
+        *,
+        parks: bool = False,
     ) -> None:
         """Run the forward pass of a micro-batch.
 
@@ -357,6 +372,7 @@ class StageRun:
             target: What the loss compares the output with; used by the last stage.
             share: Samples of the micro-batch over those of the global batch; called when the output is there.
             keep: `Lane.keep` of the lane this runs on.
+            parks: What it saves will move to the host; see `parked`.
         """
         leaves: dict[str, Tensor] = {}
         for border in self.stage.inputs:
@@ -369,7 +385,14 @@ class StageRun:
         flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
-        with torch.set_grad_enabled(not self._recompute):
+        if parks:
+            held = (*self.module.parameters(), *self.module.buffers(), *self._scratch)
+            stays = (*leaves.values(), *tree_leaves(flight.target), *held)
+            flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
+        with (
+            torch.set_grad_enabled(not self._recompute),
+            nullcontext() if flight.parked is None else flight.parked.hooks(),
+        ):
             self._run(flight, index)
         self._after_forward()
         if flight.loss is not None:
@@ -390,6 +413,45 @@ class StageRun:
             flight.loss = (loss if self.loss_scale is None else loss.float()) * flight.share()
         else:
             flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
+
+    def park(self, index: int) -> None:
+        """Start to copy what a forward pass has saved to the host; on a copy lane.
+
+        Args:
+            index: The micro-batch.
+        """
+        flight = self._flights[index]
+        self._parked(index).park(flight.outputs.values())
+
+    def release(self, index: int) -> None:
+        """Free the memory of what was copied to the host; on the stage's lane.
+
+        Args:
+            index: The micro-batch.
+        """
+        self._parked(index).release()
+
+    def make_room(self, index: int, device: torch.device) -> None:
+        """Allocate memory for what comes back from the host; on the stage's lane.
+
+        Args:
+            index: The micro-batch.
+            device: Of the lane.
+        """
+        self._parked(index).make_room(device)
+
+    def fetch(self, index: int) -> None:
+        """Start to copy what a forward pass has saved back from the host; on a copy lane.
+
+        Args:
+            index: The micro-batch.
+        """
+        self._parked(index).fetch()
+
+    def _parked(self, index: int) -> Parked:
+        parked = self._flights[index].parked
+        assert parked is not None
+        return parked
 
     # --------------------------------------------------------------- backward
 

@@ -418,6 +418,7 @@ class PipelineOptions:
         devices: For every lane its device, where one worker drives several; empty for the device of the worker.
         schedule: Name of the schedule; with `homes`, of replicas with a worker for each stage.
         recompute: Stages whose activations are computed again in the backward pass.
+        offload: Stages whose activations wait for the backward pass in the host's memory.
         compile: Compile every stage with torch.compile.
         threads: Intra-op threads of every lane on a CPU.
         seed: Of the random operations inside the model.
@@ -443,6 +444,7 @@ class PipelineOptions:
     devices: tuple[str, ...] = ()
     schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
+    offload: tuple[int, ...] = ()
     compile: bool = False
     threads: int = 1
     seed: int = 0

@@ -31,12 +31,25 @@ class Cut:
         stage_of: Stage of every unit.
         link_speed: Bytes per second of the link that it was made for; None for one that costs nothing.
         recompute: Stages keep only what enters them, and compute their activations again in the backward pass.
+        offload: Stages keep what enters and leaves them, and their activations wait in the host's memory.
     """
 
     name: str
     stage_of: tuple[int, ...]
     link_speed: float | None = None
     recompute: bool = False
+    offload: bool = False
+
+    @property
+    def saving(self) -> str:
+        """How its activations take less memory, in words; empty where they wait on the device."""
+        return (
+            "activations computed again"
+            if self.recompute
+            else "activations in the host's memory"
+            if self.offload
+            else ""
+        )
 
     @property
     def stages(self) -> int:
@@ -57,7 +70,8 @@ class StageFigures:
         edges: What flows between stages.
         largest_bytes: The largest tensor that one of its units reads or writes.
         model_bytes: All its parameters, trained or not.
-        again_bytes: What a backward pass has in memory besides, having computed it again; 0 without `recompute`.
+        again_bytes: What a pass has in memory besides, having computed it again, or that moves to the host's memory and
+            back; 0 without `recompute` and `offload`.
     """
 
     forward_ms: tuple[float, ...]
@@ -148,14 +162,17 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
     parameters: list[list[Parameter]] = [[] for _ in stages]
     for one in profile.parameters:
         parameters[cut.stage_of[one.unit]].append(one)
-    largest, entering = [0 for _ in stages], [0 for _ in stages]
+    largest, entering, leaving = ([0 for _ in stages] for _ in range(3))
     for value in graph.values:
         for unit in (value.producer, *value.consumers):
             if unit >= 0:
                 largest[cut.stage_of[unit]] = max(largest[cut.stage_of[unit]], value.bytes)
         source = cut.stage_of[value.producer] if value.producer >= 0 else None
-        for stage in {cut.stage_of[unit] for unit in value.consumers} - {source}:
+        users = {cut.stage_of[unit] for unit in value.consumers} - {source}
+        for stage in users:
             entering[stage] += value.bytes
+        if source is not None and users:
+            leaving[source] += value.bytes
     saved = tuple(saved_bytes(graph, cut.stage_of))
     ready = {one.name: done[one.unit] for one in profile.parameters}
     if cut.recompute:
@@ -164,14 +181,17 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
             part = forward[stage] / again[stage] if again[stage] > 0 else 0.0
             ready.update({one.name: part + (1 - part) * ready[one.name] for one in held})
         backward = again
+    kept = saved
+    if cut.recompute or cut.offload:
+        kept = tuple(one + two * cut.offload for one, two in zip(entering, leaving, strict=True))
     return StageFigures(
         forward,
         backward,
-        tuple(entering) if cut.recompute else saved,
+        kept,
         tuple(map(tuple, parameters)),
         ready,
         tuple(Edge(*pair, *sizes) for pair, sizes in graph.crossing(cut.stage_of).items()),
         tuple(largest),
         tuple(sum(graph.units[unit].parameter_bytes for unit in own) for own in members),
-        tuple(max(0, size - kept) * cut.recompute for size, kept in zip(saved, entering, strict=True)),
+        tuple(max(0, size - own) for size, own in zip(saved, kept, strict=True)),
     )

@@ -188,11 +188,15 @@ class Evaluator:
         buckets = (
             self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput) if exchange else ()
         )
+        # Beside each pass the host's link brings out what one pass saved, or back.
+        moving = self._moving_ms(candidate, figures)
         return Costs(
-            forward_ms=tuple(time / throughput for time in figures.forward_ms),
+            forward_ms=tuple(
+                max(time / throughput, moved) for time, moved in zip(figures.forward_ms, moving, strict=True)
+            ),
             backward_ms=tuple(
-                max(_LEAST_MS, time + extra * part) / throughput
-                for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
+                max(max(_LEAST_MS, time + extra * part) / throughput, moved)
+                for time, part, moved in zip(figures.backward_ms, self._parts_of_model(figures), moving, strict=True)
             ),
             step_ms=self._update_ms(throughput, candidate, figures),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
@@ -214,6 +218,33 @@ class Evaluator:
             # Between two exchanges of an outer loop workers agree on nothing.
             control_ms=network.control_ms() if shape.workers > 1 and not parted else 0.0,
         )
+
+    def _moving_ms(self, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
+        """Milliseconds in which a stage's activations of a micro-batch move to the host's memory, or back."""
+        if not candidate.cut.offload:
+            return (0.0,) * len(figures.forward_ms)
+        speed = min(host.host_link or math.inf for _, host in self._workers[: candidate.shape.workers])
+        return tuple(1e3 * size / speed for size in figures.again_bytes)
+
+    def moved(self, candidate: Candidate) -> tuple[int, float]:
+        """What moves to the host's memory and back in a step, where activations wait there.
+
+        Args:
+            candidate: The candidate.
+
+        Returns:
+            Bytes of the worker that moves most, one way; and milliseconds by which its passes take longer for it.
+        """
+        figures, count = self.figures(candidate), candidate.shape.micro_batches
+        layout, here = self.layout(candidate), self.costs(candidate)
+        kept = self.costs(replace(candidate, cut=replace(candidate.cut, offload=False)))
+        sizes, longer = [0] * layout.workers, [0.0] * layout.workers
+        for stage, size in enumerate(figures.again_bytes):
+            home = layout.home(stage)
+            sizes[home] += count * size
+            longer[home] += count * (here.forward_ms[stage] - kept.forward_ms[stage])
+            longer[home] += count * (here.backward_ms[stage] - kept.backward_ms[stage])
+        return max(sizes), max(longer)
 
     def outer(self, candidate: Candidate) -> tuple[float, float, float]:
         """What the exchange of an outer loop adds to each step: training waits for it every so many steps.
@@ -322,12 +353,12 @@ class Evaluator:
 
         A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
         exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
-        that wait, and of stages that compute theirs again those of one pass of each lane. Where replicas divide the
-        optimizer's state, each has its part, and in place of activations what is handed round after a step. A pass
-        works in some tensors of its own, and adds gradients of one parameter after the other to those of the
-        micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers share, or
-        what arrives over sockets. Where workers of a pipeline hold the whole model, the first one gathers the optimizer
-        state of all for a checkpoint.
+        that wait, and of stages that compute theirs again those of one pass of each lane, of those whose activations
+        wait in the host's memory those of three. Where replicas divide the optimizer's state, each has its part, and in
+        place of activations what is handed round after a step. A pass works in some tensors of its own, and adds
+        gradients of one parameter after the other to those of the micro-batches before. On a CPU a process grows by
+        what libraries need, and has a part of what workers share, or what arrives over sockets. Where workers of a
+        pipeline hold the whole model, the first one gathers the optimizer state of all for a checkpoint.
 
         Args:
             candidate: The candidate.
@@ -341,9 +372,9 @@ class Evaluator:
         divided = inputs.optimizer_copies - inputs.averages
         lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
         again, added, working = ([0] * layout.lanes for _ in range(3))
-        whole = (inputs.profile.model_bytes,) if shape.stages == 1 else figures.model_bytes
+        whole = figures.model_bytes
         holds_all = (inputs.whole_model or shape.homes is not None) and layout.workers > 1
-        if holds_all:
+        if holds_all or layout.workers == 1:
             lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
         for stage, size in enumerate(figures.parameter_bytes):
             home, lane = layout.home(stage), layout.lane_of[stage]
@@ -354,7 +385,9 @@ class Evaluator:
             working[lane] = max(working[lane], figures.largest_bytes[stage])
             if shape.micro_batches > 1:
                 added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
-            again[lane] = max(again[lane], figures.again_bytes[stage])
+            # One pass's leave while the next one computes, and others come back.
+            beside = min(3, shape.micro_batches * len(layout.stages_on(lane))) if candidate.cut.offload else 1
+            again[lane] = max(again[lane], beside * figures.again_bytes[stage])
             if candidate.sharded:
                 stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
             if self.space.codec_choices[candidate.codec].every > 1:  # weights of the last exchange, and what is sent

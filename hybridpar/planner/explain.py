@@ -103,8 +103,6 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
-    if (shares := answer.evaluator.shares(shape)) is not None:
-        parts.append(f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}")
     return ", ".join(parts + _codec_and_variant(candidate, answer))
 
 
@@ -134,11 +132,13 @@ def _sizes(shape: Shape) -> str:
 
 
 def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
-    """What gradients are sent as, and how the model is computed, where they are not torch's defaults."""
-    space = answer.evaluator.space
+    """Parts of a batch, what gradients are sent as, how the model is computed, where they are not the usual ones."""
+    space, shares = answer.evaluator.space, answer.evaluator.shares(candidate.shape)
+    parts = [] if shares is None else [f"shares {max(shares) / sum(shares):.0%} to {min(shares) / sum(shares):.0%}"]
     variant = space.inputs.profile.variants[candidate.variant].name
-    saved = ["activations computed again"] * candidate.cut.recompute + ["optimizer divided"] * candidate.sharded
-    return [space.codec_choices[candidate.codec].name] * (candidate.codec > 0) + [variant] * bool(variant) + saved
+    saved = [candidate.cut.saving] * bool(candidate.cut.saving) + ["optimizer divided"] * candidate.sharded
+    sent = [space.codec_choices[candidate.codec].name] * (candidate.codec > 0)
+    return parts + sent + [variant] * bool(variant) + saved
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:
@@ -250,6 +250,7 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
     lines += holding(answer)
+    lines += offloading(answer)
     lines += contributions(inputs, answer)
     lines += outer_loops(answer)
     lines += caveats(inputs)
@@ -269,9 +270,27 @@ def holding(answer: Answer) -> list[str]:
         return []
     workers, one = least
     told = f"{one.shape.stages} stages" if one.shape.stages > 1 else "whole"
-    told += ", activations computed again" * one.cut.recompute + ", the optimizer divided" * one.sharded
+    told += (one.cut.saving and f", {one.cut.saving}") + ", the optimizer divided" * one.sharded
     size = f"{min(sizes) / 1e9:,.2f} GB"
     return [f"least workers of {size} that it can be trained on with this batch: {workers} ({told})"]
+
+
+def offloading(answer: Answer) -> list[str]:
+    """What moves to the host's memory in a step of the chosen plan, and what that costs.
+
+    Args:
+        answer: Of the search.
+    """
+    one, evaluator = answer.chosen.candidate, answer.evaluator
+    if not one.cut.offload:
+        return []
+    size, longer = evaluator.moved(one)
+    used = evaluator.space.inputs.cluster.by_worker[: one.shape.workers]
+    speed = min(host.host_link for _, host in used if host.host_link is not None)
+    return [
+        f"activations in the host's memory: a device moves up to {size / 1e6:,.1f} MB a step there and back, at "
+        f"{speed / 1e9:,.1f} GB/s; its passes take {longer:,.1f} ms longer"
+    ]
 
 
 def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:

@@ -93,6 +93,7 @@ def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
         f"--schedule {config.schedule}": "schedule" in named and config.schedule is not None,
         f"--placement {config.placement}": "placement" in named and config.placement is not None,
         f"--recompute {' '.join(map(str, config.recompute))}": "recompute" in named and bool(config.recompute),
+        f"--offload {' '.join(map(str, config.offload))}": "offload" in named and bool(config.offload),
     }
     return next((option for option, set_ in asked.items() if set_), "")
 
@@ -151,6 +152,7 @@ def not_modelled(config: TrainConfig) -> str:
     """
     reasons = {
         "--recompute": bool(config.recompute),
+        "--offload": bool(config.offload),
         "--cuda-graph": config.cuda_graph,
         f"--placement {config.placement}": config.homes is not None,
         "--batch-norm sync": config.batch_norm == "sync",

@@ -18,6 +18,7 @@ from hybridpar.comm.world import World
 from hybridpar.formats.cache import forget_measurement, load_measurement, store_measurement
 from hybridpar.machine.cluster import BUSY_LOAD, cpu_name, machine_load
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
+from hybridpar.machine.probe_worker import host_rate
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
 from hybridpar.planner.link_ways import (
@@ -85,7 +86,10 @@ def measure_cluster(
         spare: list[float] = [0.0]
         if world.device.type == "cpu":
             spare = world.gather(spare_cores(world, seconds / 2))  # type: ignore[assignment]
-        hosts = _hosts(told, world, min(spare))
+        rate = None
+        if world.device.type == "cuda":  # all at a time, as devices share their host's memory
+            rate = -most_of_all(-host_rate(world.device, seconds / 2), world)
+        hosts = _hosts(told, world, min(spare), rate)
         with world.named_errors("measuring the links between workers"):
             levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
         return ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
@@ -158,8 +162,8 @@ def _own_place(world: World) -> _Place:
     return _Place(host_identity(), usable_memory(), cpu_name(), len(available_cores()))
 
 
-def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, ...]:
-    """The hosts of the workers, those that are alike as one entry; with spare cores for each worker."""
+def _hosts(told: Sequence[_Place], world: World, spare: float, rate: float | None = None) -> tuple[Hosts, ...]:
+    """The hosts of the workers, those that are alike as one entry; with spare cores and host link of each worker."""
     kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     counts = Counter(one.host for one in told)
     found: Counter[Hosts] = Counter()
@@ -168,7 +172,9 @@ def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, .
         memory = first.memory // (devices if kind == "cpu" else 1)
         # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
         memory = memory >> 20 << 20
-        host_found = Hosts(devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare)
+        host_found = Hosts(
+            devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare, host_link=rate
+        )
         found[host_found] += 1
     return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
 

@@ -12,6 +12,7 @@ a run that has begun.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import Counter
@@ -58,7 +59,7 @@ from hybridpar.planner.measure import (
 )
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
-from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_speeds
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -88,6 +89,8 @@ KIND = "profile"
 
 _T = TypeVar("_T")
 
+_log = logging.getLogger(__name__)
+
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 
@@ -110,6 +113,7 @@ class Question:
         compiled: Whether the model, or every stage of it, is trained through torch.compile.
         steps: Of the run that the plan is for; None to measure everything, however long it takes, also what is of use
             only with other options or on other machines.
+        unequal: Replicas may differ in their parts of a batch, and in their numbers of workers.
     """
 
     name: str
@@ -125,6 +129,7 @@ class Question:
     sync_lanes: int = 2
     compiled: bool = False
     steps: int | None = None
+    unequal: bool = False
 
     @classmethod
     def of_run(
@@ -153,6 +158,8 @@ class Question:
             config.sync_lanes,
             config.compile,
             steps,
+            # A loop that divides batches itself has decided on replicas.
+            config.may_be_unequal and fixed.replicas is None,
         )
 
     @property
@@ -289,6 +296,8 @@ def inputs_in_parts(
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
         if not known:
             yield
+        if asked.unequal:
+            cluster = world.on_all(_named(partial(_at_speeds, cluster, model, asked, scope, world, cache)))
         if codecs:
             announce("planning: timing ways to compress gradients")
         # By now what codecs need has been built.
@@ -325,6 +334,35 @@ def _example(asked: Question, samples: int, world: World) -> torch.Tensor:
     """Random inputs of a micro-batch, the same on all workers."""
     draw = torch.Generator().manual_seed(0)
     return torch.randn(samples, *asked.sample_shape, generator=draw).to(world.device)
+
+
+def _at_speeds(
+    cluster: ClusterSpec, model: nn.Module, asked: Question, scope: _Scope, world: World, cache: bool
+) -> ClusterSpec:
+    """A job's hosts with their speeds, where these differ and ranks are in their order; a collective.
+
+    Workers that share the cores of a host slow each other down, and how much is measured for one host only.
+    """
+    places: list[str] = world.gather(host_identity())  # type: ignore[assignment]
+    beside = max(Counter(places).values())
+    if len(set(places)) == 1 or (beside > 1 and world.device.type == "cpu"):
+        return cluster
+    key = {**_key(model, asked, world), "places": places}
+    speeds: Any = world.from_main(lambda: load_measurement("speeds", key) if cache else None)
+    if speeds is None:
+        with autocast(asked.amp, world.device):
+            speeds = measure_speeds(model, _example(asked, scope.sizes[-1], world), world)
+        if world.is_main and cache:
+            store_measurement("speeds", key, speeds)
+    if len(set(speeds)) == 1:
+        return cluster
+    found = cluster.at_speeds(places, speeds)
+    if found is None and world.is_main:
+        told = " : ".join(f"{speed:.2f}" for speed in speeds)
+        _log.warning(
+            "workers compute as fast as %s, and are planned for as equals: list the fastest machine first", told
+        )
+    return found or cluster
 
 
 def _scope(

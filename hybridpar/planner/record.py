@@ -46,6 +46,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
             schedule=candidate.schedule,
             micro_batches=shape.micro_batches,
             recompute=tuple(range(shape.stages)) if candidate.cut.recompute else (),
+            offload=tuple(range(shape.stages)) if candidate.cut.offload else (),
         ),
         sync=Sync(
             lanes=inputs.sync_lanes,
@@ -136,7 +137,7 @@ def _said(plan: Plan) -> tuple[object, ...]:
         sync.policy if sync is not None else (SyncRule(),),
         sync.outer if sync is not None else None,
         sync is not None and sync.shard_optimizer,
-        pipeline is not None and bool(pipeline.recompute),
+        pipeline is not None and (bool(pipeline.recompute), bool(pipeline.offload)),
     )
 
 
@@ -155,7 +156,7 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
         _rules(space.codec_choices[candidate.codec]),
         _outer(space.codec_choices[candidate.codec]),
         candidate.sharded,
-        candidate.cut.recompute,
+        (candidate.cut.recompute, candidate.cut.offload),
     )
 
 

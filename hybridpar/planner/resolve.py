@@ -16,6 +16,7 @@ import torch
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.recipe import refuse
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.cost import PlacementKind
@@ -78,16 +79,31 @@ def resolve(
         placement = placement.model_copy(update={"shares": shares})
     count = len(placement.stages)
     pipeline = plan.pipeline if plan is not None else None
-    micro_batches, schedule, recompute = config.micro_batches, config.schedule or "greedy", config.recompute
+    micro_batches, schedule = config.micro_batches, config.schedule or "greedy"
+    recompute, offload = config.recompute, config.offload
     if pipeline is not None:
         micro_batches = micro_batches if "micro_batches" in decided else pipeline.micro_batches
         schedule = schedule if "schedule" in decided else pipeline.schedule
-        recompute = recompute if "recompute" in decided else pipeline.recompute
+        if not {"recompute", "offload"} & set(decided):
+            recompute, offload = pipeline.recompute, pipeline.offload
     if count == 1:
+        if offload:
+            raise UsageError(
+                "--offload without --stages",
+                "A whole model goes backward right after its forward pass, so that nothing has to wait.",
+                "Cut it: --stages 8 --placement loop runs eight stages one after the other on one device.",
+            )
         schedule, recompute = Pipeline().schedule, ()
-    for stage in recompute:
-        if not 0 <= stage < count:
-            raise UsageError(f"--recompute {stage}", f"Stages are numbered from 0 to {count - 1}.", "Name such stages.")
+    for option, named in (("recompute", recompute), ("offload", offload)):
+        for stage in named:
+            if not 0 <= stage < count:
+                raise UsageError(
+                    f"--{option} {stage}", f"Stages are numbered from 0 to {count - 1}.", "Name such stages."
+                )
+    if both := sorted(set(recompute) & set(offload)):
+        raise refuse(f"--recompute {both[0]}", f"--offload {both[0]}", "What is computed again need not wait.")
+    if offload and config.cuda_graph:
+        raise refuse("--cuda-graph", "--offload", "Memory of the host is not allocated within a graph.")
     kernels = config.kernels.strip()
     if plan is not None and plan.kernels is not None and plan.kernels.database == "auto" and "kernels" not in decided:
         kernels = "auto"
@@ -107,7 +123,7 @@ def resolve(
         model=model or (_UNKNOWN if plan is None else plan.model),
         partition=Partition(stages=(Stage(units=()),) * count) if plan is None else plan.partition,
         placement=placement,
-        pipeline=Pipeline(schedule=schedule, micro_batches=micro_batches, recompute=recompute),
+        pipeline=Pipeline(schedule=schedule, micro_batches=micro_batches, recompute=recompute, offload=offload),
         sync=resolve_sync(config, plan, decided),
         kernels=None if kernels == "off" else Kernels(database=kernels),
         measured=(measured or Measured()).model_copy(update=facts),

@@ -297,14 +297,14 @@ def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], ad
             fix += f", or {more[0]} workers of this memory"
         kinds: dict[object, Candidate] = {}
         for one in (outcome.candidate, *ordered):
-            kinds.setdefault((one.shape, one.cut.recompute, one.sharded), one)
+            kinds.setdefault((one.shape, one.cut.saving, one.sharded), one)
         if fewer := max(_largest_batch(evaluator, one) for one in kinds.values()):
             fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
         f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es)"
-        f"{', activations computed again' * outcome.candidate.cut.recompute}"
+        f"{outcome.candidate.cut.saving and ', ' + outcome.candidate.cut.saving}"
         f"{', the optimizer divided' * outcome.candidate.sharded}; each worker holds parameters, gradients and "
         "optimizer state of its stages, and activations that wait.",
         f"{fix}.",

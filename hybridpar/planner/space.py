@@ -58,7 +58,7 @@ class Candidate:
         shape = self.shape
         tried = ("accumulate", *planned_schedules(shape.placement))
         return (
-            self.cut.recompute,
+            self.cut.recompute or self.cut.offload,
             self.sharded,
             shape.stages,
             self.codec,
@@ -99,9 +99,9 @@ class Space:
 
         Args:
             saving: Instead of the usual ones those that give time for memory: replicas divide the optimizer's state,
-                stages compute their activations again, or both.
+                stages compute their activations again or leave them with the host, or both.
         """
-        for one in self._plain():
+        for one in self._plain(saving):
             sharded = self.inputs.fixed.shard_optimizer and one.shape.replicas > 1
             if not saving:
                 yield replace(one, sharded=True) if sharded else one
@@ -109,17 +109,20 @@ class Space:
             may_shard = self.inputs.fixed.shard_optimizer is None and one.shape.replicas > 1
             # Handing parameters round takes a group of its own from gradients, of which one is left.
             may_shard = may_shard and (one.shape.stages > 1 or self.inputs.sync_lanes > 1)
-            ways = [(True, False)] if may_shard else []
+            ways = [(True, one.cut)] if may_shard else []
             if one.shape.stages > 1:
-                ways += [(bool(sharded), True)] + [(True, True)] * may_shard
-            for shard, again in ways:
-                yield replace(one, sharded=shard, cut=replace(one.cut, recompute=again))
+                cuts = [replace(one.cut, recompute=True)]
+                if all(host.host_link is not None for _, host in self.inputs.cluster.by_worker[: one.shape.workers]):
+                    cuts.append(replace(one.cut, offload=True))
+                ways += [(shard, cut) for cut in cuts for shard in {bool(sharded), bool(sharded) or may_shard}]
+            for shard, cut in ways:
+                yield replace(one, sharded=shard, cut=cut)
 
-    def _plain(self) -> Iterator[Candidate]:
+    def _plain(self, saving: bool) -> Iterator[Candidate]:
         fixed, last = self.inputs.fixed, len(self.codec_choices) - 1
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
-        for shape in self.shapes():
+        for shape in self.shapes(saving):
             open_ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
             ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(shape)]
             for cut in self.library.cuts(shape.stages):
@@ -152,15 +155,19 @@ class Space:
         variant = self.inputs.profile.variants[candidate.variant]
         return not codec and _is_decided_shape(fixed, candidate.shape) and _is_decided_variant(fixed, variant)
 
-    def shapes(self) -> Iterator[Shape]:
-        """All shapes."""
+    def shapes(self, saving: bool = False) -> Iterator[Shape]:
+        """All shapes.
+
+        Args:
+            saving: Also those that are worth it for memory alone: stages on one lane, one after the other.
+        """
         profile = self.inputs.profile
         most = min(self.inputs.most_stages, len(profile.graph))
         for workers in self._worker_counts():
             for positions in (count for count in range(1, min(workers, most) + 1) if workers % count == 0):
                 replicas = workers // positions
                 for count in self.micro_batch_counts(replicas):
-                    for stages, lanes, placement in self._placements(positions, most):
+                    for stages, lanes, placement in self._placements(positions, most, saving):
                         shape = Shape(positions, replicas, stages, lanes, placement, count)
                         if _is_decided_shape(self.inputs.fixed, shape):
                             yield shape
@@ -221,7 +228,9 @@ class Space:
         slower = {at for at in range(1, most) if placed[at][1].throughput < placed[at - 1][1].throughput}
         return sorted(few | powers | slower | {most})
 
-    def _placements(self, positions: int, most: int) -> Iterator[tuple[int, int, Literal["linear", "loop", "v"]]]:
+    def _placements(
+        self, positions: int, most: int, saving: bool
+    ) -> Iterator[tuple[int, int, Literal["linear", "loop", "v"]]]:
         """Stages, lanes and placement that so many workers of a replica may have."""
         for lanes in (1, *sorted(count for count in self.inputs.profile.co_run if count > 1)):
             if positions * lanes <= most:
@@ -229,6 +238,9 @@ class Space:
         if positions > 1 and 2 * positions <= most:
             yield 2 * positions, 1, "loop"
             yield 2 * positions, 1, "v"
+        for stages in (2, 4, 8, 16) if positions == 1 and saving else ():
+            if stages <= most:
+                yield stages, 1, "loop"
 
     def _schedules(self, shape: Shape) -> tuple[str, ...]:
         if shape.stages == 1:

@@ -135,6 +135,8 @@ def pipeline_options(
         halves = _measure_halves(stages, example, world, pipeline.schedule)
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
+    if pipeline.offload and device.type == "cpu" and world.is_main:
+        _log.warning("--offload saves no memory here: a CPU computes in the host's memory")
     count = torch.cuda.device_count() if device.type == "cuda" and world.job_size == 1 else 1
     return PipelineOptions(
         placement.lane_of,
@@ -143,6 +145,7 @@ def pipeline_options(
         devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
         schedule=pipeline.schedule,
         recompute=pipeline.recompute,
+        offload=pipeline.offload,
         compile=config.compile,
         threads=lane_threads(placement, device),
         seed=config.seed,

@@ -1,4 +1,4 @@
-"""Measures what a step takes besides its passes, and how much workers of one host slow each other down.
+"""Measures what a step takes besides its passes, how much workers of a host slow each other down, and hosts' speeds.
 
 The rest of a step is run as it is in a training, by the stage of one worker and the optimizer, and timed part by part.
 How much workers of one host slow each other down is measured by having them all compute at a time.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +215,60 @@ def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> di
     first = told[0][0]
     slower = max(1.0, statistics.median(slowest) / statistics.median(first))
     return {"slower": slower, NOISE: max(halves_apart(slowest), halves_apart(first))}
+
+
+#: Hosts whose speeds are nearer than this factor count as equally fast.
+APART = 1.25
+#: Speeds count where a second measurement agrees within this factor.
+AGREED = 1.1
+
+
+def measure_speeds(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> list[float]:
+    """How fast hosts compute, measured twice while all do; a collective.
+
+    Args:
+        model: The model, on its device; it is left as it was.
+        example: A micro-batch, the same on all workers.
+        world: All workers of the job.
+        steps: Steps of each measurement, of which the least counts, as disturbances only add.
+
+    Returns:
+        As `speeds_of`.
+    """
+    clock, rounds = Clock(example.device), []
+    with untouched(model, training=True):
+        whole_step_ms(model, (example,), clock)
+        for _ in range(2):
+            world.barrier()
+            rounds.append(min(whole_step_ms(model, (example,), clock) for _ in range(steps)))
+    told: list[tuple[str, list[float]]] = world.gather((host_identity(), rounds))  # type: ignore[assignment]
+    return speeds_of([host for host, _ in told], list(zip(*(times for _, times in told), strict=True)))
+
+
+def speeds_of(hosts: Sequence[str], rounds: Sequence[Sequence[float]]) -> list[float]:
+    """How fast workers are over the first one, as far as measurements tell.
+
+    Args:
+        hosts: Of every worker its host, of which the slowest worker counts.
+        rounds: Of every measurement the milliseconds of each worker for the same work.
+
+    Returns:
+        The speed of every worker's host, where all measurements agree (`AGREED`); hosts that are not `APART` have the
+        speed of the slowest of them. Where measurements disagree all are equal.
+    """
+    taken: dict[str, list[float]] = {host: [] for host in hosts}
+    for times in rounds:
+        for host, own in taken.items():
+            own.append(max(time for time, place in zip(times, hosts, strict=True) if place == host))
+    if any(max(own) > AGREED * min(own) for own in taken.values()):
+        return [1.0] * len(hosts)
+    groups: list[list[str]] = []
+    for host in sorted(taken, key=lambda one: min(taken[one])):
+        if not groups or min(taken[host]) > APART * min(taken[groups[-1][0]]):
+            groups.append([])
+        groups[-1].append(host)
+    found = {host: max(min(taken[one]) for one in group) for group in groups for host in group}
+    return [found[hosts[0]] / found[host] for host in hosts]
 
 
 def figures_key(model: nn.Module, example: Tensor) -> dict[str, object]:

@@ -97,6 +97,7 @@ def _alone(config: TrainConfig, workers: int) -> TrainConfig:
         schedule=None,
         placement=None,
         recompute=(),
+        offload=(),
         plan="none",
         sync="allreduce",
         **outer,

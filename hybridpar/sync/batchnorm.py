@@ -69,6 +69,11 @@ class BatchNormPool:
             layer.__class__ = _pooled_class(type(layer))
             layer._pool = _LayerScratch(self, index, mean, variance)
 
+    @property
+    def scratch(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the present micro-batch, which the next one overwrites."""
+        return self._mean, self._variance
+
     def fold(self) -> None:
         """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
         if not self.layers:

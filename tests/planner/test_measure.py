@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
+from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.planner import store
+from hybridpar.planner import measure_run, store
 from hybridpar.planner.cuts import cuts_of, figures_of
 from hybridpar.planner.measure import TURNS, measure_rates, parameters_of, profile_model
+from tests.planner.small import cluster
 from tests.ranks import run_ranks
 
 
@@ -189,3 +192,30 @@ def test_every_memory_format_has_an_update_of_its_own():
     assert plain.update_ms == profile.update_ms
     assert last.update_ms is not None
     assert last.update_ms > 0
+
+
+def test_a_job_on_hosts_of_two_speeds_is_planned_with_them_and_one_host_is_not_measured(monkeypatch, caplog):
+    told: list[tuple[float, ...]] = []
+
+    def speeds(*_: object) -> list[float]:
+        return list(told[-1])
+
+    monkeypatch.setattr(measure_run, "measure_speeds", speeds)
+    monkeypatch.setattr(measure_run, "_key", lambda *_: {})
+    monkeypatch.setattr(measure_run, "_example", lambda *_: None)
+
+    def planned_for(places: str, *measured: float) -> ClusterSpec:
+        told.append(measured)
+        world = SimpleNamespace(gather=lambda _: list(places), device=torch.device("cpu"), is_main=True)
+        world.from_main = lambda act: act()
+        scope = SimpleNamespace(sizes=[2])
+        return measure_run._at_speeds(spec, nn.Identity(), SimpleNamespace(amp="none"), scope, world, False)  # type: ignore[arg-type]
+
+    spec = cluster(2)
+    assert [host.throughput for _, host in planned_for("ab", 1, 0.5).by_worker] == [1, 0.5]
+    assert planned_for("ab", 1, 1) is spec
+    assert planned_for("aa", 1, 0.5) is spec
+    assert planned_for("aab", 1, 1, 0.5) is spec, "workers that share cores"
+    assert not caplog.records
+    assert planned_for("ab", 1, 2) is spec
+    assert "list the fastest machine first" in caplog.text

@@ -122,6 +122,21 @@ def test_plain_options_are_a_plan_whose_stages_have_yet_to_be_cut() -> None:
         resolve(TrainConfig(stages=2, recompute=(-1,)), 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stages": 2, "offload": (2,)}, "--offload 2"),
+        ({"offload": (0,)}, "--offload without --stages"),
+        ({"stages": 2, "offload": (0, 1), "recompute": (1,)}, "--recompute 1 with --offload 1"),
+        ({"stages": 2, "offload": (0,), "cuda_graph": True}, "--cuda-graph with --offload"),
+    ],
+)
+def test_stages_whose_activations_wait_with_the_host_are_stages_that_keep_some(options, told):
+    with pytest.raises(UsageError, match=told):
+        resolve(TrainConfig(**options), 1)
+    assert resolve(TrainConfig(stages=2, offload=(1,)), 1).pipeline.offload == (1,)
+
+
 # ------------------------------------------------------------------------------------------------- placements of a plan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from operator import sub
+from operator import add, sub
 from typing import Any
 
 import pytest
@@ -18,10 +18,10 @@ from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
 from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster
-from hybridpar.plan import parse_plan
+from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET
 from hybridpar.planner.evaluate import Evaluator
-from hybridpar.planner.explain import contributions
+from hybridpar.planner.explain import contributions, describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import SizedTimes, Variant
@@ -443,6 +443,34 @@ def test_replicas_of_two_and_of_four_devices():
     assert found.chosen.candidate.shape.homes == ((0, 0, 1, 1), (2, 3, 4, 5))
 
 
+def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_change_nothing():
+    def planned(spec: ClusterSpec) -> Plan:
+        return plan_of(find_plan(inputs(LARGE, spec, batch=24, most_stages=2, fixed=Fixed(workers=3))))
+
+    measured = cluster(3, 1e12, kind="cuda")
+    ranks = ["fast", "slow", "also slow"]
+    faster = measured.at_speeds(ranks, [1.0, 0.5, 0.5])
+    described = {**measured.model_dump(), "hosts": [{"kind": "cuda"}, {"count": 2, "kind": "cuda", "throughput": 0.5}]}
+    assert faster == parse_cluster(described)
+    assert planned(faster).placement.shares == pytest.approx((12, 6, 6))
+    assert any(one.homes == ((0, 0), (1, 2)) for one in Space(inputs(LARGE, faster)).shapes())
+    assert measured.at_speeds(ranks, [1.0] * 3) == measured
+    assert planned(measured).placement.shares is None
+    # What is planned for the first worker is done by rank 0, so the fastest machine has to be the first.
+    assert measured.at_speeds(ranks, [1.0, 2.0, 2.0]) is None
+    assert unequal(2, 1).at_speeds(["a", "b"], [1.0, 0.5]) is None, "hosts of two kinds"
+    pairs = parse_cluster(
+        {"hosts": [{"count": 2, "devices": 2}], "inside": {"bandwidth": 1e9}, "between": {"bandwidth": 1e9}}
+    )
+    assert [host.throughput for _, host in pairs.at_speeds(["a", "a", "b", "b"], [1, 1, 0.25, 0.25]).by_worker] == [
+        1,
+        1,
+        0.25,
+        0.25,
+    ]
+    assert pairs.at_speeds(["a", "b", "a", "b"], [1, 0.25, 1, 0.25]) is None
+
+
 @pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
 def test_laws_of_the_search_over_unequal_replicas(law):
     law(inputs(LARGE, unequal(2, 1, 1, bandwidth=1e8), batch=16, most_stages=2, fidelity="lossy"))
@@ -565,6 +593,49 @@ def test_recomputing_keeps_what_enters_a_stage_and_takes_its_forward_pass_again(
     assert after.again_bytes == tuple(map(sub, before.saved_bytes, after.saved_bytes))
     assert after.saved_bytes[1] == sum(edge.bytes for edge in before.edges)
     assert all(0 <= before.ready[name] <= after.ready[name] <= 1 for name in after.ready)
+
+
+def test_activations_wait_with_the_host_where_its_link_is_faster_than_computing_them_again():
+    profile = chain([(10, 20)] * 8, [(8, 8)] * 8, 1 << 20)
+    one = Evaluator(Space(inputs(profile, cluster(1, kind="cuda", host_link=1e9), memory_margin=1.0)))
+    every = list(one.space.candidates(saving=True))
+    loop = next(one for one in every if one.cut.offload)
+    plain, again = (replace(loop, cut=replace(loop.cut, offload=False, recompute=on)) for on in (False, True))
+    figures, moving = one.figures(plain), one.figures(loop)
+    cross = [0] * loop.shape.stages
+    for edge in figures.edges:
+        cross[edge.source] += edge.bytes
+    entering = one.figures(again).saved_bytes
+    assert moving.saved_bytes == tuple(map(add, entering, cross))
+    assert moving.again_bytes == tuple(map(sub, figures.saved_bytes, moving.saved_bytes))
+    # A link of 1 GB/s takes 1 ms for 1 MB, and passes take longer only where that is longer.
+    times = [1e3 * size / 1e9 for size in moving.again_bytes]
+    slow = Evaluator(Space(replace(one.space.inputs, cluster=cluster(1, kind="cuda", host_link=1e5))))
+    assert one.costs(loop).forward_ms == one.costs(plain).forward_ms
+    assert slow.costs(loop).backward_ms == pytest.approx(
+        [max(1e4 * time, back) for time, back in zip(times, slow.costs(plain).backward_ms, strict=True)]
+    )
+    assert one.moved(loop) == (loop.shape.micro_batches * sum(moving.again_bytes), 0.0)
+    assert slow.moved(loop)[1] > 0
+    assert not any(one.cut.offload for one in Space(inputs(profile, cluster(1, kind="cuda"))).candidates(saving=True))
+
+
+@pytest.mark.parametrize(
+    ("rate", "told"), [(1e9, "activations in the host's memory"), (1e5, "activations computed again")]
+)
+def test_what_is_faster_of_moving_activations_and_computing_them_again_is_proposed(rate, told):
+    profile = chain([(10, 20)] * 8, [(8, 8)] * 8, 100_000)
+    graph = replace(profile.graph, saved=tuple(replace(one, bytes=8 << 20) for one in profile.graph.saved))
+    space = {"most_stages": 8, "most_micro_batches": 1}
+    profile = replace(profile, graph=graph)
+    found = inputs(profile, cluster(1, kind="cuda", memory="70MB", host_link=rate), **space)
+    answer = find_plan(found)
+    plan = plan_of(answer)
+    assert told in describe(answer.chosen.candidate, answer)
+    assert bool(plan.pipeline.offload) == any("there and back, at 1.0 GB/s" in line for line in notes(found, answer))
+    assert bool(plan.pipeline.offload) != bool(plan.pipeline.recompute)
+    assert plan.placement.kind == "loop", "stages of one device, one after the other"
+    assert candidate_of(plan, answer.evaluator) == answer.chosen.candidate
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -16,7 +16,13 @@ from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.profile import MOST_NOISE
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
-from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_step_costs, optimizer_like
+from hybridpar.planner.step_costs import (
+    measure_crowd,
+    measure_hand_over,
+    measure_step_costs,
+    optimizer_like,
+    speeds_of,
+)
 from hybridpar.planner.store import remembered
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
@@ -64,6 +70,20 @@ def test_workers_of_a_host_are_measured_beside_each_other():
     assert one.keys() == {2}
     assert one[2] >= 1
     assert run_ranks(crowd, 1) == [{}]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rounds", "speeds"),
+    [
+        ("ab", [[10, 10.4], [10.3, 10]], [1, 1]),  # noise
+        ("abc", [[10, 11.9, 12.4], [10, 12, 12.3]], [1, 1, 1]),  # less than counts
+        ("abc", [[10, 20, 21], [10.2, 20, 20.5]], [1, 10 / 20.5, 10 / 20.5]),
+        ("abb", [[30, 10, 12], [30, 11, 12]], [1, 2.5, 2.5]),  # of a host the slowest worker
+        ("ab", [[10, 20], [10, 12]], [1, 1]),  # a disturbance that the second measurement does not confirm
+    ],
+)
+def test_speeds_count_where_two_measurements_tell_hosts_apart(hosts, rounds, speeds):
+    assert speeds_of(list(hosts), rounds) == pytest.approx(speeds)
 
 
 def test_a_crowded_host_and_the_rest_of_a_step_are_in_the_prediction():
