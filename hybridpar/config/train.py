@@ -382,7 +382,6 @@ class TrainConfig(
                 for option, given in (
                     (f"--kernels {self.kernels}", self.uses_kernels),
                     (f"--select-batch {self.select_batch}", self.select_batch),
-                    (f"--weights {self.weights}", self.weights),
                     (f"--sync {self.sync}", self.outer_steps),
                     ("--compress auto", self.chooses),
                     (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off")),

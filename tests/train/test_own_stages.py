@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +16,7 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import RunDirectoryError
 from hybridpar.formats.file_reader import read_torch
+from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint
@@ -31,9 +33,13 @@ def batch(seed: int, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 3, 4, 4, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
 
 
-def train(world: World, holds_all: bool, directory: str, load: str | None = None) -> tuple[Any, ...]:
+def train(
+    world: World, holds_all: bool, directory: str, load: str | None = None, weights: str | None = None
+) -> tuple[Any, ...]:
     torch.manual_seed(1)
     model = build() if holds_all else DeferredModel(build)
+    if weights is not None:
+        load_weights(model, weights)
     config = TrainConfig(stages=world.size, micro_batches=2, batch_size=8, model_ema=True, plan="none")
     with Trainer(model, config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
         extra = trainer.load(load) if load is not None else {}
@@ -58,8 +64,10 @@ def contents(directory: Path, *names: str) -> list[Any]:
 
 def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
     whole, parts, after, other = (tmp_path / name for name in ("whole", "parts", "after", "other"))
-    expected = run_ranks(train, 2, True, str(whole))
-    found = run_ranks(train, 2, False, str(parts))
+    weights = str(tmp_path / "start.safetensors")
+    save_file(build().state_dict(), weights)
+    expected = run_ranks(train, 2, True, str(whole), None, weights)
+    found = run_ranks(train, 2, False, str(parts), None, weights)
     names = {name for name, _, _ in places(build())}
     assert [one[:3] for one in found] == [one[:3] for one in expected]
     assert found[0][3] | found[1][3] == names
