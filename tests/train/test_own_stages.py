@@ -122,3 +122,42 @@ def test_only_tensors_that_are_wanted_are_read(tmp_path: Path, kept: tuple[Any, 
         assert got.is_meta == (keys != kept)
         assert got.is_meta or torch.equal(got, wanted)
     assert found["c"] == "text"
+
+
+def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
+    """Steps before and after a checkpoint, with the whole model held and with own stages: what they came to."""
+    results = []
+    config = TrainConfig(stages=2, micro_batches=2, batch_size=16, plan="none", **options)
+    replicas = world.size // 2
+    for number, make in enumerate((build, lambda: DeferredModel(build))):
+        losses: list[Any] = []
+        for steps in (range(3), range(3, 5)):
+            torch.manual_seed(1)
+            with Trainer(make(), config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
+                if steps.start:
+                    trainer.load(Path(directory, str(number)))
+                shares = [batch(10 * step + world.rank % replicas) for step in steps]
+                losses += [trainer.step(share).outcome.loss for share in shares]
+                held = trainer.engine.held_state()
+                trainer.save(Path(directory, str(number)))
+        results.append((losses, {name: one.clone() for name, one in held.items()}))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (4, {"compress": "onebit", "optimizer": "adamw", "lr": 0.01}),
+        (4, {"compress": "powersgd:rank=2", "amp": "bf16", "batch_norm": "local"}),
+        (4, {"amp": "bf16", "clip_norm": 1.0, "batch_norm": "sync"}),
+        (4, {"shard_optimizer": True, "model_ema": True, "optimizer": "adamw", "lr": 0.01}),
+        (2, {"amp": "fp16"}),
+    ],
+    ids=lambda value: None if isinstance(value, int) else "-".join(value),
+)
+def test_codecs_casts_and_replicas_with_own_stages(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    for whole, own in run_ranks(go_on, size, str(tmp_path), options, shared_memory="compress" not in options):
+        assert own[0] == pytest.approx(whole[0], rel=1e-5)
+        assert len(own[1]) < len(whole[1])
+        for name, tensor in own[1].items():
+            torch.testing.assert_close(tensor, whole[1][name], rtol=1e-5, atol=1e-5)
