@@ -3,7 +3,8 @@
 `python -m benchmarks.large.main` trains a network of few wide layers, and one of many narrow ones, in one process, then
 as four stages on four workers, each under a limit of 0.35 of the memory that the one process took (`RLIMIT_DATA`, over
 what imports alone take). The pipeline trains, saves, resumes in new processes, evaluates, and its checkpoint is loaded
-by one plain `torch.load`. Losses must be equal. Peaks are resident memory over that after all imports.
+by one plain `torch.load`. Losses must be equal. `--plan` cuts a network of 1 B parameters for eight workers, as
+`hybridpar plan` does, and has the memory that this takes. Peaks are resident memory over that after all imports.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,16 @@ import torch
 from torch import nn
 
 from hybridpar import TrainConfig
+from hybridpar.commands.plan.partition import run_plan
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.models.deferred import DeferredModel, imagined, places
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
 SHAPES = ((2304, 12), (1152, 48))
+
+#: Width and number of the layers of a network that is only planned, and for how many workers.
+PLANNED, PLANNED_FOR = (4224, 57), 8
 
 #: Samples of a micro-batch, micro-batches of a step, steps of each half.
 SAMPLES, MICRO_BATCHES, STEPS = 16, 2, 1
@@ -51,6 +58,11 @@ def build(width: int, count: int) -> nn.Module:
     for _ in range(count):
         layers += [nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def billion() -> nn.Module:
+    """The network that is only planned."""
+    return build(*PLANNED)
 
 
 def batch(width: int, step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +88,34 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
+def prepare() -> None:
+    """Import what is imported later: it is no memory of the model."""
+    for name in ("networkx", "torch.utils.flop_counter", "hybridpar.partition.planning", "rich.console"):
+        importlib.import_module(name)
+    small = DeferredModel(lambda: nn.Linear(64, 64))
+    small.fill(["weight"])
+    with imagined(small.module, torch.device("cpu")) as mode:
+        small.module(mode.from_tensor(torch.zeros(1, 64))).sum().backward()
+
+
+def plan() -> dict[str, Any]:
+    """Plan a network as `hybridpar plan` does, with everything measured, and return what that took."""
+    prepare()
+    base, began = status("VmRSS"), time.perf_counter()
+    shape = f"3x{PLANNED[0] // 96}x32"
+    run_plan(PlanRequest("benchmarks.large.main:billion", stages=PLANNED_FOR, input=shape, cache=False, threads=1))
+    parameters = DeferredModel(billion).nbytes
+    peak = status("VmHWM") - base
+    return {
+        "parameters_mb": round(parameters / 1e6, 1),
+        "workers": PLANNED_FOR,
+        "share_mb": round(parameters / PLANNED_FOR / 1e6, 1),
+        "peak_mb": round(peak / 1e6, 1),
+        "peak_over_share": round(peak * PLANNED_FOR / parameters, 3),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
 def work(width: int, count: int, stages: int, directory: Path, cap: int | None) -> dict[str, Any]:
     """What one worker does.
 
@@ -89,12 +129,7 @@ def work(width: int, count: int, stages: int, directory: Path, cap: int | None) 
     Returns:
         Losses, evaluation, and memory in bytes.
     """
-    for name in ("networkx", "torch.utils.flop_counter"):  # what is imported later is no memory of the model
-        importlib.import_module(name)
-    small = DeferredModel(lambda: nn.Linear(64, 64))  # likewise
-    small.fill(["weight"])
-    with imagined(small.module, torch.device("cpu")) as mode:
-        small.module(mode.from_tensor(torch.zeros(1, 64))).sum().backward()
+    prepare()
     torch.manual_seed(1)
     base = status("VmRSS")
     if cap is not None:
@@ -150,7 +185,7 @@ def run(shape: tuple[int, int], stages: int, directory: Path, cap: int | None = 
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
-    """Measure, compare, and write `results/large.csv`.
+    """Measure, compare, and write a table into `results`.
 
     Args:
         command_line: Arguments; default: those of the process.
@@ -158,15 +193,29 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=4, help="stages, each on a worker")
+    parser.add_argument("--plan", action="store_true", help="plan a network of 1 B parameters instead")
     options = parser.parse_args(command_line)
     if options.worker is not None:
         width, count, stages, directory, cap = options.worker
         print(json.dumps(work(int(width), int(count), int(stages), Path(directory), int(cap) or None)))
         return
-    rows = [row for shape in SHAPES for row in measure(shape, options.stages)]
+    if options.plan:
+        write("plan", [plan()])
+        return
+    write("large", [row for shape in SHAPES for row in measure(shape, options.stages)])
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write a table of results.
+
+    Args:
+        name: Of the file.
+        rows: Of the table.
+    """
+    print(*rows, sep="\n")
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    with (results / "large.csv").open("w", newline="", encoding="utf-8") as stream:
+    with (results / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -213,7 +262,6 @@ def measure(shape: tuple[int, int], stages: int) -> list[dict[str, Any]]:
                     "weights_apart": apart,
                 }
             )
-            print(rows[-1])
     return rows
 
 

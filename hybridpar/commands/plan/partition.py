@@ -51,7 +51,7 @@ def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
     from hybridpar.formats.cache import measurements_directory
     from hybridpar.partition.planning import partition_model
 
-    model, example = _on_device(config, _build(config))
+    model, example = _on_device(config, build_to_measure(config))
     with ProgressBar() as bar:
         return partition_model(
             model,
@@ -68,12 +68,22 @@ def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
         )
 
 
-def _build(config: PlanRequest) -> torch.nn.Module:
-    """The model; on the meta device where it is large and can be built there."""
+def build_to_measure(config: PlanRequest, *, whole: bool = False) -> torch.nn.Module:
+    """Build a model that is to be planned, on the meta device where it is large and can be built there.
+
+    Args:
+        config: Options of the run.
+        whole: It will be run as a whole, and needs memory in any case.
+
+    Raises:
+        UsageError: There is no such model.
+    """
     from hybridpar.models import build_model, seed_everything
     from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 
     seed_everything(config.seed)
+    if whole:
+        return build_model(config.model, config.classes)
     try:
         deferred = DeferredModel(lambda: build_model(config.model, config.classes))
     except UsageError:  # a name that is none is told by building it
