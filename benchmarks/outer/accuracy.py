@@ -48,6 +48,7 @@ from hybridpar.data.sources import ImageData, MemoryImages
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
 from hybridpar.planner.outer_steps import OuterSteps
+from hybridpar.sync.statistics import average_model
 from hybridpar.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -243,7 +244,7 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
                 losses.append(outcome.loss)
                 sent += outcome.bytes_sent
                 exchanges += outcome.bytes_sent > 0
-            state = trainer.engine.model_state()
+            state = average_model(trainer.model, world)
             if world.rank == 0:
                 tested = copy.deepcopy(model)
                 tested.load_state_dict(state)

@@ -13,6 +13,7 @@ a run that has begun.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -65,6 +66,9 @@ LEAST_STEPS = 100
 
 #: Part of the run that measuring may take.
 WORTH = 0.5
+
+#: Bytes of gradients by which the link is judged before anything is measured.
+_PROBE_BYTES = 1 << 20
 
 #: Seconds that measuring takes at most before a run, where that leaves anything to choose from.
 MOST_SECONDS = 12.0
@@ -382,13 +386,15 @@ def _measure(
         with autocast(asked.amp, world.device):
             own = world.on_all(_named(lambda: _step_ms(model, examples[-1], scope.formats[0]) / 1e3))
         slowest = max(map(float, world.gather(own)))  # type: ignore[arg-type]
-        worth = WORTH * asked.steps * slowest
+        # A step of plain data parallelism takes as long as the longer of the two, at least.
+        step = max(slowest, _exchange_seconds(model, world))
+        worth = WORTH * asked.steps * step
         beside = _CORE_SECONDS + (_LINK_SECONDS if world.size > 1 else 0.0)
         beside += _COMPILE_SECONDS if asked.compiled else 0.0
         while (needs := beside + slowest * scope.cost) > min(MOST_SECONDS, worth) and len(scope.ways) > 1:
             scope = replace(scope, kernels=False, formats=scope.formats if scope.kernels else scope.formats[:1])
         if needs > worth:
-            told = f"more than half of {asked.steps:,} steps of {1e3 * slowest:,.0f} ms"
+            told = f"more than half of {asked.steps:,} steps of {1e3 * step:,.0f} ms"
             raise HybridparError(f"measuring would take {needs:,.1f} s, {told}")
         announce(f"planning: measuring the model, about {max(1.0, needs):.0f} s in all (--plan none skips planning)")
         yield
@@ -434,6 +440,22 @@ def _measure(
         while world.from_main(_named(profile)):  # rank 0 alone knows how many there are
             yield
     return found[0] if found else None
+
+
+def _exchange_seconds(model: nn.Module, world: World) -> float:
+    """About how long all gradients take between the workers as they are, by a small part of them; a collective."""
+    size = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    if world.size == 1 or not size:
+        return 0.0
+    message = torch.zeros(min(size, _PROBE_BYTES) // 4, device=world.device)
+    seconds = 0.0
+    with world.named_errors("timing the link"):
+        for part in (message[:1], message):  # the first one makes connections
+            begun = time.perf_counter()
+            world.lane_sums[0].all_reduce(part)
+            part[0].item()  # on a GPU the sum may still be under way
+            seconds = time.perf_counter() - begun
+    return max(map(float, world.gather(seconds))) * size / message.nbytes  # type: ignore[arg-type]
 
 
 def _rated(codecs: Sequence[str], world: World) -> list[str]:

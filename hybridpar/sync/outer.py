@@ -15,7 +15,7 @@ are sent themselves and their mean is assigned: th - (th - x) would round.
 
 Parameters are divided into fragments, which are exchanged one after the other, on a lane of their own, so that training
 can go on meanwhile (Streaming DiLoCo, Douillard et al. 2025). Every worker decodes the same bytes and does the same
-arithmetic, so th is equal bit for bit on all of them.
+arithmetic, so th is equal bit for bit on all of them. th is therefore what is tested and saved: that sends nothing.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Fragment:
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> None:
         self.buckets = make_buckets(parameters, limit)
-        #: By bucket, 1-D; empty where the new weights are the mean.
+        #: By bucket, 1-D.
         self.anchors: list[Tensor] = []
         self.moments: list[Tensor] = []
         self.compression: Compression | None = None
@@ -262,7 +262,6 @@ class OuterLoop:
         policy = read_policy(policy) if isinstance(policy, str) else policy
         self._compresses = not policy.changes_nothing and team.size > 1
         check_outer_policy(policy)
-        self._anchored = self._compresses or not outer.is_mean
         trained = [(name, one) for name, one in parameters.items() if one.is_floating_point() and one.requires_grad]
         if len(trained) < fragments:
             raise UsageError(
@@ -273,7 +272,10 @@ class OuterLoop:
         self._trained = [one for _, one in trained]
         cuts = divide([one.numel() * one.element_size() for _, one in trained], fragments) if trained else [[]]
         self._fragments = [_Fragment([trained[index] for index in cut], bucket_bytes) for cut in cuts]
+        self._buffers = {name: one for name, one in buffers.items() if one.numel()}
         self._statistics = Statistics(buffers, team.rank, team.size)
+        #: The buffers of the last exchange, by name.
+        self._kept: dict[str, Tensor] = {}
         if self._compresses:
             for fragment in self._fragments:
                 fragment.compression = Compression(policy, team, team.lane_sums[:1], seed, nodes)
@@ -305,12 +307,20 @@ class OuterLoop:
     @torch.no_grad()
     def begin(self) -> None:
         """The weights as they are now, which all workers have, are those of the last exchange; there is no momentum."""
-        self.flight = None
-        for fragment in self._fragments if self._anchored else ():
+        self.reset_anchors()
+        for fragment in self._fragments:
             fragment.rate = 0.0
-            fragment.anchors = [self._gather(fragment, index) for index in range(len(fragment.buckets))]
             if self.step.momentum:
                 fragment.moments = [torch.zeros_like(one) for one in fragment.anchors]
+
+    @torch.no_grad()
+    def load_last(self) -> None:
+        """Give parameters and buffers the values of the last exchange, which are equal on all workers."""
+        for fragment in self._fragments:
+            for index, anchor in enumerate(fragment.anchors):
+                self._scatter(fragment, index, anchor, 0.0)
+        for name, kept in self._kept.items():
+            self._buffers[name].copy_(kept)
 
     # ------------------------------------------------------------- an exchange
 
@@ -335,7 +345,7 @@ class OuterLoop:
                 "Freeze parameters before the Trainer is made.",
             )
         fragment = self._fragments[index]
-        whole = not self._anchored or (plain and fragment.compression is None)
+        whole = fragment.compression is None and (plain or self.step.is_mean)
         flats = [self._gather(fragment, number) for number in range(len(fragment.buckets))]
         if not whole:
             torch._foreach_neg_(flats)
@@ -409,11 +419,12 @@ class OuterLoop:
         good, sound, fragment = bool(flight.good), bool(flight.sound), self._fragments[flight.fragment]
         if good:
             self._take_step(fragment, flight, sound)
-        elif self._anchored:  # the interval is lost: back to where all workers were
+        else:  # the interval is lost: back to where all workers were
             for number, anchor in enumerate(fragment.anchors):
                 self._scatter(fragment, number, anchor, 0.0)
         if good and self._team.size > 1 and flight.message.numel() > _HEAD:
             self._statistics.load(flight.message[_HEAD:], float(flight.message[_WEIGHT]))
+            self._keep_buffers()
         sent = all_reduce_bytes(8 * flight.message.numel(), self._team.size) + flight.costs.sent
         return Arrival(good, flight.message[:_HEAD].tolist(), flight.costs, sent)
 
@@ -436,11 +447,11 @@ class OuterLoop:
             fragment.rate = flight.rate
         for number, flat in enumerate(flight.flats):
             result = flat
-            if not flight.whole:
+            if flight.whole:
+                fragment.anchors[number].copy_(flat)
+            else:
                 result = fragment.anchors[number]
                 outer.take(result, fragment.moments[number] if fragment.moments else flat, flat, shrink)
-            elif self._anchored:
-                fragment.anchors[number].copy_(flat)
             # A worker that had no finite weights of its own takes those of the others.
             self._scatter(fragment, number, result, outer.mix if sound else 0.0)
 
@@ -467,8 +478,9 @@ class OuterLoop:
     def common_state(self) -> dict[str, Any]:
         """What is equal on all workers: the weights of the last exchange and the momentum, by name."""
         state: dict[str, Any] = {"rates": [one.rate for one in self._fragments], "anchors": {}, "momentum": {}}
+        state["buffers"] = dict(self._kept)
         for fragment in self._fragments:
-            state["anchors"] |= fragment.by_name(fragment.anchors) if fragment.anchors else {}
+            state["anchors"] |= fragment.by_name(fragment.anchors)
             state["momentum"] |= fragment.by_name(fragment.moments) if fragment.moments else {}
         return state
 
@@ -481,18 +493,21 @@ class OuterLoop:
         rates = state["rates"]
         for index, fragment in enumerate(self._fragments):
             fragment.rate = float(rates[index] if len(rates) == len(self._fragments) else rates[0])
-            if fragment.anchors:
-                fragment.fill(fragment.anchors, state["anchors"])
+            fragment.fill(fragment.anchors, state["anchors"])
             if fragment.moments:
                 fragment.fill(fragment.moments, state["momentum"])
+        self._kept |= {name: state["buffers"][name] for name in self._kept if name in state.get("buffers", {})}
 
     @torch.no_grad()
     def reset_anchors(self) -> None:
         """The weights as they are now are those of the last exchange; momentum stays."""
         self.flight = None
         for fragment in self._fragments:
-            for index in range(len(fragment.anchors)):
-                fragment.anchors[index] = self._gather(fragment, index)
+            fragment.anchors = [self._gather(fragment, index) for index in range(len(fragment.buckets))]
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        self._kept = {name: one.detach().clone() for name, one in self._buffers.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker alone has: what its codecs keep, and the exchange under way, which is waited for."""

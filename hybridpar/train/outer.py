@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +160,7 @@ class OuterEngine(Engine):
         self._job = world
         self._steps = 0
         self._flags = [False, False]
+        self._equal = False  # parties on their own have the same weights for the moment
         self._trained = 0  # samples since parties parted, in steps that counted
         self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
@@ -300,25 +301,30 @@ class OuterEngine(Engine):
     @property
     def _differs(self) -> bool:
         """Whether workers have, or may have, different weights."""
-        return self.parted and self._job.size > 1
+        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.step.is_mean)
+
+    @contextmanager
+    def _at_last_exchange(self) -> Iterator[None]:
+        """Inside, the whole model is that of the last exchange, which all parties have; a collective of each party."""
+        own = copy_of(self.model.state_dict())
+        self.pipeline.wait()
+        self.outer.load_last()
+        self.pipeline.collect()
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(own)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
-        """The mean of the parties' models in evaluation mode; a collective. Each goes on with its own."""
-        own = copy_of(self.model.state_dict()) if self._differs else None
-        if own is not None:
-            self.model.load_state_dict(self.model_state())
-        try:
-            with super().evaluating() as forward:
-                yield forward
-        finally:
-            if own is not None:
-                self.model.load_state_dict(own)
+        """The model of the last exchange in evaluation mode; a collective. Each party goes on with its own."""
+        with self._at_last_exchange() if self._differs else nullcontext(), super().evaluating() as forward:
+            yield forward
 
     def synchronize_buffers(self) -> None:
-        """Make the model whole; parties on their own keep their models, and `model_state` has the mean."""
+        """Make the model whole; parties on their own keep theirs, and `model_state` has that of the last exchange."""
         self.pipeline.wait()
-        if not self.parted:
+        if not self._differs:
             super().synchronize_buffers()
 
     @property
@@ -338,18 +344,31 @@ class OuterEngine(Engine):
     # ------------------------------------------------------------------- state
 
     def model_state(self) -> dict[str, Tensor]:
-        """The mean of the parties' models; a collective."""
+        """The model of the last exchange, which all parties have; a collective of each party."""
         if not self._differs:
             return super().model_state()
-        self.pipeline.collect()
-        return average_model(self.model, self._team)
+        with self._at_last_exchange():
+            return copy_of(super().model_state())
 
     def average_state(self) -> dict[str, Tensor] | None:
         """The mean of the parties' moving averages; a collective. Each keeps its own."""
         if not self._config.model_ema or not self._differs:
             return super().average_state()
         with self.averaged():
-            return {name: tensor.cpu() for name, tensor in self.model_state().items()}
+            return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the whole model is the mean of the parties' moving averages; a collective."""
+        with super().averaged():
+            if differs := self._differs:
+                self.pipeline.collect()
+                self.model.load_state_dict(average_model(self.model, self._team))
+            self._equal = differs
+            try:
+                yield
+            finally:
+                self._equal = False
 
     def common_state(self) -> dict[str, Any] | None:
         """Round, weights of the last exchange and outer momentum, on rank 0; a collective. None before parties part."""
@@ -358,7 +377,8 @@ class OuterEngine(Engine):
         mine = self.outer.common_state()
         parts: list[dict[str, Any]] = self.pipeline.gather_on_main(mine) or [mine]
         rounds = None if self._round is None else [self._round.start, self._round.stop, self._round.is_last]
-        named = {key: {k: v for part in parts for k, v in part[key].items()} for key in ("anchors", "momentum")}
+        kept = ("anchors", "momentum", "buffers")
+        named = {key: {k: v for part in parts for k, v in part[key].items()} for key in kept}
         return {"round": rounds, "rates": mine["rates"], **named}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
@@ -387,8 +407,7 @@ class OuterEngine(Engine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; `go_on_from` and `load_common_state` are called before.
 
-        On another number of workers, each begins with the mean of the models as the weights of the last exchange;
-        outer momentum stays.
+        On another number of workers, each begins with the weights of the last exchange; outer momentum stays.
         """
         super().load_state_dict(state)
         self._unread = []

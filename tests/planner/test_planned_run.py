@@ -474,6 +474,28 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
     return read_plan(run_dir / "plan.json")
 
 
+def short_rank(world: World, run_dir: Path, cache: str, exchange_seconds: float) -> bool:
+    """Whether a short run is planned where exchanging all gradients takes so many seconds."""
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    probed = run_inputs._exchange_seconds(plain(), world)
+    assert probed > 0
+    assert len(set(world.gather(probed))) == 1
+    with (
+        mock.patch.object(run_inputs, "LEAST_STEPS", 1),
+        mock.patch.object(planned_run, "begins_at_once", return_value=False),
+        mock.patch.object(run_inputs, "_exchange_seconds", return_value=exchange_seconds),
+    ):
+        train_rank(world, run_dir, "plain", None, {"steps": 2})
+    world.barrier()
+    return read_plan(run_dir / "plan.json").inputs is not None
+
+
+@pytest.mark.parametrize(("exchange_seconds", "is_planned"), [(0.0, False), (1e3, True)])
+def test_a_short_run_is_planned_where_it_would_wait_long_for_its_link(tmp_path, exchange_seconds, is_planned):
+    found = run_ranks(short_rank, 2, tmp_path / "run", str(tmp_path / "cache"), exchange_seconds)
+    assert found == [is_planned, is_planned]
+
+
 def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path):
     cache = str(tmp_path / "cache")
     plans = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})

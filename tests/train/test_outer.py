@@ -194,11 +194,10 @@ def _compare(world, options):
 def test_a_resumed_run_goes_on_bit_for_bit(at, tmp_path):
     _resume({"sync": "local:3", "warm_start_steps": 2}, at, tmp_path)
     model = torch.load(tmp_path / f"step-{at}" / "model.pt", weights_only=True)
-    if at == 4:  # on their own, so the file has the mean of both
-        ranks = run({"sync": "local:3", "warm_start_steps": 2}, 4, norm=True)
-        means = [(a + b) / 2 for a, b in zip(ranks[0]["weights"], ranks[1]["weights"], strict=True)]
-        names = [name for name, _ in make_net(True).named_parameters()]
-        close([model[name] for name in names], means)
+    if at == 4:  # on their own since step 2, so the file has what both had then
+        last = run({"sync": "local:3", "warm_start_steps": 2}, 2, norm=True)[0]
+        assert same([model[name] for name, _ in make_net(True).named_parameters()], last["weights"])
+        assert same([model[name] for name, _ in make_net(True).named_buffers()], last["buffers"])
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
@@ -224,7 +223,7 @@ def _resume(options, at, tmp_path, steps=7):
         assert all(one.isfinite().all() for one in another[0]["weights"])
 
 
-def test_on_another_number_of_workers_momentum_stays_and_the_mean_is_where_they_begin(tmp_path):
+def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_exchange(tmp_path):
     options = {"sync": "outer:3", "outer_optimizer": "nesterov", "outer_momentum": 0.5}
     run(options, 4, save=(str(tmp_path), 4))
     saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
@@ -260,20 +259,30 @@ def test_a_step_before_the_end_of_the_warm_start_is_exchanged_again_after_it_was
     assert same(one, other)
 
 
-def _evaluate(world):
-    with Trainer(make_net(True), config=config(sync="local:5"), world=world) as trainer:
-        for step in range(3):
+def _evaluate(world, options):
+    net, sums = make_net(True), []
+    with Trainer(net, config=config(sync="outer:2", **options), world=world) as trainer:
+        for step in range(2):
             trainer.step(share(world, step))
+        at_exchange = trainer.evaluate([batch(9)]).loss, trainer.engine.outer.common_state()["anchors"]
+        trainer.step(share(world, 2))
         before = weights(trainer.model)
+        with mock.patch.object(world.control_sum, "all_reduce", side_effect=lambda one: sums.append(one.numel())):
+            state = trainer.engine.model_state()
         evaluation = trainer.evaluate([batch(9)])
-        return before, weights(trainer.model), evaluation.loss
+        return at_exchange, state, before, weights(trainer.model), evaluation.loss, sums
 
 
-def test_an_evaluation_is_of_the_mean_and_changes_nothing():
-    ranks = run_ranks(_evaluate, 2)
-    assert all(same(before, after) for before, after, _ in ranks)
-    assert not same(ranks[0][0], ranks[1][0])
-    assert ranks[0][2] == ranks[1][2]
+@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}])
+def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sends_nothing(options):
+    ranks = run_ranks(_evaluate, 2, options, shared_memory=not options)
+    for (loss, anchors), state, before, after, again, sums in ranks:
+        assert same(before, after)
+        assert not sums
+        assert again == loss
+        assert same([state[name] for name in anchors], list(anchors.values()))
+    assert not same(ranks[0][2], ranks[1][2])
+    assert same(list(ranks[0][1].values()), list(ranks[1][1].values()))
 
 
 def _flags(world):
