@@ -75,6 +75,9 @@ def build_to_measure(config: PlanRequest, *, whole: bool = False) -> torch.nn.Mo
         config: Options of the run.
         whole: It will be run as a whole, and needs memory in any case.
 
+    Returns:
+        The model, on the CPU if it has memory.
+
     Raises:
         UsageError: There is no such model.
     """
