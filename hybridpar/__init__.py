@@ -16,43 +16,24 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hybridpar.formats.lazy_names import lazy_names
+
 if TYPE_CHECKING:
-    from hybridpar.config import TrainConfig
-    from hybridpar.errors import HybridparError
-    from hybridpar.integrations.data_parallel import DataParallel
-    from hybridpar.optim.onebit_adam import OnebitAdam
-    from hybridpar.partition import partition_model
-    from hybridpar.plan import Plan, read_plan
-    from hybridpar.train.trainer import Evaluation, StepResult, Trainer
+    from hybridpar.config import TrainConfig as TrainConfig
+    from hybridpar.errors import HybridparError as HybridparError
+    from hybridpar.integrations.data_parallel import DataParallel as DataParallel
+    from hybridpar.optim.onebit_adam import OnebitAdam as OnebitAdam
+    from hybridpar.partition import partition_model as partition_model
+    from hybridpar.plan import Plan as Plan
+    from hybridpar.plan import read_plan as read_plan
+    from hybridpar.train.trainer import Evaluation as Evaluation
+    from hybridpar.train.trainer import StepResult as StepResult
+    from hybridpar.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "DataParallel": "hybridpar.integrations.data_parallel",
-    "Evaluation": "hybridpar.train.trainer",
-    "HybridparError": "hybridpar.errors",
-    "OnebitAdam": "hybridpar.optim.onebit_adam",
-    "Plan": "hybridpar.plan",
-    "StepResult": "hybridpar.train.trainer",
-    "TrainConfig": "hybridpar.config",
-    "Trainer": "hybridpar.train.trainer",
-    "partition_model": "hybridpar.partition",
-    "read_plan": "hybridpar.plan",
-}
-
-__all__ = [
-    "DataParallel",
-    "Evaluation",
-    "HybridparError",
-    "OnebitAdam",
-    "Plan",
-    "StepResult",
-    "TrainConfig",
-    "Trainer",
-    "__version__",
-    "partition_model",
-    "read_plan",
-]
+_load, _, _names = lazy_names(__name__, __file__)
+__all__ = [*_names, "__version__"]
 
 
 #: Modules that documentation once named, and where they are now.
@@ -88,15 +69,11 @@ sys.meta_path.insert(0, _MovedModules())
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    if name in _packages():
-        return importlib.import_module(f"hybridpar.{name}")
-    raise AttributeError(f"module 'hybridpar' has no attribute {name!r}")
+    return importlib.import_module(f"hybridpar.{name}") if name in _packages() else _load(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_packages()})
+    return sorted({*globals(), *_names, *_packages()})
 
 
 def _packages() -> set[str]:

@@ -87,7 +87,7 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "integrations": {"comm", "compress", "config", "errors", "planner", "sync", "train"},
-    "__init__": {"config", "errors", "integrations", "optim", "partition", "plan", "train"},
+    "__init__": {"config", "errors", "formats", "integrations", "optim", "partition", "plan", "train"},
     "commands": {
         "__init__",
         "codegen",

@@ -7,23 +7,16 @@ python -m benchmarks.asynchronous.recipe --quick            # small, and nothing
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, missing
-from hybridpar.errors import HybridparError
 
 RESULTS = Path(__file__).parent / "results"
-_TOLD = "RECIPE_BENCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +87,8 @@ def _start(module: str, network: Network, options: Options, told: dict[str, Any]
     """Start `benchmarks.asynchronous.MODULE.measure` in every rank of a network."""
     busy = options.keep_busy or options.quick
     told = {"quick": options.quick, "rounds": options.rounds, "keep_busy": busy, **told}
-    environment = {_TOLD: json.dumps({"module": module, "told": told})}
-    launch(["-m", "benchmarks.asynchronous.recipe"], network, timeout=3600, environment=environment)
+    measure_in_ranks(network, f"benchmarks.asynchronous.{module}", told)
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            asked = json.loads(os.environ[_TOLD])
-            importlib.import_module(f"benchmarks.asynchronous.{asked['module']}").measure(**asked["told"])
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

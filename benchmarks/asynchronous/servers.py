@@ -9,10 +9,7 @@ python -m benchmarks.asynchronous.servers --quick               # small, and not
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,11 +20,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import Check, write_checks
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, missing
 from benchmarks.rig.paired import FOREIGN_LOAD, LEAST_ROUNDS, Paired, paired
 from benchmarks.rig.rank import link, process_group
@@ -35,7 +31,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
-from hybridpar.errors import HybridparError, SyncError
+from hybridpar.errors import SyncError
 from hybridpar.models import build_model, model_fingerprint, seed_everything
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
@@ -51,7 +47,7 @@ from hybridpar.server.stripes import parts_of_a_host, piece_views, trained_param
 from hybridpar.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
-_TOLD = "ASYNC_BENCH"
+_HERE = "benchmarks.asynchronous.servers"
 _TINY = "benchmarks.pipeline.setups:tiny_net"
 
 #: Throughput over that of an all-reduce, at least, by method; on the shaped link.
@@ -442,37 +438,24 @@ def main(options: Options) -> int:
             continue
         with Network(WORKERS + SERVERS, rate) as network:
             if options.table != "codecs":
-                _start(network, told | {"what": "cost", "rounds": rounds})
+                measure_in_ranks(network, _HERE, told | {"what": "cost", "rounds": rounds})
                 continue
             for model in options.models:
-                _start(network, told | {"what": "codecs", "model": model, "rounds": rounds, "steps": options.steps})
+                measure_in_ranks(
+                    network, _HERE, told | {"what": "codecs", "model": model, "rounds": rounds, "steps": options.steps}
+                )
     if options.table in ("slow", "all"):
         told |= {"blocks": 2 if options.quick else min(rounds, 10), "wait_ms": options.wait_ms}
         with Network(4, LOOPBACK) as network:
-            _start(network, told | {"what": "slow"})
+            measure_in_ranks(network, _HERE, told | {"what": "slow"})
     return 0
 
 
-def _start(network: Network, told: dict[str, Any]) -> None:
-    """Start the measurement in every rank of a network."""
-    environment = {_TOLD: json.dumps(told), "PYTHONWARNINGS": "ignore::FutureWarning"}
-    launch(["-m", "benchmarks.asynchronous.servers"], network, timeout=3600, environment=environment)
-
-
-def _measure(told: dict[str, Any]) -> None:
-    what = told.pop("what")
+def measure(what: str, **told: Any) -> None:
+    """Measure one table in this rank."""
     measures: dict[str, Callable[..., None]] = {"cost": measure_cost, "slow": measure_slow, "codecs": measure_codecs}
     measures[what](**told)
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            _measure(json.loads(os.environ[_TOLD]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main, Options)

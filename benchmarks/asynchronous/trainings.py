@@ -9,7 +9,6 @@ results/trainings.csv.
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import subprocess
@@ -20,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.rig.command import run_command
+from benchmarks.rig.records import append_dicts
 from benchmarks.rig.rows import commit, device
 from hybridpar.errors import HybridparError, UsageError
 
@@ -117,24 +116,10 @@ def main(options: Options) -> None:
         for way in chosen(options.only):
             rows.append(train(way, seed, options.arguments))
             print(f"{way}, seed {seed}: {100 * rows[-1]['test_accuracy']:.2f} %", flush=True)
-            _append(options.output, rows[-1])
+            append_dicts(options.output, rows[-1:])
     for way, (mean, lost, little) in verdicts(rows).items():
         print(f"{way}: {100 * mean:.2f} %, {100 * lost:+.2f} points lost, {'met' if little else 'missed'}")
 
 
-def _append(path: Path, row: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Options, description=__doc__))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options, __doc__)

@@ -1,16 +1,14 @@
-"""Allocator settings, machine description and output of tables, shared by all benchmarks of kernels."""
+"""Allocator settings, machine description and printing of tables, shared by all benchmarks of kernels."""
 
 from __future__ import annotations
 
-import csv
-import datetime
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.rig.rows import commit, device
+from benchmarks.rig.rows import commit, device, now
 from hybridpar.machine.process import describe_allocator, tune_this_process
 from hybridpar.tvm_kernels.operation import operations
 
@@ -26,7 +24,7 @@ def setting() -> dict[str, object]:
     """Columns that every row ends with."""
     versions = dict(operations()["depthwise_conv2d", "cpu"].versions)
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": now(),
         "commit": commit(),
         "device": device(),
         "threads": torch.get_num_threads(),
@@ -35,16 +33,6 @@ def setting() -> dict[str, object]:
         "tvm": versions["tvm"],
         "python": platform.python_version(),
     }
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write a table; all rows have the columns of the first one."""
-    rows = list(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
 
 
 def print_aligned(rows: Sequence[Sequence[str]]) -> None:

@@ -18,7 +18,6 @@ measured again.
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 import statistics
@@ -26,9 +25,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import tyro
@@ -36,6 +35,7 @@ from torch import Tensor
 
 from benchmarks.kernels.common import RESULTS, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
+from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import reference, stock_call
@@ -136,13 +136,13 @@ class Row:
 def main(options: Options) -> int:
     """Tune, measure, report."""
     if options.report:
-        report(read(options.output))
+        report(read_records(Row, options.output))
         return 0
     same_allocator()
     torch.set_num_threads(options.threads)
     layout = Layout(options.layout)
     shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]
-    done = {row.key for row in read(options.output)}
+    done = {row.key for row in read_records(Row, options.output)}
     left = [
         (name, KernelKey(direction, shape, layout, options.threads, cpu_fingerprint()))
         for name, shape in shapes
@@ -163,9 +163,9 @@ def main(options: Options) -> int:
     with torch.no_grad():
         for name, key in left:
             row = measure(name, key, choices, speed, options)
-            append(options.output, row)
+            append_dicts(options.output, [asdict(row) | setting() | asdict(row)])
             print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
-    report(read(options.output))
+    report(read_records(Row, options.output))
     return 0
 
 
@@ -300,38 +300,6 @@ def report(rows: Sequence[Row]) -> None:
         numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in own))]
         cells = (setting, layout, batch, direction, kernels, *numbers, f"{floor:.0%}", promised or "-")
         print("|", " | ".join(map(str, cells)), "|")
-
-
-def read(file: Path) -> list[Row]:
-    """All rows of a table, none where there is no file."""
-    if not file.exists():
-        return []
-    kinds: dict[str, Callable[[str], Any]] = {
-        "str": str,
-        "int": int,
-        "float": float,
-        "bool": lambda text: text == "True",
-    }
-    columns = {column.name: kinds[str(column.type)] for column in fields(Row)}
-    with file.open(newline="") as lines:
-        found = list(csv.DictReader(lines))
-    return [Row(**{name: kind(row[name]) for name, kind in columns.items()}) for row in found]
-
-
-def append(file: Path, row: Row) -> None:
-    """Add a row, with what it was measured under; the columns are those that the table has."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    measured = asdict(row)
-    cells = measured | setting() | measured
-    names = list(cells)
-    if file.exists():
-        with file.open(newline="") as lines:
-            names = next(csv.reader(lines))
-    with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, names, extrasaction="ignore", lineterminator="\n")
-        if not lines.tell():
-            writer.writeheader()
-        writer.writerow(cells)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
+from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
 from benchmarks.rig.paired import balanced_orders
+from benchmarks.rig.records import write_dicts
 from benchmarks.rig.stats import bootstrap_ratio
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import HybridparError
@@ -205,7 +206,7 @@ def main(options: Options) -> None:
         for text in SHAPES:
             rows.append(measure(text, builder, options))
             print(f"{text}: {rows[-1]['gain']} times as fast, {rows[-1]['gain_if_free']} if sums were free", flush=True)
-    write_rows(options.output, rows)
+    write_dicts(options.output, rows)
     columns = ("shape", "plain_ms", "summed_ms", "free_ms", "gain", "low", "high", "gain_if_free", "worth_it")
     print_aligned([columns, *([str(row[one]) for one in columns] for row in rows)])
 

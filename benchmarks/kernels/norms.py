@@ -25,8 +25,9 @@ import torch
 import tyro
 from torchvision import models
 
-from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
+from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
+from benchmarks.rig.records import write_dicts
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
@@ -170,7 +171,7 @@ def main(options: Options) -> None:
         fresh = rows_of(name, batch, layers, found)
         show(fresh)
         rows += [row | where for row in fresh]
-        write_rows(options.output, rows)
+        write_dicts(options.output, rows)
     print(f"\n{time.monotonic() - began:.0f} s; written to {options.output}")
 
 

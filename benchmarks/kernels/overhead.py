@@ -30,8 +30,9 @@ import tyro
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.common import RESULTS, same_allocator, setting, write_rows
+from benchmarks.kernels.common import RESULTS, same_allocator, setting
 from benchmarks.rig.paired import paired
+from benchmarks.rig.records import write_dicts
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
@@ -105,7 +106,7 @@ def main(options: Options) -> None:
     rows = calls(options)
     if options.model is not None and options.records is not None:
         rows += start(options, options.model, options.records)
-    write_rows(options.output, rows)
+    write_dicts(options.output, rows)
     for row in rows:
         print("{what}, {setting}: {value} {unit} [{least}, {most}], torch {stock}".format(**row))
 

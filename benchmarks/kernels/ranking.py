@@ -16,7 +16,6 @@ Appends to results/ranking_candidates.csv and writes results/ranking.csv. A busy
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import os
@@ -30,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.rig.records import append_dicts, read_dicts, write_dicts
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
@@ -182,7 +182,7 @@ class Settings:
                 continue
             relative = self._relative(bench, kernel, reference)
             values = (*setting, _text(parameters), str(int(at_random)), f"{cost:.0f}", f"{relative:.4f}")
-            append(self.output, dict(zip(COLUMNS, values, strict=True)))
+            append_dicts(self.output, [dict(zip(COLUMNS, values, strict=True))])
         print(shape.text, direction, layout, len(left), file=sys.stderr, flush=True)
 
     def _relative(self, bench: ConvBench, kernel: TunedKernel, reference: TunedKernel) -> float:
@@ -213,24 +213,9 @@ def _text(parameters: Parameters) -> str:
 
 def read(path: Path) -> list[Row]:
     """The rows of a table; none where there is no such file. A last line that was cut off is taken away."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    if not content.endswith(b"\n"):
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
         path.write_bytes(content[: content.rfind(b"\n") + 1])
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, row: Row) -> None:
-    """Add a row at the end of a table."""
-    path.parent.mkdir(exist_ok=True)
-    new = not path.exists() or not path.stat().st_size
-    with path.open("a", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        if new:
-            table.writeheader()
-        table.writerow(row)
+    return read_dicts(path)
 
 
 def main() -> None:
@@ -249,12 +234,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with Builder(1, BUILD_TIMEOUT) as builder:
         Settings(options.threads, options.liked, options.drawn).run(options.shapes, builder)
-    with SUMMARY.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, SUMMARY_COLUMNS)
-        table.writeheader()
-        for row in summarize(read(CANDIDATES)):
-            table.writerow(row)
-            print(*row.values())
+    rows = list(summarize(read(CANDIDATES)))
+    write_dicts(SUMMARY, rows)
+    for row in rows:
+        print(*row.values())
 
 
 if __name__ == "__main__":

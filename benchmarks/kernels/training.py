@@ -35,9 +35,10 @@ import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
+from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
 from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
 from benchmarks.rig.paired import balanced_orders
+from benchmarks.rig.records import write_dicts
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
@@ -325,7 +326,7 @@ def main(options: Options) -> None:
         found = measure(name, options)
         show(found)
         rows += found
-        write_rows(options.output, rows)
+        write_dicts(options.output, rows)
     print(f"\nwritten to {options.output}")
 
 

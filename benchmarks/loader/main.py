@@ -8,7 +8,6 @@ keep their loader processes from epoch to epoch.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
@@ -19,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import Network
-from hybridpar.errors import HybridparError
+from benchmarks.rig.records import append_dicts
 
 RESULTS = Path(__file__).parent / "results"
 #: Time over torchvision's: 1.3 times as many images per second.
@@ -32,7 +29,6 @@ TARGET = 0.769
 SIZES = {500: 375, 1200: 900}
 SIDE, IMAGES, BATCH = 224, 400, 16
 #: Columns of the table of runs.
-WAITING = ("date", "commit", "model", "files", "batch", "loader_processes", "cores", "steps", "step_ms", "data_ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +69,10 @@ def main(options: Options) -> int:
                 "output": str(options.output.resolve() / "loader.csv"),
             }
             with Network(1, "loopback") as network:
-                environment = {"LOADER_BENCH": json.dumps(told)}
-                launch(["-m", "benchmarks.loader.main"], network, timeout=3000, environment=environment)
+                measure_in_ranks(network, "benchmarks.loader.main", told)
             if options.steps:
                 runs = [waiting(root, processes, options.steps) for processes in options.processes]
-                _append(options.output / "waiting.csv", runs)
+                append_dicts(options.output / "waiting.csv", runs)
     return 0
 
 
@@ -244,9 +239,7 @@ def waiting(root: Path, processes: int, steps: int) -> dict[str, Any]:
     Returns:
         A row of the table of runs.
     """
-    import datetime
-
-    from benchmarks.rig.rows import commit
+    from benchmarks.rig.rows import commit, now
 
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "hybridpar", "train", "resnet18", "--data", "folder", "--data-root", root]
@@ -255,7 +248,7 @@ def waiting(root: Path, processes: int, steps: int) -> dict[str, Any]:
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
         summary = json.loads(Path(scratch, "run", "summary.json").read_text())
     row = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": now(),
         "commit": commit(),
         "model": "resnet18",
         "files": root.name,
@@ -270,21 +263,5 @@ def waiting(root: Path, processes: int, steps: int) -> dict[str, Any]:
     return row
 
 
-def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, WAITING, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 if __name__ == "__main__":
-    try:
-        if "LOADER_BENCH" in os.environ:
-            measure(**json.loads(os.environ["LOADER_BENCH"]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

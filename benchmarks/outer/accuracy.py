@@ -8,6 +8,7 @@ the number of workers, at the options' defaults of `hybridpar train`. No learnin
     python -m benchmarks.outer.accuracy --set slow        # for 10 Mbit/s and 50 ms: more steps, and streamed
     python -m benchmarks.outer.accuracy --set lengths     # other lengths of run
     python -m benchmarks.outer.accuracy --set qsr         # H that grows as the learning rate falls
+    python -m benchmarks.outer.accuracy --set models      # three models, also with gradients sent by a codec
     python -m benchmarks.outer.accuracy --report          # what the rows that are there say
     python -m benchmarks.outer.accuracy --table           # rows of hybridpar/planner/outer_steps.py
 
@@ -18,7 +19,6 @@ mean of the workers' models is tested after every epoch, so that rows say also w
 from __future__ import annotations
 
 import copy
-import csv
 import fcntl
 import itertools
 import json
@@ -30,7 +30,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ import tyro
 from torch import nn
 
 from benchmarks.outer.emulated import run_emulated
+from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from benchmarks.sync.accuracy import accuracy, digits, fold_of
 from hybridpar.comm.world import World, all_reduce_bytes
@@ -54,6 +55,7 @@ from hybridpar.train.trainer import Trainer
 RESULTS = Path(__file__).parent / "results"
 FOLDS, SEEDS = 5, (1, 2, 3)
 EPOCHS, BATCH = 10, 64
+MODELS = ("resnet18", "resnet34", "timm/resnet10t")
 #: Per cent of test images, in which the time to an accuracy is taken.
 TARGET = 97.0
 SYNC = "sync"
@@ -64,11 +66,12 @@ class Run:
     """One training, and what came of it.
 
     Attributes:
-        method: `sync`, `mean`, `slowmo`, `nesterov`, `qsr` (the mean, with H that grows) or `streamed` (the mean, in
-            four parts that arrive H / 8 steps later).
+        method: `sync`, `mean`, `slowmo`, `nesterov`, `qsr` (the mean, with H that grows), `streamed` (the mean, in
+            four parts that arrive H / 8 steps later) or `codec` (no outer loop: gradients of every step by a codec).
         every: H; 1 for `sync`.
         workers: K.
         codec: What outer gradients are sent as.
+        model: What is trained.
         steps: Of the run.
         exchanges: How often workers exchanged.
         loss: Mean training loss of the last epoch.
@@ -85,6 +88,7 @@ class Run:
     fold: int
     seed: int
     epochs: int = EPOCHS
+    model: str = "resnet18"
     steps: int = 0
     exchanges: int = 0
     loss: float = math.nan
@@ -102,9 +106,9 @@ class Run:
         return (*self.kind, self.fold, self.seed)
 
     @property
-    def kind(self) -> tuple[str, int, int, str, int]:
+    def kind(self) -> tuple[str, int, int, str, int, str]:
         """What it is a sample of."""
-        return self.method, self.every, self.workers, self.codec, self.epochs
+        return self.method, self.every, self.workers, self.codec, self.epochs, self.model
 
 
 def wanted(what: str) -> Iterator[Run]:
@@ -125,16 +129,23 @@ def wanted(what: str) -> Iterator[Run]:
             yield Run(method="mean", every=every, workers=2, codec="onebit", fold=0, seed=seed, epochs=epochs)
     for (_, fold), workers in itertools.product(pairs[:FOLDS], (2, 4)) if what == "qsr" else ():
         yield Run(method="qsr", every=4, workers=workers, codec="none", fold=fold, seed=1)
-    for (_, fold), every in itertools.product(pairs[:FOLDS], (32, 40)) if what == "slow" else ():
-        for method in ("streamed", "mean"):
-            yield Run(method=method, every=every, workers=2, codec="onebit", fold=fold, seed=1)
+    for _, fold in pairs[:FOLDS] if what == "slow" else ():
+        yield Run(method=SYNC, every=1, workers=2, codec="none", fold=fold, seed=1, epochs=20)
+        for method in ("mean", "streamed"):
+            yield Run(method=method, every=40, workers=2, codec="onebit", fold=fold, seed=1, epochs=20)
+    for (_, fold), model in itertools.product(pairs[:2], MODELS) if what == "models" else ():
+        for method, every, codec in ((SYNC, 1, "none"), ("mean", 16, "onebit"), ("codec", 1, "onebit:decay=0.9")):
+            yield Run(method=method, every=every, workers=2, codec=codec, fold=fold, seed=1, model=model)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Train ResNet-18 on digits in an outer loop."""
 
-    set: tuple[Literal["target", "slow", "grid", "lengths", "qsr"], ...] = ("target", "slow", "grid", "qsr", "lengths")
+    set: tuple[Literal["target", "slow", "grid", "qsr", "models", "lengths"], ...] = (
+        *("target", "slow", "grid", "qsr", "models"),
+        "lengths",
+    )
     """What to train, in this order."""
     report: bool = False
     """Print what the rows say, and train nothing."""
@@ -149,20 +160,20 @@ class Options:
 def main(options: Options) -> int:
     """Train or report."""
     if options.report:
-        report(read(options.output))
+        report(read_records(Run, options.output))
         return 0
     if options.table:
-        print(*(f"    {row}," for row in table_of(read(options.output))), sep="\n")
+        print(*(f"    {row}," for row in table_of(read_records(Run, options.output))), sep="\n")
         return 0
     torch.set_num_threads(1)
     for run in itertools.chain.from_iterable(wanted(what) for what in options.set):
-        if run.workers > options.most_workers or run.key in {one.key for one in read(options.output)}:
+        if run.workers > options.most_workers or run.key in {one.key for one in read_records(Run, options.output)}:
             continue
         with claimed(options.output, run) as mine:
             if not mine:
                 continue
             done = train(run)
-            append(options.output, done)
+            append_dicts(options.output, [asdict(done)])
         print(
             f"{done.method:8} H {done.every:<3} K {done.workers:<3}{done.codec:8} fold {done.fold} seed {done.seed} "
             f"{done.epochs} epochs: {done.accuracy:.2f} %, {done.bytes_per_step:,.0f} B a step, {done.seconds:.0f} s",
@@ -176,6 +187,8 @@ def configuration(run: Run) -> TrainConfig:
     given: dict[str, Any] = {"batch_size": BATCH, "epochs": run.epochs, "seed": run.seed, "plan": "none"}
     if run.method == SYNC:  # one process with as many micro-batches does what the workers do
         return TrainConfig(**given, micro_batches=run.workers)
+    if run.method == "codec":
+        return TrainConfig(**given, compress=run.codec)
     if run.method == "qsr":
         given["outer_qsr"] = 2.0
     elif run.method == "streamed":
@@ -195,7 +208,7 @@ def fold_data(fold: int) -> ImageData:
 def train(run: Run) -> Run:
     """Train once."""
     seed_everything(run.seed)
-    model, data = build_model("resnet18", 10), fold_data(run.fold)
+    model, data = build_model(run.model, 10), fold_data(run.fold)
     started = time.perf_counter()
     threads = 1 if run.method == SYNC else run.workers
     found = run_emulated(train_worker, threads, model, data, configuration(run))[0]
@@ -262,25 +275,6 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
 # --------------------------------------------------------------------- rows
 
 
-def read(file: Path) -> list[Run]:
-    """All runs of a file, none where there is no file."""
-    if not file.exists():
-        return []
-    kinds = {column.name: {"float": float, "int": int, "str": str}[str(column.type)] for column in fields(Run)}
-    with file.open(newline="") as lines:
-        return [Run(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
-
-
-def append(file: Path, run: Run) -> None:
-    """Add a row."""
-    with file.open("a", newline="") as lines:
-        fcntl.flock(lines, fcntl.LOCK_EX)
-        writer = csv.DictWriter(lines, [column.name for column in fields(Run)], lineterminator="\n")
-        if not file.stat().st_size:
-            writer.writeheader()
-        writer.writerow(asdict(run))
-
-
 @contextmanager
 def claimed(file: Path, run: Run) -> Iterator[bool]:
     """Whether no other process trains this run at the moment."""
@@ -292,7 +286,7 @@ def claimed(file: Path, run: Run) -> Iterator[bool]:
             yield False
             return
         try:
-            yield run.key not in {one.key for one in read(file)}
+            yield run.key not in {one.key for one in read_records(Run, file)}
         finally:
             place.unlink(missing_ok=True)
 
@@ -319,6 +313,7 @@ def table_of(runs: Sequence[Run]) -> list[OuterSteps]:
     Args:
         runs: All rows.
     """
+    runs = [run for run in runs if run.model == MODELS[0]]
     synchronous = {(run.workers, run.epochs, run.fold, run.seed): run for run in runs if run.method == SYNC}
     pairs: dict[tuple[Any, ...], list[tuple[Run, Run]]] = defaultdict(list)
     for run in runs:
@@ -342,8 +337,8 @@ def report(runs: Sequence[Run]) -> None:
     by_kind: dict[tuple[Any, ...], list[Run]] = defaultdict(list)
     for run in runs:
         by_kind[run.kind].append(run)
-    print("| method | H | workers | codec | epochs | runs | accuracy % | least | most | MB a step |")
-    print("| --- " * 10 + "|")
+    print("| method | H | workers | codec | epochs | model | runs | accuracy % | least | most | MB a step |")
+    print("| --- " * 11 + "|")
     for kind, own in sorted(by_kind.items(), key=lambda one: (one[0][4], one[0][2], one[0][0], one[0][1], one[0][3])):
         scores = [run.accuracy for run in own]
         told = [*kind, len(own), f"{statistics.fmean(scores):.2f}", f"{min(scores):.2f}", f"{max(scores):.2f}"]

@@ -10,24 +10,22 @@ whole training: predicted steps to 97 % are those of the planner's table times t
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from benchmarks.outer.accuracy import RESULTS, TARGET
+from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import LOOPBACK, Network
+from benchmarks.rig.records import append_dicts
 from benchmarks.rig.rows import commit, device
-from hybridpar.errors import HybridparError
 
 TIMEOUT = 1500.0
 
@@ -95,28 +93,18 @@ def main(options: Options) -> int:
         environment = {"HYBRIDPAR_CACHE": str(Path(passing) / "cache"), "PYTHONWARNINGS": "ignore::FutureWarning"}
         began = time.perf_counter()
         with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
-            try:
-                if options.link == LOOPBACK:
-                    command = [sys.executable, *arguments, "--workers", str(options.workers)]
-                    subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)
-                else:
-                    with Network(options.workers, options.link) as network:
-                        launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=said)
-            except HybridparError as error:
-                print(error, file=sys.stderr)
-                return error.exit_code
+            if options.link == LOOPBACK:
+                command = [sys.executable, *arguments, "--workers", str(options.workers)]
+                subprocess.run(command, env={**os.environ, **environment}, stdout=said, timeout=TIMEOUT, check=True)
+            else:
+                with Network(options.workers, options.link) as network:
+                    launch(arguments, network, timeout=TIMEOUT, environment=environment, stdout=said)
             seconds = time.perf_counter() - began
             said.seek(0)
             lines = said.read().splitlines()
         print(*lines, sep="\n")
         row = _row(options, place, lines, seconds)
-    options.output.parent.mkdir(exist_ok=True)
-    new = not options.output.exists()
-    with options.output.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [column.name for column in fields(Closed)], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
+    append_dicts(options.output, [asdict(row)])
     return 0
 
 
@@ -159,4 +147,4 @@ def _steps_to(tested: list[tuple[int, float]]) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    run_command(main, Options, __doc__)

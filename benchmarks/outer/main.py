@@ -1,49 +1,46 @@
-"""Times the outer loop on slow links, against computing alone and against DistributedDataParallel with its own hooks.
+"""Times the outer loop on slow links against computing alone, and joins the tables of accuracy and of predicted steps.
 
-    python -m benchmarks.outer.main --table rate          # blocks of H steps with an exchange, and without one
-    python -m benchmarks.outer.main --table target --hook powersgd --link 10mbit+50ms
+    python -m benchmarks.outer.main --table rate          # as root: blocks of H steps with an exchange, and without one
+    python -m benchmarks.outer.main --table predicted     # time to 97 %, predicted beside measured
     python -m benchmarks.outer.main --table picture       # of the accuracies that are there
     python -m benchmarks.outer.main --table rate --quick  # small, and nothing is written: does it run?
 
-As root, for the links. `rate`: all workers compute H steps of ResNet-18 on 32 images each, once in an outer loop, whose
-block ends with the arrival of what is exchanged, and once each for itself, in turn. `target`: DDP with a hook trains
-ResNet-18 on digits until 97 % of the test images are right; what does not get there in the time that there is goes on
-for as many steps as runs of `accuracy` took, at the mean time of the steps that were made.
+`rate`: all workers compute H steps of ResNet-18 on 32 images each, once in an outer loop, whose block ends with the
+arrival of what is exchanged, and once each for itself, in turn. `predicted`: steps to 97 % do not depend on the link,
+so a time is the product of two that were measured apart, steps of `accuracy.csv` and the time of a step of
+`benchmarks/planner`'s `predicted.csv`, and is predicted by the planner's expected steps and its predicted step.
 """
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 import os
+import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-import tyro
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.outer.accuracy import BATCH, RESULTS, SYNC, TARGET, read, steps_to_target
+from benchmarks.outer.accuracy import BATCH, RESULTS, SYNC, Run, steps_to_target
+from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import Network
 from benchmarks.rig.rank import link, process_group, sent_bytes
+from benchmarks.rig.records import append_dicts, read_dicts, read_records, write_dicts
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
-from hybridpar.data import TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import HybridparError
-from hybridpar.models import build_model, seed_everything
-from hybridpar.optim.build import Rates, build_optimizer
-from hybridpar.optim.schedule import rate_factor
-from hybridpar.train.evaluation import evaluate
+from hybridpar.models import build_model
+from hybridpar.planner.codecs import STEPS_TO_TARGET
+from hybridpar.planner.outer_steps import expected_steps
 from hybridpar.train.trainer import Trainer
 
 _TOLD = "OUTER_BENCH"
@@ -53,7 +50,7 @@ _TOLD = "OUTER_BENCH"
 class Options:
     """Measure the outer loop."""
 
-    table: Literal["rate", "target", "picture"] = "rate"
+    table: Literal["rate", "predicted", "picture"] = "rate"
     """What to measure."""
     link: str = "10mbit+50ms"
     """Between the workers."""
@@ -69,16 +66,8 @@ class Options:
     """`rate`: steps that sending one may take."""
     rounds: int = 5
     """`rate`: blocks of each kind."""
-    hook: Literal["none", "fp16", "powersgd"] = "powersgd"
-    """`target`: what DDP sends gradients as."""
-    lr: float = 0.02
-    """`target`: learning rate."""
-    seed: int = 1
-    """`target`: of the run."""
-    epochs: int = 10
-    """`target`: length of the run, which the learning rate follows."""
-    seconds: float = 480.0
-    """`target`: after which a run is ended."""
+    steps: Path = Path("benchmarks/planner/results/predicted.csv")
+    """`predicted`: predicted and measured steps."""
     quick: bool = False
     """A small model and few steps, and nothing is written."""
     output: Path = RESULTS
@@ -90,27 +79,23 @@ def main(options: Options) -> int:
     if _TOLD in os.environ:
         work(options)
         return 0
-    if options.table == "picture":
-        picture(options.output)
+    if options.table != "rate":
+        {"picture": picture, "predicted": predicted}[options.table](options)
         return 0
-    try:
-        with Network(options.workers, options.link) as network:
-            launch(["-m", "benchmarks.outer.main", *sys.argv[1:]], network, timeout=1200, environment={_TOLD: "1"})
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    with Network(options.workers, options.link) as network:
+        launch(["-m", "benchmarks.outer.main", *sys.argv[1:]], network, timeout=1200, environment={_TOLD: "1"})
     return 0
 
 
 def work(options: Options) -> None:
     """What a worker does."""
     with process_group(timeout=600) as (rank, _):
-        row = rate(options) if options.table == "rate" else target(options)
+        row = rate(options)
     if rank == 0:
         row |= {"commit": commit(), "device": device(), "load": round(os.getloadavg()[0], 1)}
         print(json.dumps(row), flush=True)
         if not options.quick:
-            _append(options.output / f"{options.table}.csv", row)
+            append_dicts(options.output / f"{options.table}.csv", [row])
 
 
 def rate(options: Options) -> dict[str, Any]:
@@ -164,80 +149,64 @@ def rate(options: Options) -> dict[str, Any]:
     }
 
 
-def target(options: Options) -> dict[str, Any]:
-    """Seconds until DDP with a hook reaches the target, from the start of its first step."""
-    config = TrainConfig(seed=options.seed, lr=options.lr, epochs=options.epochs)
-    data = load_dataset(config)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    share: dict[str, Any] = {"rank": rank, "workers": size, "loader_workers": 0}
-    batches = TrainBatches(data, seed=options.seed, batch_size=BATCH, micro_batches=1, **share)
-    seed_everything(options.seed)
-    model = _model(options)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False, static_graph=True)
-    if options.hook == "fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif options.hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = build_optimizer(model, config)
-    rates, each = Rates(optimizer), batches.steps_per_epoch
-    total = each * (1 if options.quick else options.epochs)
-    began, done, reached, before = time.perf_counter(), 0, None, 0.0
-    accuracy = 0.0
-    over = torch.zeros(1)
-    for epoch in range(options.epochs):
-        ddp.train()
-        for batch in batches.epoch(epoch):
-            ((images, labels),) = batch.micro_batches
-            rates.set(rate_factor(done, each * options.epochs, each, config))
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(ddp(images), labels).backward()
-            optimizer.step()
-            done += 1
-            over[0] = float(time.perf_counter() - began > options.seconds or done >= total)
-            dist.all_reduce(over, dist.ReduceOp.MAX)
-            if over[0]:
-                break
-        model.eval()
-        test = TestBatches(data, batch_size=BATCH, rank=0, workers=1, loader_workers=0)
-        accuracy = 100 * evaluate(model, nn.functional.cross_entropy, test, World()).accuracy
-        # All workers have the same weights, and statistics of their own: worker 0's count.
-        told = torch.tensor([accuracy])
-        dist.broadcast(told, 0)
-        accuracy = float(told)
-        if accuracy >= TARGET and not over[0]:
-            reached = each * (epoch + (TARGET - before) / max(accuracy - before, 1e-9))
-            break
-        before = accuracy
-        if over[0]:
-            break
-    seconds = time.perf_counter() - began
-    known = [steps for run in read(RESULTS / "accuracy.csv") if run.method == SYNC and (steps := steps_to_target(run))]
-    steps = reached or (statistics.fmean(known) if known else None)
-    return {
-        "link": link(),
-        "workers": size,
-        "hook": options.hook,
-        "lr": options.lr,
-        "seed": options.seed,
-        "epochs": options.epochs,
-        "steps": done,
-        "step_ms": round(1e3 * seconds / done, 1),
-        "accuracy": round(accuracy, 3),
-        "steps_to_target": None if steps is None else round(steps, 1),
-        "seconds_to_target": None if steps is None else round(seconds / done * steps, 1),
-        "is_measured": reached is not None,
-    }
+def predicted(options: Options) -> None:
+    """Time to the target of plain data parallelism, of a codec and of an outer loop, predicted beside measured."""
+    found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for run in read_records(Run, options.output / "accuracy.csv"):
+        if run.epochs == 10 and run.workers == options.workers and (steps := steps_to_target(run)) is not None:
+            found[run.model, run.every, run.codec if run.method in ("mean", "codec") else run.method].append(steps)
+    rows: list[dict[str, Any]] = []
+    for line in read_dicts(options.steps):
+        kind = _kind(line["what"])
+        told = re.search(r"predicted ([\d.]+) ms .*measured ([\d.]+) ms", line["extra"])
+        model = line["setting"].partition(",")[0]
+        if kind is None or told is None or not line["setting"].endswith(f"32x32 images, batch {BATCH}"):
+            continue
+        every, codec = kind
+        took, plain = found[model, every, SYNC if kind == PLAIN else codec], found[model, 1, SYNC]
+        if not took or not plain:
+            continue
+        row = expected_steps(every, options.workers, codec, 230) if every > 1 else None
+        factor = row.factor if row is not None else 1.0 if kind == PLAIN else STEPS_TO_TARGET[codec]
+        expects = float(told[1]) * statistics.fmean(plain) * factor / 1e3
+        measured = float(told[2]) * statistics.fmean(took) / 1e3
+        rows.append(
+            {
+                **{"date": line["date"], "model": model, "link": line["link"], "every": every, "codec": codec},
+                **{"predicted_ms": float(told[1]), "measured_ms": float(told[2]), "runs": len(took)},
+                **{"expected_steps": round(statistics.fmean(plain) * factor, 1)},
+                **{"measured_steps": round(statistics.fmean(took), 1)},
+                **{"predicted_s": round(expects, 1), "measured_s": round(measured, 1)},
+                "error": round(expects / measured - 1, 4),
+            }
+        )
+    write_dicts(options.output / "predicted.csv", rows)
+    errors = [abs(row["error"]) for row in rows]
+    print(f"{len(rows)} rows, median error {statistics.median(errors) if errors else math.nan:.1%}")
 
 
-def picture(folder: Path) -> None:
+#: An exchange of every step, of gradients as they are.
+PLAIN = 1, "none"
+
+
+def _kind(what: str) -> tuple[int, str] | None:
+    """Steps from one exchange to the next, and the codec, of a plan of whole models; None for others."""
+    told = re.fullmatch(
+        r"error of the \w+ step: data parallel over 2 devices(?:, (?:an exchange every (\d+) steps)?(?: as )?(.*))?",
+        what,
+    )
+    return None if told is None else (int(told[1] or 1), told[2] or "none")
+
+
+def picture(options: Options) -> None:
     """Draw accuracy against H for each number of workers and codec."""
+    folder = options.output
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    runs = [run for run in read(folder / "accuracy.csv") if run.epochs == 10]
+    runs = [run for run in read_records(Run, folder / "accuracy.csv") if (run.epochs, run.model) == (10, "resnet18")]
     counts = sorted({run.workers for run in runs})
     figure, axes = pyplot.subplots(1, max(1, len(counts)), figsize=(3 * len(counts), 3), sharey=True, squeeze=False)
     for axis, workers in zip(axes[0], counts, strict=True):
@@ -271,14 +240,5 @@ def _bytes() -> int:
     return sent_bytes() if link() != "loopback" else 0
 
 
-def _append(file: Path, row: dict[str, Any]) -> None:
-    new = not file.exists()
-    with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    run_command(main, Options, __doc__)

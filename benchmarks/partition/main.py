@@ -9,16 +9,15 @@ bytes). Run from the root of the repository: python -m benchmarks.partition.main
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.partition.common import setting
 from benchmarks.partition.models import table_model
+from benchmarks.rig.records import append_dicts
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
@@ -34,23 +33,7 @@ MODELS = ("resnet18", "mobilenet_v2", "googlenet", "resnet34", "densenet121", "r
 RESULTS = Path(__file__).parent / "results"
 
 
-class Table:
-    """A CSV file that grows line by line."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("w", newline="")
-        self.writer: csv.DictWriter[str] | None = None
-
-    def add(self, row: dict[str, Any]) -> None:
-        row = {**row, **setting()}
-        if self.writer is None:
-            self.writer = csv.DictWriter(self.file, list(row))
-            self.writer.writeheader()
-        self.writer.writerow(row)
-        self.file.flush()
-
-
-def run_model(name: str, options: argparse.Namespace, balances: Table, stage_rows: Table) -> None:
+def run_model(name: str, options: argparse.Namespace, balances: Path, stage_rows: Path) -> None:
     torch.manual_seed(0)
     model, example = table_model(name), torch.randn(4, 3, 224, 224)
     units = find_units(trace_model(model, [example]), [example])
@@ -75,33 +58,32 @@ def run_model(name: str, options: argparse.Namespace, balances: Table, stage_row
         for strategy, cut in cuts.items():
             slowest = max(item.ms for item in measured[strategy]) if measured else None
             ours = max(item.ms for item in measured["balanced"]) if measured else None
-            balances.add(
-                {
-                    "model": name,
-                    "stages": stages,
-                    "strategy": strategy,
-                    "units": len(graph),
-                    "max_over_mean": f"{cut.balance:.4f}",
-                    "largest_ms": f"{cut.largest:.2f}",
-                    "lower_bound_ms": f"{cuts['balanced'].lower_bound_ms:.2f}",
-                    "gap_to_bound": f"{cut.largest / cuts['balanced'].lower_bound_ms - 1:.4f}",
-                    "certificate": cuts["balanced"].certificate,
-                    "down_sets": cuts["balanced"].down_sets,
-                    "cut_megabytes": f"{sum(graph.cut_bytes(cut.stage_of)) / 1e6:.2f}",
-                    "measured_slowest_ms": "" if slowest is None else f"{slowest:.2f}",
-                    "measured_over_balanced": "" if slowest is None or ours is None else f"{slowest / ours:.3f}",
-                    "balance_ms": f"{without * 1e3:.0f}" if strategy == "balanced" else "",
-                    "noise": f"{times.noise:.3f}",
-                    "calibration": f"{times.calibration:.3f}",
-                    "clock": "thread time",
-                }
-            )
+            row: dict[str, object] = {
+                "model": name,
+                "stages": stages,
+                "strategy": strategy,
+                "units": len(graph),
+                "max_over_mean": f"{cut.balance:.4f}",
+                "largest_ms": f"{cut.largest:.2f}",
+                "lower_bound_ms": f"{cuts['balanced'].lower_bound_ms:.2f}",
+                "gap_to_bound": f"{cut.largest / cuts['balanced'].lower_bound_ms - 1:.4f}",
+                "certificate": cuts["balanced"].certificate,
+                "down_sets": cuts["balanced"].down_sets,
+                "cut_megabytes": f"{sum(graph.cut_bytes(cut.stage_of)) / 1e6:.2f}",
+                "measured_slowest_ms": "" if slowest is None else f"{slowest:.2f}",
+                "measured_over_balanced": "" if slowest is None or ours is None else f"{slowest / ours:.3f}",
+                "balance_ms": f"{without * 1e3:.0f}" if strategy == "balanced" else "",
+                "noise": f"{times.noise:.3f}",
+                "calibration": f"{times.calibration:.3f}",
+                "clock": "thread time",
+            }
+            append_dicts(balances, [row | setting()])
         if measured:
             add_stages(stage_rows, name, stages, graph, cuts["balanced"], measured["balanced"], times)
 
 
 def add_stages(
-    table: Table,
+    table: Path,
     name: str,
     stages: int,
     graph: UnitGraph,
@@ -111,21 +93,20 @@ def add_stages(
 ) -> None:
     saved = saved_bytes(graph, cut.stage_of)
     for stage, item in enumerate(measured):
-        table.add(
-            {
-                "model": name,
-                "stages": stages,
-                "stage": stage,
-                "predicted_ms": f"{cut.loads[stage]:.2f}",
-                "measured_ms": f"{item.ms:.2f}",
-                "error": f"{cut.loads[stage] / item.ms - 1:.3f}",
-                "predicted_saved_bytes": saved[stage],
-                "measured_saved_bytes": item.saved_bytes,
-                "saved_error": f"{saved[stage] / item.saved_bytes - 1:.4f}" if item.saved_bytes else "",
-                "noise": f"{times.noise:.3f}",
-                "clock": "thread time",
-            }
-        )
+        row: dict[str, object] = {
+            "model": name,
+            "stages": stages,
+            "stage": stage,
+            "predicted_ms": f"{cut.loads[stage]:.2f}",
+            "measured_ms": f"{item.ms:.2f}",
+            "error": f"{cut.loads[stage] / item.ms - 1:.3f}",
+            "predicted_saved_bytes": saved[stage],
+            "measured_saved_bytes": item.saved_bytes,
+            "saved_error": f"{saved[stage] / item.saved_bytes - 1:.4f}" if item.saved_bytes else "",
+            "noise": f"{times.noise:.3f}",
+            "clock": "thread time",
+        }
+        append_dicts(table, [row | setting()])
 
 
 def main() -> int:
@@ -137,7 +118,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    balances, stage_rows = Table(options.results / "balance.csv"), Table(options.results / "stages.csv")
+    balances, stage_rows = options.results / "balance.csv", options.results / "stages.csv"
+    for table in (balances, stage_rows):
+        table.unlink(missing_ok=True)
     for name in options.models:
         run_model(name, options, balances, stage_rows)
     return 0

@@ -11,7 +11,6 @@ Run from the root of the repository: python -m benchmarks.partition.speed
 
 from __future__ import annotations
 
-import csv
 import random
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.partition.common import setting
 from benchmarks.partition.models import sweep_model
+from benchmarks.rig.records import write_dicts
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import Unit, UnitGraph, Value
@@ -87,10 +87,7 @@ def main() -> int:
                 }
             )
             print(f"{name} K={stages}: {plain:.0f} ms, with certificate {proved:.0f} ms", flush=True)
-    with OUTPUT.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_dicts(OUTPUT, rows)
     return 0
 
 

@@ -10,7 +10,6 @@ Run from the root of the repository: python -m benchmarks.partition.sweep
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
 from benchmarks.partition.common import setting
 from benchmarks.partition.models import SWEEP, sweep_model
+from benchmarks.rig.records import read_dicts, write_dicts
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 
@@ -56,23 +56,6 @@ def check_model(name: str, seeds: int) -> dict[str, object]:
     }
 
 
-def read_rows(path: Path) -> dict[str, dict[str, object]]:
-    """The lines of a table that is there, by model."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {row["model"]: dict(row) for row in csv.DictReader(file)}
-
-
-def write_rows(path: Path, rows: dict[str, dict[str, object]]) -> None:
-    """Write all lines, in the order of the sweep; a line from before a column was there leaves it empty."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows[name] for name in SWEEP if name in rows)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(SWEEP), help="lines of other models stay as they are")
@@ -81,13 +64,14 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="leave out the models that have a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = read_rows(options.output)
+    rows: dict[str, dict[str, object]] = {row["model"]: dict(row) for row in read_dicts(options.output)}
     failed = 0
     for name in options.models:
         if options.resume and name in rows:
             continue
         row = rows[name] = check_model(name, options.seeds)
-        write_rows(options.output, rows)  # after every model, because the whole sweep takes an hour
+        # After every model, because the whole sweep takes an hour.
+        write_dicts(options.output, [rows[one] for one in SWEEP if one in rows])
         failed += row["equal"] != row["cuts"]
         print(f"{name}: {row['equal']} of {row['cuts']} equal, {row['seconds']} s", flush=True)
     return 1 if failed else 0

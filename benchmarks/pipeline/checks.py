@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import datetime
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from benchmarks.rig.rows import commit, device
+from benchmarks.rig.records import append_dicts
+from benchmarks.rig.rows import commit, device, now
 from benchmarks.rig.table import wide_console
 
 
@@ -81,17 +80,10 @@ def print_checks(checks: Sequence[Check], title: str) -> None:
 
 def append_checks(checks: Sequence[Check], path: Path) -> None:
     """Add checks to a table; folder and table are made where they are missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = [field.name for field in fields(Check)]
-    header = ["date", "commit", *names, "verdict", "device", "torch", "python"]
-    new = not path.exists()
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(header)
-        for check in checks:
-            values = [getattr(check, name) for name in names]
-            cells = ["" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in values]
-            where = [check.verdict, device(), torch.__version__, platform.python_version()]
-            writer.writerow([date, commit(), *cells, *where])
+    before = {"date": now(), "commit": commit()}
+    after = {"device": device(), "torch": torch.__version__, "python": platform.python_version()}
+    rows = []
+    for check in checks:
+        cells = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(check).items()}
+        rows.append(before | cells | {"verdict": check.verdict} | after)
+    append_dicts(path, rows)

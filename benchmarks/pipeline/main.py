@@ -7,24 +7,17 @@ python -m benchmarks.pipeline.main --quick            # small, and nothing is wr
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network
-from hybridpar.errors import HybridparError
 
 RESULTS = Path(__file__).parent / "results"
-_TOLD = "PIPELINE_BENCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +55,7 @@ def run(module: str, network: Network, options: Options, file: str, **more: Any)
         "output": None if options.quick else str((options.output / file).resolve()),
         **more,
     }
-    environment = {_TOLD: json.dumps({"module": module, "told": told})}
-    launch(["-m", "benchmarks.pipeline.main"], network, timeout=1800, environment=environment)
+    measure_in_ranks(network, f"benchmarks.pipeline.{module}", told, timeout=1800)
 
 
 def _against_torch(options: Options) -> None:
@@ -135,12 +127,4 @@ TABLES: dict[str, Callable[[Options], None]] = {
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            told = json.loads(os.environ[_TOLD])
-            importlib.import_module(f"benchmarks.pipeline.{told['module']}").measure(**told["told"])
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

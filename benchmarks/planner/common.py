@@ -97,7 +97,9 @@ SETTINGS = {
         Setting("mobilenet_v2", 64, 32),
         Setting("benchmarks.planner.common:vgg11_cifar", 32, 64),
     )
-}
+} | {f"{model}-digits": Setting(model, 32, 64) for model in ("resnet18", "resnet34", "timm/resnet10t")}
+#: Length of the run that is planned, which outer loops depend on.
+RUN_STEPS = 230
 QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
 
 
@@ -139,7 +141,10 @@ def planner_inputs(
         groups.close()
     most = max(1, min(32, setting.batch // (2 * world.size)))  # as in a run: each part of a step has two samples
     inputs = PlannerInputs(
-        found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead, most_micro_batches=most
+        *(found, cluster, setting.batch, fidelity, rates),
+        overhead_ms=overhead,
+        most_micro_batches=most,
+        run_steps=RUN_STEPS,
     )
     return rehearsed(inputs, took), took
 

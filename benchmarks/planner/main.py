@@ -7,26 +7,21 @@ python -m benchmarks.planner.main --quick   # small, and nothing is written: doe
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, missing
-from hybridpar.errors import HybridparError, UsageError, nearest
+from hybridpar.errors import UsageError, nearest
 
 RESULTS = Path(__file__).parent / "results"
-_TOLD = "PLANNER_BENCH"
 _TABLES = ("search", "closing", "predicted", "emulated", "target")
 _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
+#: As benchmarks/outer trains them.
+_ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +56,8 @@ class Options:
 def main(options: Options) -> int:
     """Take every table that is asked for."""
     for name in options.models:
-        if name not in _MODELS:
-            raise UsageError(f"no model {name!r}", fix=nearest(name, _MODELS))
+        if name not in (*_MODELS, *_ON_DIGITS):
+            raise UsageError(f"no model {name!r}", fix=nearest(name, (*_MODELS, *_ON_DIGITS)))
     wanted = [name for name in _TABLES if options.table in (name, "all")]
     if "search" in wanted:
         from benchmarks.planner.search_time import measure
@@ -119,21 +114,10 @@ def _possible(links: Sequence[str], ranks: int) -> Iterator[str]:
 def _on_links(options: Options, module: str, ranks: int, **told: Any) -> None:
     """Start `benchmarks.planner.MODULE.measure` in every rank, on every link."""
     for link in _possible(options.links, ranks):
-        asked = json.dumps({"module": module, "told": {"quick": options.quick, **told}})
-        environment = {_TOLD: asked, "PYTHONWARNINGS": "ignore::FutureWarning"}
         with Network(ranks, link) as network:
-            launch(["-m", "benchmarks.planner.main"], network, timeout=3 * 3600, environment=environment)
+            asked = {"quick": options.quick, **told}
+            measure_in_ranks(network, f"benchmarks.planner.{module}", asked, timeout=3 * 3600)
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            asked = json.loads(os.environ[_TOLD])
-            importlib.import_module(f"benchmarks.planner.{asked['module']}").measure(**asked["told"])
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main, Options)

@@ -130,15 +130,17 @@ class Running:
     Attributes:
         step: Takes one, to its end.
         close: Ends it.
+        interval: Steps that are taken and timed together: from one exchange of an outer loop to the next.
     """
 
     step: Callable[[], object]
     close: Callable[[], object]
+    interval: int = 1
 
 
 def planned(trial: Trial) -> Running:
     """A plan that is tried."""
-    return Running(trial.step, trial.close)
+    return Running(trial.step, trial.close, trial.trainer.plan.sync.outer or 1 if trial.trainer is not None else 1)
 
 
 def in_turns(
@@ -170,7 +172,7 @@ def in_turns(
             give_back_memory()  # a training begins with an empty heap
             running = made[name]()
             try:
-                times[name].append(_visit(running.step, world, rounds))
+                times[name].append(_visit(running, world, rounds))
             finally:
                 running.close()
             del running
@@ -178,7 +180,7 @@ def in_turns(
     return times
 
 
-def _visit(step: Callable[[], object], world: World, rounds: int) -> float:
+def _visit(running: Running, world: World, rounds: int) -> float:
     """Milliseconds of a step, of the slowest worker; a collective.
 
     As in a training, workers wait for what they need of each other and for nothing else between steps.
@@ -186,12 +188,13 @@ def _visit(step: Callable[[], object], world: World, rounds: int) -> float:
 
     def took() -> float:
         began = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - began)
+        for _ in range(running.interval):
+            running.step()
+        return 1e3 * (time.perf_counter() - began) / running.interval
 
     world.barrier()
     first: list[float] = world.gather([took() for _ in range(FIRST_STEPS)][-1])  # type: ignore[assignment]
-    count = max(3, min(rounds, int(1e3 * VISIT_SECONDS / max(first))))
+    count = max(3, min(rounds, int(1e3 * VISIT_SECONDS / max(first) / running.interval)))
     told: list[float] = world.gather(statistics.median(took() for _ in range(count)))  # type: ignore[assignment]
     return max(told)
 

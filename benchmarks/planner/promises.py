@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import re
 import statistics
 from pathlib import Path
 
 from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.rig.records import read_dicts
 
 #: What is promised over all rows.
 MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
@@ -34,8 +34,7 @@ def summarise(table: Path, devices: str = "") -> list[Check]:
         table: Its file.
         devices: What the plans ran on, where that is not the machine as it is.
     """
-    with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of the predicted")]
+    rows = [row for row in read_dicts(table) if row["what"].startswith("error of the predicted")]
     newest = {(row["setting"], row["link"], row["what"]): row for row in rows}
     errors = sorted(abs(float(row["value"])) for row in newest.values())
     found = {key: _SLOWER.search(row["extra"]) for key, row in newest.items()}

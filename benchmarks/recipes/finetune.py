@@ -8,7 +8,6 @@ these weights for 3, in several ways. One worker; a seed stands for weights, ord
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import tyro
 
+from benchmarks.rig.records import append_dicts
 from benchmarks.rig.rows import commit, device
 
 RESULTS = Path(__file__).parent / "results" / "finetune.csv"
@@ -83,12 +83,7 @@ def main(options: Options) -> int:
                 }
             )
             print(rows[-1], flush=True)
-    new = not options.output.exists()
-    with options.output.open("a", newline="") as table:
-        writer = csv.DictWriter(table, list(rows[0]))
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append_dicts(options.output, rows)
     return 0
 
 

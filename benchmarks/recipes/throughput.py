@@ -9,7 +9,6 @@ are under way; for timm it is what its log says, for hybridpar the time between 
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 import tyro
 
 from benchmarks.recipes.timm_parity import write_images
+from benchmarks.rig.records import append_dicts
 from benchmarks.rig.rows import commit, device
 from benchmarks.rig.stats import bootstrap_ratio
 from hybridpar.machine.process import available_cores, worker_environment
@@ -121,17 +121,8 @@ def main(options: Options) -> int:
                 "ratio_high": round(ratio.high, 3),
             }
             print(row)
-            _append(options.output, row)
+            append_dicts(options.output, [row])
     return 0
-
-
-def _append(path: Path, row: dict[str, object]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as table:
-        writer = csv.DictWriter(table, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -30,6 +29,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
@@ -185,10 +185,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--output", type=Path, default=RESULTS)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, given.output.open("w", newline="") as file:
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder))
-        table = csv.writer(file)
-        table.writerow(["recipe", "precision", "step", "timm", "hybridpar", "difference"])
         for recipe, precision in product(RECIPES, ("float32", "float64")):
             options = options_of(recipe, Path(folder))
             batches, per_epoch, classes = batches_of(options, given.steps)
@@ -202,7 +201,10 @@ def main() -> None:
             other, their_state = timms(theirs, options, batches, per_epoch, classes)
             pairs = list(zip(other, mine, strict=True))
             for step, (one, two) in enumerate(pairs, start=1):
-                table.writerow([recipe, precision, step, f"{one:.7f}", f"{two:.7f}", f"{abs(one - two):.1e}"])
+                row = {"recipe": recipe, "precision": precision, "step": step}
+                row |= {"timm": f"{one:.7f}", "hybridpar": f"{two:.7f}", "difference": f"{abs(one - two):.1e}"}
+                rows.append(row)
+            write_dicts(given.output, rows)
             apart = max(
                 float((my_state[name].double() - tensor.double()).abs().max()) for name, tensor in their_state.items()
             )
@@ -213,7 +215,6 @@ def main() -> None:
                 f"{other[-1]:.4f}; largest difference of a loss {worst:.1e}, of the {kind} {apart:.1e}",
                 flush=True,
             )
-            file.flush()
 
 
 if __name__ == "__main__":

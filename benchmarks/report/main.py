@@ -10,7 +10,6 @@ without a window; the mouse is moved by the browser's own input events. A frame 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rig.records import write_dicts
 from hybridpar.config import TrainConfig
 from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS
 from hybridpar.run.directory import RunPlace, claim_place
@@ -153,10 +153,7 @@ def main() -> None:
             "browser": browser.version,
         }
         browser.close()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.out, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([("figure", "value"), *result.items()])
+    write_dicts(options.out, [{"figure": figure, "value": value} for figure, value in result.items()])
     print(options.out.read_text(encoding="utf-8"), end="")
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import Network
-from hybridpar.errors import HybridparError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +29,11 @@ class Options:
 
 def main(options: Options) -> int:
     """Run the check; the exit status."""
-    arguments = ["-m", "benchmarks.rig.selfcheck", "--rounds", str(options.rounds)]
-    if options.output is not None:
-        arguments += ["--output", str(options.output.resolve())]
-    try:
-        with Network(options.ranks, options.rate) as network:
-            launch(arguments, network, threads=options.threads, timeout=options.timeout)
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    told = {"rounds": options.rounds, "output": None if options.output is None else str(options.output.resolve())}
+    with Network(options.ranks, options.rate) as network:
+        measure_in_ranks(network, "benchmarks.rig.selfcheck", told, timeout=options.timeout, threads=options.threads)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    run_command(main, Options)

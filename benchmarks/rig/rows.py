@@ -120,7 +120,7 @@ def row(
     measured = result.ratio(method, baseline)
     ratio = Ratio(_rounded(measured.median), _rounded(measured.low), _rounded(measured.high))
     return Row(
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        date=now(),
         commit=commit(),
         claim=claim,
         setting=setting,
@@ -145,6 +145,11 @@ def row(
         python=platform.python_version(),
         extra=dict(extra or {}),
     )
+
+
+def now() -> str:
+    """The time, UTC, as 2025-01-31T12:00:00Z."""
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def commit() -> str:

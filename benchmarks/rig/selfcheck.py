@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rig.network import bits_per_second
-from benchmarks.rig.paired import LEAST_ROUNDS, Paired, paired
+from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, check_csv, print_rows, wide_console
-from hybridpar.errors import HybridparError
 from hybridpar.models import build_model, seed_everything
 
 MEGABYTES = (1, 11, 45)
@@ -34,22 +31,12 @@ TOLERANCE = 0.06
 FRAME_OVER_PAYLOAD = 1514 / 1448
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the ranks are told."""
-
-    rounds: int = LEAST_ROUNDS
-    """Rounds to keep."""
-    output: Path | None = None
-    """Table to add the rows to."""
-
-
-def main(options: Options) -> int:
-    """Run both checks in this rank; 1, on rank 0, if the link is not what it is said to be."""
+def measure(rounds: int, output: str | None) -> None:
+    """Run both checks in this rank; rank 0 exits with 1 if the link is not what it is said to be."""
     with process_group() as (rank, ranks):
         console = wide_console(quiet=rank != 0)
-        good = _check_link(options.rounds, ranks, console)
-        result, sent = _measure_ddp(options.rounds, rank)
+        good = _check_link(rounds, ranks, console)
+        result, sent = _measure_ddp(rounds, rank)
         if rank == 0:
             rows = [
                 row(
@@ -67,11 +54,11 @@ def main(options: Options) -> int:
             print_rows(rows, console)
             for name, count in sent.items():
                 console.print(f"rank 0 sends {count / 1e6:.2f} MB per step: {name}")
-            if options.output is not None:
-                append_rows(options.output, rows)
-                check_csv(options.output)
-    # One rank is enough to say so.
-    return 0 if good or rank != 0 else 1
+            if output is not None:
+                append_rows(Path(output), rows)
+                check_csv(Path(output))
+    if rank == 0 and not good:  # one rank is enough to say so
+        sys.exit(1)
 
 
 def _check_link(rounds: int, ranks: int, console: Console) -> bool:
@@ -146,11 +133,3 @@ def _measure_ddp(rounds: int, rank: int) -> tuple[Paired, dict[str, int]]:
         method()
         sent[name] = sent_bytes() - before
     return result, sent
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)

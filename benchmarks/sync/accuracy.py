@@ -16,7 +16,6 @@ Rows are written as runs end, and what is there is not done again.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 import multiprocessing
@@ -25,7 +24,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
@@ -120,8 +120,8 @@ def main(options: Options) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     tuning, table = options.output / "accuracy_tuning.csv", options.output / "accuracy.csv"
     if options.report:
-        for epochs in sorted({run.epochs for run in read(table)}):
-            report(of_length(read(table), epochs))
+        for epochs in sorted({run.epochs for run in read_records(Run, table)}):
+            report(of_length(read_records(Run, table), epochs))
         return 0
     if options.tune:
         wanted = [
@@ -130,10 +130,10 @@ def main(options: Options) -> int:
             for m in options.methods
         ]
         train_all(wanted, tuning, options.jobs)
-        for method, run in best_rates(of_length(read(tuning), options.epochs)).items():
+        for method, run in best_rates(of_length(read_records(Run, tuning), options.epochs)).items():
             print(f"{method:20} lr {run.lr:<6g} accuracy {run.accuracy:.2f} loss {run.loss:.4f}")
         return 0
-    best = best_rates(of_length(read(tuning), options.epochs))
+    best = best_rates(of_length(read_records(Run, tuning), options.epochs))
     missing = [method for method in options.methods if method not in best]
     if missing:
         print(f"no learning rate was tuned for {', '.join(missing)}: run with --tune first", file=sys.stderr)
@@ -144,7 +144,7 @@ def main(options: Options) -> int:
         Run(method=m, lr=best[m].lr, fold=f, seed=s, epochs=options.epochs) for s, f in pairs for m in options.methods
     ]
     train_all(wanted, table, options.jobs)
-    report(of_length(read(table), options.epochs))
+    report(of_length(read_records(Run, table), options.epochs))
     return 0
 
 
@@ -167,13 +167,13 @@ def best_rates(runs: Iterable[Run]) -> dict[str, Run]:
 
 def train_all(wanted: Sequence[Run], file: Path, jobs: int) -> None:
     """Train what is not in a file yet, and add it there."""
-    done = {run.key for run in read(file)}
+    done = {run.key for run in read_records(Run, file)}
     left = [run for run in wanted if run.key not in done]
     os.environ.update(worker_environment(max(jobs, 1), range(max(jobs, 1))))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         for run in pool.imap_unordered(train, left):
             print(f"{run.method:20} lr {run.lr:<6g} fold {run.fold} seed {run.seed}: {run.accuracy:.2f} %", flush=True)
-            append(file, run)
+            append_dicts(file, [asdict(run)])
 
 
 def train(run: Run) -> Run:
@@ -268,25 +268,6 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     model.eval()
     guesses = torch.cat([model(prepared(part)).argmax(1) for part in torch.split(images, 128)])
     return float((guesses == labels).double().mean() * 100)
-
-
-def read(file: Path) -> list[Run]:
-    """All runs of a file, none where there is no file."""
-    if not file.exists():
-        return []
-    kinds = {column.name: {"float": float, "int": int, "str": str}[str(column.type)] for column in fields(Run)}
-    with file.open(newline="") as lines:
-        return [Run(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
-
-
-def append(file: Path, run: Run) -> None:
-    """Add a row."""
-    new = not file.exists()
-    with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, [column.name for column in fields(Run)], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(run))
 
 
 def report(runs: Sequence[Run]) -> None:

@@ -8,7 +8,6 @@ Nothing here depends on time, so a busy machine does not matter.
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from itertools import count, islice
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.pipeline.checks import Check, append_checks, print_checks
 from benchmarks.rig.rank import link, process_group
+from benchmarks.rig.records import read_dicts
 from benchmarks.sync.methods import TINY, Setting, Workplace, make_method
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
@@ -77,11 +77,8 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
 
 def _known(trained: str, output: str | None) -> set[str]:
     """Methods of which the table has a row for this setting, so that a run goes on where it was stopped."""
-    table = None if output is None else Path(output) / "loss.csv"
-    if table is None or not table.exists():
-        return set()
-    with table.open(newline="") as file:
-        return {row["what"].removeprefix("loss, ") for row in csv.DictReader(file) if row["setting"] == trained}
+    rows = [] if output is None else read_dicts(Path(output) / "loss.csv")
+    return {row["what"].removeprefix("loss, ") for row in rows if row["setting"] == trained}
 
 
 def _setting(quick: bool, seed: int) -> Setting:

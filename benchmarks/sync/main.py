@@ -8,25 +8,18 @@ python -m benchmarks.sync.main --quick                         # small, and noth
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing, parse_link
 from benchmarks.sync.promises import AMONG, AUTO
 from hybridpar.compress.auto import PROVEN
-from hybridpar.errors import HybridparError, UsageError
+from hybridpar.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
-_TOLD = "SYNC_BENCH"
 
 CODECS = (
     "onebit",
@@ -203,21 +196,8 @@ def _measurable(options: Options, names: list[str], ranks: int, where: str) -> l
 
 def _start(module: str, network: Network, options: Options, told: dict[str, Any]) -> None:
     """Start `benchmarks.sync.MODULE.measure` in every rank of a network."""
-    told = {"quick": options.quick, **told}
-    # What torch says of its own future names is no news of this run.
-    environment = {_TOLD: json.dumps({"module": module, "told": told}), "PYTHONWARNINGS": "ignore::FutureWarning"}
-    launch(["-m", "benchmarks.sync.main"], network, timeout=5400, environment=environment)
+    measure_in_ranks(network, f"benchmarks.sync.{module}", {"quick": options.quick, **told}, timeout=5400)
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            asked = json.loads(os.environ[_TOLD])
-            importlib.import_module(f"benchmarks.sync.{asked['module']}").measure(**asked["told"])
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_command(main, Options)

@@ -6,7 +6,6 @@ The best codec is the fastest of ours whose loss after a hundred steps is no wor
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.rig.paired import Paired
+from benchmarks.rig.records import read_dicts
 from benchmarks.rig.rows import Row, row
 from benchmarks.rig.stats import PARITY_AT_MOST
 from benchmarks.rig.table import wide_console
@@ -67,10 +67,7 @@ PROMISES: Mapping[tuple[str, int], tuple[Promise, ...]] = {
 
 def read_losses(path: Path) -> dict[str, float]:
     """The latest loss of each method, the mean over the seeds; empty where there is no table."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {entry["what"].removeprefix("loss, "): float(entry["value"]) for entry in csv.DictReader(file)}
+    return {entry["what"].removeprefix("loss, "): float(entry["value"]) for entry in read_dicts(path)}
 
 
 def eligible(ours: Sequence[str], losses: str | None) -> tuple[list[str], bool]:

@@ -9,21 +9,15 @@ next, with all hooks between.
 
 from __future__ import annotations
 
-import json
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import Network
-from hybridpar.errors import HybridparError
 
 RESULTS = Path(__file__).parent / "results" / "lightning.csv"
 TARGET = 1.02
@@ -44,8 +38,8 @@ class Options:
 def main(options: Options) -> int:
     """Start two ranks."""
     with Network(2, "loopback") as network:
-        told = json.dumps({"rounds": options.rounds, "output": str(options.output.resolve())})
-        launch(["-m", "benchmarks.trainer.lightning"], network, timeout=1800, environment={"LIGHTNING_BENCH": told})
+        told = {"rounds": options.rounds, "output": str(options.output.resolve())}
+        measure_in_ranks(network, "benchmarks.trainer.lightning", told)
     return 0
 
 
@@ -223,11 +217,4 @@ def make_methods(
 
 
 if __name__ == "__main__":
-    try:
-        if "LIGHTNING_BENCH" in os.environ:
-            measure(**json.loads(os.environ["LIGHTNING_BENCH"]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

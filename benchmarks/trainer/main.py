@@ -12,19 +12,13 @@ and its pooled BatchNorm statistics are on, as they are by default; the baseline
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import Network
-from hybridpar.errors import HybridparError
 
 RESULTS = Path(__file__).parent / "results" / "trainer.csv"
 PARITY = 1.03
@@ -49,8 +43,8 @@ def main(options: Options) -> int:
     for link in options.links:
         ranks = 1 if link == "none" else 2
         with Network(ranks, "loopback" if link == "none" else link) as network:
-            told = json.dumps({"link": link, "rounds": options.rounds, "output": str(options.output.resolve())})
-            launch(["-m", "benchmarks.trainer.main"], network, timeout=1800, environment={"TRAINER_BENCH": told})
+            told = {"link": link, "rounds": options.rounds, "output": str(options.output.resolve())}
+            measure_in_ranks(network, "benchmarks.trainer.main", told)
     return 0
 
 
@@ -145,11 +139,4 @@ def make_methods(
 
 
 if __name__ == "__main__":
-    try:
-        if "TRAINER_BENCH" in os.environ:
-            measure(**json.loads(os.environ["TRAINER_BENCH"]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

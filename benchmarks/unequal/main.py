@@ -12,27 +12,22 @@ checking, and steps of DistributedDataParallel, which has equal parts.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network
-from hybridpar.errors import HybridparError, UsageError
+from hybridpar.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results" / "unequal.csv"
 #: How many times as fast worker 1 is: time over that of equal parts, at most, and part of the ideal speed-up, at least.
 TARGETS = {1: (1.03, None), 2: (1 / 1.4, 0.95), 3: (1 / 1.9, 0.93)}
 #: Length of a period of the quota, in microseconds: far below a step.
 _PERIOD = 10_000
-_TOLD = "UNEQUAL_BENCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +62,7 @@ def main(options: Options) -> int:
                 "rounds": options.rounds,
                 "output": None if options.quick else str(options.output.resolve()),
             }
-            launch(["-m", "benchmarks.unequal.main"], network, timeout=3600, environment={_TOLD: json.dumps(told)})
+            measure_in_ranks(network, "benchmarks.unequal.main", told)
     return 0
 
 
@@ -260,11 +255,4 @@ def plan_for(speed: int, parameters: int, batch_size: int) -> tuple[list[int], f
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            measure(**json.loads(os.environ[_TOLD]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

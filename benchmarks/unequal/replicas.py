@@ -11,20 +11,15 @@ Then its plan and the best ones with equal replicas take steps in turns.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.rig.launch import launch
+from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network
-from hybridpar.errors import HybridparError
 
 RESULTS = Path(__file__).parent / "results" / "replicas.csv"
 #: Of each rank, as many times as fast as the slow ones.
@@ -34,7 +29,6 @@ LAYERS, WIDTH, CLASSES = 8, 512, 10
 SAMPLE_MS = 1.0
 #: What was promised: error of the prediction at most, and the step over that of the best equal layout.
 MOST_ERROR, MOST_RATIO = 0.08, 1 / 1.3
-_TOLD = "UNEQUAL_REPLICAS_BENCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +53,7 @@ def main(options: Options) -> int:
         "output": None if options.quick else str(options.output.resolve()),
     }
     with Network(len(SPEEDS), LOOPBACK) as network:
-        environment = {_TOLD: json.dumps(told)}
-        launch(["-m", "benchmarks.unequal.replicas"], network, timeout=3600, environment=environment)
+        measure_in_ranks(network, "benchmarks.unequal.replicas", told)
     return 0
 
 
@@ -207,11 +200,4 @@ def measure(batch_size: int, rounds: int, output: str | None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        if _TOLD in os.environ:
-            measure(**json.loads(os.environ[_TOLD]))
-            sys.exit(0)
-        sys.exit(main(tyro.cli(Options)))
-    except HybridparError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_command(main, Options)

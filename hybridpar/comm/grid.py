@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from hybridpar.comm.transport import BackendReceive, BackendSend, MessagePart, R
 from hybridpar.comm.world import World
 from hybridpar.compress.group import open_group
 from hybridpar.errors import SyncError, UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +86,6 @@ class Grid:
         self.senders: dict[int, SendEnd] = {}
         self.receivers: dict[int, ReceiveEnd] = {}
         self._groups: list[dist.ProcessGroup] = []
-        self._mesh: DeviceMesh | None = None
         hosts = self._agree(pairs)
         self.columns = [list(column) for column in zip(*self._homes, strict=True)]
         self.worlds: dict[int, World] = {}
@@ -130,38 +126,12 @@ class Grid:
             if rank in column:
                 self.worlds[position] = party
 
-    def device_mesh(self) -> DeviceMesh:
-        """The grid for other code: dimensions `stage` and `replica`, over process groups of this grid.
-
-        The first call is a collective over all workers of the job. The mesh ends with the grid.
-
-        Raises:
-            UsageError: Replicas have different numbers of workers.
-        """
-        if not self._is_rectangle:
-            raise UsageError(
-                f"a device mesh of replicas with {[len(set(row)) for row in self._homes]} workers",
-                "A mesh is a rectangle: stages times replicas.",
-                "Give all replicas as many workers.",
-            )
-        if self._mesh is None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            ranks = torch.arange(self.world.size).view(self.positions, self.replicas)
-            with self.world.named_errors("making a device mesh"):
-                column = self.replica_world.control
-                groups = [self._own_group(ranks.T.tolist()), column or self._own_group(ranks.tolist())]
-            self._mesh = DeviceMesh.from_group(
-                groups, self.world.device.type, ranks, mesh_dim_names=("stage", "replica")
-            )
-        return self._mesh
-
     def close(self) -> None:
         """Leave all channels and destroy the grid's process groups. Safe to call twice."""
         ends: list[SendEnd | ReceiveEnd] = [*self.senders.values(), *self.receivers.values()]
         for end in ends:
             end.close()
-        self.senders, self.receivers, self._mesh = {}, {}, None
+        self.senders, self.receivers = {}, {}
         groups, self._groups = self._groups, []
         if dist.is_initialized():
             for group in groups:
@@ -237,12 +207,6 @@ class Grid:
                 receiver = BackendReceive(group, int(target < source), device)
                 receiver.receive([first])
                 self.receivers[self.ranks.index(source)] = receiver
-
-    def _own_group(self, parties: list[list[int]]) -> dist.ProcessGroup:
-        """Make a group of every party, and return this worker's."""
-        groups = [group for party in parties if (group := self._open_group(party)) is not None]
-        self._groups += groups
-        return groups[0]
 
     def _open_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some workers of the grid; where that is a part of the job, the others make none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,8 @@ from hybridpar.errors import SyncError
 
 def replicate(model: nn.Module, world: World, agree: object = None, *, compare_only: bool = False) -> None:
     """Give every worker rank 0's parameters and buffers, whatever its own seed gave it; a collective.
+
+    Checksums are compared first: workers that built the same model send nothing more.
 
     Args:
         model: The model.
@@ -26,11 +30,11 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
     if world.size == 1:
         return
     facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
-    answers = world.gather((facts, repr(agree)))
+    answers = world.gather((facts, repr(agree), [] if compare_only else _checksums(model)))
     first: object = None
     for rank, answer in enumerate(answers):
         assert isinstance(answer, tuple)
-        theirs, options = answer
+        theirs, options, _ = answer
         if options != repr(agree):
             raise SyncError(
                 f"worker {rank} was given other options than worker {world.rank}: {options} and {agree!r}",
@@ -44,10 +48,21 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
                 "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",
                 "Build the model in the same way on every worker.",
             )
-    if compare_only:
+    if compare_only or all(answer[2] == answers[0][2] for answer in answers):  # type: ignore[index]
         return
     with world.named_errors("broadcasting the initial model"):
         broadcast_state(model, 0, world)
+
+
+@torch.no_grad()
+def _checksums(module: nn.Module) -> list[tuple[int, int]]:
+    """Two checksums, of 32 bits each, of every parameter and buffer."""
+    found = []
+    for tensor in [*module.parameters(), *module.buffers()]:
+        whole = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
+        data = whole.view(torch.uint8).cpu().numpy().data
+        found.append((zlib.crc32(data), zlib.adler32(data)))
+    return found
 
 
 @torch.no_grad()

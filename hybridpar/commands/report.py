@@ -35,13 +35,10 @@ def run_report(command: Report, _: Sequence[str]) -> int:
     Raises:
         HybridparError: A directory holds no run, or the file cannot be written.
     """
-    from hybridpar.errors import UsageError
     from hybridpar.observe.page import check_page_file, write_page
     from hybridpar.observe.text import format_bytes
     from hybridpar.run.page_data import open_runs, page_data
 
-    if not command.runs:
-        raise UsageError("no run is named", fix="Name a run directory: hybridpar report runs/resnet18-digits")
     runs = open_runs(command.runs)
     check_page_file(command.output)
     data = page_data(runs)

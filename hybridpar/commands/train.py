@@ -104,9 +104,11 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         workers = workers or default_workers()
         servers, patient = 0, True
         if command.uses_servers:
-            command.split_count(workers)
+            if command.stages == 1:
+                command.split_count(workers)
             servers = command.server_processes
-            patient = command.waits_for_all or not servers
+            # The stages of a replica wait for each other, whatever replicas do.
+            patient = command.waits_for_all or not servers or command.stages > 1
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
     elif os.environ["RANK"] == "0" and not launched_here():

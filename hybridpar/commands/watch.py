@@ -35,11 +35,8 @@ def run_watch(command: Watch, _: Sequence[str]) -> int:
     Raises:
         UsageError: A directory holds no run, or the port is taken.
     """
-    from hybridpar.errors import UsageError
     from hybridpar.run.watch import PageServer
 
-    if not command.runs:
-        raise UsageError("no run is named", fix="Name a run directory: hybridpar watch runs/resnet18-digits")
     with PageServer(command.runs, command.port) as server:
         print(f"open {server.address} in a browser of this machine; Ctrl-C ends", flush=True)
         try:

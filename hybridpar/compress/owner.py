@@ -146,11 +146,6 @@ class OwnerCoder(WarmUpCoder):
         self._samples = 1.0
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of h and m on this worker: 1/K of what an optimizer would keep."""
-        return 4 * (self._squares.now.numel() + self._momentum.now.numel())
-
-    @property
     def warm(self) -> bool:
         """Whether the next step is sent in full precision."""
         return self._steps < self._rule.warm

@@ -5,7 +5,6 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -13,20 +12,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 
-class Rule(NamedTuple):
-    """What an option's value must be.
+def unless(said: str, otherwise: str) -> Any:
+    """The help of an option that is on, and is given as `--no-NAME`.
 
-    Attributes:
-        option: The option, as users type it.
-        value: Its value.
-        holds: Whether the value is allowed.
-        says: What it must be, to be put behind "It must be".
+    Args:
+        said: What it does if it is given.
+        otherwise: What is done by default.
+
+    Returns:
+        An annotation of the field, for tyro.
     """
-
-    option: str
-    value: object
-    holds: bool
-    says: str
+    return tyro.conf.arg(help=said, help_behavior_hint=f"(default: {otherwise})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +62,6 @@ class DataConfig:
     """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
 
 
-def data_rules(config: DataConfig) -> list[Rule]:
-    """What the values of these options must be.
-
-    Args:
-        config: The options.
-
-    Returns:
-        The rules, each with whether it holds.
-    """
-    return [
-        Rule("--batch-size", config.batch_size, config.batch_size >= 1, "at least 1"),
-        Rule("--loader-workers", config.loader_workers, (config.loader_workers or 0) >= 0, "at least 0"),
-        Rule("--image-size", config.image_size, config.image_size is None or config.image_size >= 8, "at least 8"),
-        Rule("--test-image-size", config.test_image_size, (config.test_image_size or 8) >= 8, "at least 8"),
-        Rule("--mean", config.mean, all(0 <= one <= 1 for one in config.mean or ()), "three numbers from 0 to 1"),
-        Rule("--std", config.std, all(one > 0 for one in config.std or ()), "three numbers of more than 0"),
-        Rule("--synthetic-samples", config.synthetic_samples, config.synthetic_samples >= 2, "at least 2"),
-    ]
-
-
 def data_set_kind(name: str) -> str:
     """The registered name of a data set.
 
@@ -115,26 +91,7 @@ class ModelConfig:
     """Do not train what this pattern names, modules or parameters, as layer[12] or *.bias; may be repeated."""
 
 
-def model_rules(config: ModelConfig) -> list[Rule]:
-    """What the values of these options must be.
-
-    Args:
-        config: The options.
-
-    Returns:
-        The rules, each with whether it holds.
-    """
-    part = "at least 0 and less than 1"
-    return [
-        Rule("--drop-rate", config.drop_rate, 0 <= (config.drop_rate or 0) < 1, part),
-        Rule("--drop-path-rate", config.drop_path_rate, 0 <= (config.drop_path_rate or 0) < 1, part),
-    ]
-
-
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-
-#: What `--augment` may be: a policy, and what it takes behind a colon.
-_POLICY = re.compile(r"none|ra(:\d+,\d+)?|ta|aa(:(imagenet|cifar10|svhn))?|augmix|timm/.+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,42 +139,6 @@ class AugmentConfig:
     def mixes(self) -> bool:
         """Whether batches may be mixed, so that samples have neighbours and targets are soft."""
         return self.mixup > 0 or self.cutmix > 0
-
-
-def augment_rules(config: AugmentConfig) -> list[Rule]:
-    """What the values of these options must be.
-
-    Args:
-        config: The options.
-
-    Returns:
-        The rules, each with whether it holds.
-    """
-    parts = [
-        ("--hflip", config.hflip or 0.0),
-        ("--vflip", config.vflip),
-        ("--random-erasing", config.random_erasing),
-        ("--mix-prob", config.mix_prob),
-        ("--mix-switch", config.mix_switch),
-    ]
-    (low, high), (narrow, wide) = config.scale, config.ratio
-    return [
-        Rule(
-            "--augment",
-            config.augment,
-            _POLICY.fullmatch(config.augment) is not None,
-            "none, ra, ra:N,M, ta, aa, aa:imagenet, aa:cifar10, aa:svhn, augmix, or timm/SPEC",
-        ),
-        *(Rule(option, value, 0 <= value <= 1, "at least 0 and at most 1") for option, value in parts),
-        Rule("--color-jitter", config.color_jitter, 0 <= config.color_jitter <= 1, "at least 0 and at most 1"),
-        Rule("--scale", config.scale, 0 < low <= high <= 1, "two numbers from 0 to 1, the smaller one first"),
-        Rule("--ratio", config.ratio, 0 < narrow <= wide, "two numbers of more than 0, the smaller one first"),
-        Rule("--crop-ratio", config.crop_ratio, 0 < (config.crop_ratio or 1) <= 1, "greater than 0 and at most 1"),
-        Rule("--repeats", config.repeats, config.repeats >= 1, "at least 1"),
-        Rule("--mixup", config.mixup, config.mixup >= 0, "at least 0"),
-        Rule("--cutmix", config.cutmix, config.cutmix >= 0, "at least 0"),
-        Rule("--mix-off-epoch", config.mix_off_epoch, config.mix_off_epoch >= 0, "at least 0"),
-    ]
 
 
 #: Side that images from files of any size are resized to where nothing says another, in pixels.

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import Rule
+from hybridpar.config.data import unless
 from hybridpar.errors import UsageError, nearest, shortened
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
@@ -100,9 +100,9 @@ class OptimizerConfig:
     """Learning rate of the first step; default: the first of equal steps from zero to --lr."""
     warmup_prefix: Annotated[
         bool,
-        tyro.conf.arg(
-            help="Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
-            help_behavior_hint="(default: they begin after the warm-up)",
+        unless(
+            "Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
+            "they begin after the warm-up",
         ),
     ] = True
     """Whether schedules begin after the warm-up; else they are counted from the start of the run."""
@@ -137,56 +137,6 @@ class OptimizerConfig:
     def scales_rates(self) -> bool:
         """Whether layers have learning rates of their own."""
         return (self.layer_decay, self.head_lr_scale) != (1.0, 1.0)
-
-
-def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
-    """What the values of these options must be.
-
-    Args:
-        config: The options.
-
-    Returns:
-        The rules, each with whether it holds.
-    """
-    return [
-        Rule("--epochs", config.epochs, config.epochs >= 1, "at least 1"),
-        Rule("--steps", config.steps, config.steps is None or config.steps >= 1, "at least 1"),
-        Rule("--lr", config.lr, config.lr > 0, "greater than 0"),
-        Rule("--momentum", config.momentum, 0 <= config.momentum < 1, "at least 0 and less than 1"),
-        Rule("--betas", config.betas, all(0 <= b < 1 for b in config.betas), "numbers of at least 0 and less than 1"),
-        Rule("--eps", config.eps, config.eps is None or config.eps >= 0, "at least 0"),
-        Rule("--weight-decay", config.weight_decay, config.weight_decay >= 0, "at least 0"),
-        Rule("--min-lr", config.min_lr, config.min_lr >= 0, "at least 0"),
-        Rule("--warmup-epochs", config.warmup_epochs, config.warmup_epochs >= 0, "at least 0"),
-        Rule("--warmup-lr", config.warmup_lr, config.warmup_lr is None or config.warmup_lr >= 0, "at least 0"),
-        Rule("--cooldown-epochs", config.cooldown_epochs, config.cooldown_epochs >= 0, "at least 0"),
-        Rule("--decay-rate", config.decay_rate, 0 < config.decay_rate <= 1, "greater than 0 and at most 1"),
-        Rule(
-            "--decay-epochs", config.decay_epochs, config.decay_epochs is None or config.decay_epochs > 0, "more than 0"
-        ),
-        Rule("--milestones", config.milestones, all(m > 0 for m in config.milestones), "numbers of more than 0"),
-        Rule("--layer-decay", config.layer_decay, 0 < config.layer_decay <= 1, "greater than 0 and at most 1"),
-        Rule("--head-lr-scale", config.head_lr_scale, config.head_lr_scale > 0, "greater than 0"),
-        Rule("--lr-power", config.lr_power, config.lr_power > 0, "greater than 0"),
-        Rule("--patience-epochs", config.patience_epochs, config.patience_epochs >= 0, "at least 0"),
-        Rule(
-            "--step-epochs", config.step_epochs, all(0 < f < 1 for f in config.step_epochs), "fractions between 0 and 1"
-        ),
-        Rule(
-            "--label-smoothing", config.label_smoothing, 0 <= config.label_smoothing < 1, "at least 0 and less than 1"
-        ),
-        Rule(
-            "--bce-threshold",
-            config.bce_threshold,
-            config.bce_threshold is None or 0 <= config.bce_threshold < 1,
-            "at least 0 and less than 1",
-        ),
-        Rule(
-            "--model-ema-decay", config.model_ema_decay, 0 <= config.model_ema_decay < 1, "at least 0 and less than 1"
-        ),
-        Rule("--model-ema-steps", config.model_ema_steps, config.model_ema_steps >= 1, "at least 1"),
-        Rule("--clip-norm", config.clip_norm, config.clip_norm is None or config.clip_norm > 0, "greater than 0"),
-    ]
 
 
 def check_optimizer(config: OptimizerConfig) -> None:

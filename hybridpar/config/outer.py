@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridpar.config.data import Rule
+from hybridpar.config.ranges import check_ranges, require
 from hybridpar.config.server import LOCAL, OUTER, ServerConfig
 from hybridpar.errors import UsageError
 
@@ -82,33 +82,11 @@ class OuterConfig(ServerConfig):
         if every is None:
             return
         self._check_over_servers()
-        fits = f"less than H / fragments, here {every} / {self.outer_fragments}, and at least 0"
-        rules = [
-            Rule("--outer-lr", self.outer_lr, self.outer_lr is None or self.outer_lr > 0, "greater than 0"),
-            Rule(
-                "--outer-momentum",
-                self.outer_momentum,
-                self.outer_momentum is None or 0 <= self.outer_momentum < 1,
-                "at least 0 and less than 1",
-            ),
-            Rule("--outer-qsr", self.outer_qsr, self.outer_qsr is None or self.outer_qsr > 0, "greater than 0"),
-            Rule(
-                "--outer-fragments",
-                self.outer_fragments,
-                1 <= self.outer_fragments <= every,
-                f"from 1 to the H of --sync {self.sync}",
-            ),
-            Rule(
-                "--outer-delay",
-                self.outer_delay,
-                0 <= self.outer_delay < max(1, every // max(1, self.outer_fragments)),
-                fits,
-            ),
-            Rule("--outer-mix", self.outer_mix, self.outer_mix is None or 0 <= self.outer_mix <= 1, "from 0 to 1"),
-        ]
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise UsageError(f"{name} is {value}", f"It must be {rule}.")
+        parts, delay = self.outer_fragments, self.outer_delay
+        require("outer_fragments", parts, 1 <= parts <= every, f"from 1 to the H of --sync {self.sync}")
+        fits = f"less than H / fragments, here {every} / {parts}, and at least 0"
+        require("outer_delay", delay, 0 <= delay < max(1, every // parts), fits)
+        check_ranges(self, ("outer_lr", "outer_momentum", "outer_qsr", "outer_mix"))
         if self.outer_optimizer == "mean" and self.outer_momentum:
             raise UsageError(
                 f"--outer-momentum {self.outer_momentum:g} with --outer-optimizer mean",

@@ -70,11 +70,12 @@ class ServerConfig:
         """Number of server processes beside the workers."""
         return (1 if self.servers is None else self.servers) if self.uses_servers else 0
 
-    def split_count(self, workers: int) -> int:
+    def split_count(self, workers: int, called: str = "worker") -> int:
         """N of n-softsync, in which an update takes floor(workers / N) gradients; 1-softsync takes one of each.
 
         Args:
-            workers: Number of workers.
+            workers: Number of workers, or of replicas where the model is cut into stages.
+            called: What to call one in messages.
 
         Returns:
             N; 1 where every update takes a gradient of each worker, `workers` where it takes one.
@@ -87,9 +88,9 @@ class ServerConfig:
             return workers if name == SERVER_ASYNC else 1
         if not number.isdigit() or not 1 <= int(number) <= workers:
             raise UsageError(
-                f"--sync {self.sync} with {workers} worker{'' if workers == 1 else 's'}",
-                f"N of softsync:N is a whole number from 1 to the number of workers, here 1 to {workers}.",
-                "softsync:1 waits for as many gradients as there are workers, softsync:W for one.",
+                f"--sync {self.sync} with {workers} {called}{'' if workers == 1 else 's'}",
+                f"N of softsync:N is a whole number from 1 to the number of {called}s, here 1 to {workers}.",
+                f"softsync:1 waits for as many gradients as there are {called}s, softsync:{workers} for one.",
             )
         return int(number)
 

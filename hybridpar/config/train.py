@@ -13,10 +13,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, Rule, augment_rules, data_rules, model_rules
-from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
+from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
+from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.outer import OuterConfig
-from hybridpar.config.recipe import LATE, RecipeConfig, refuse
+from hybridpar.config.ranges import check_ranges
+from hybridpar.config.recipe import RecipeConfig, refuse
 from hybridpar.config.server import LOCAL
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
@@ -30,24 +31,16 @@ class SyncConfig:
     """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a .toml
     file of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the result."""
     hierarchy: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Use the codec of --compress inside a node, too.",
-            help_behavior_hint="(default: workers of a node add in full precision)",
-        ),
+        bool, unless("Use the codec of --compress inside a node, too.", "workers of a node add in full precision")
     ] = True
     """With several nodes of several workers: add in full precision inside a node, and use the codec of `--compress`
     between nodes only."""
     batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
     """BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over all replicas;
     `local`: per replica, averaged at checkpoints; `frozen`: normalise by those that the model has, and keep them."""
-    guard: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Do not skip steps in which a gradient is not finite.",
-            help_behavior_hint="(default: all workers skip them)",
-        ),
-    ] = True
+    guard: Annotated[bool, unless("Do not skip steps in which a gradient is not finite.", "all workers skip them")] = (
+        True
+    )
     """Whether a step in which any gradient is not finite is skipped, on all workers."""
     shard_optimizer: bool = False
     """Divide the optimizer's state among the replicas, each of which updates a part of the parameters and hands it
@@ -250,10 +243,7 @@ class AdvancedConfig:
     """Seconds after which a worker that does not answer is an error."""
     tune_process: Annotated[
         bool,
-        tyro.conf.arg(
-            help="Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.",
-            help_behavior_hint="(default: set for training)",
-        ),
+        unless("Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.", "set for training"),
     ] = True
     """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
     debug: bool = False
@@ -313,31 +303,15 @@ class TrainConfig(
         Raises:
             UsageError: A value is out of range, with the rule it breaks.
         """
-        rules = [
-            *model_rules(self),
-            *data_rules(self),
-            *augment_rules(self),
-            *optimizer_rules(self),
-            Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
-            Rule("--stages", self.stages, self.stages >= 1, "at least 1"),
-            Rule("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
-            Rule("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
-            Rule("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
-            Rule("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
-            Rule("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
-            Rule("--keep", self.keep, self.keep >= 1, "at least 1"),
-        ]
-        for option, value, holds, rule in rules:
-            if not holds:
-                raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        check_ranges(self)
         check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         self.check_sync()
-        if self.uses_servers:
-            self._check_with_servers()
-        if self.weights is not None and self.resume_from is not None:
-            raise refuse(f"--weights {self.weights}", f"--resume-from {self.resume_from}", "Both say where to start.")
+        _refuse(self, CONFLICTS)
+        if self.uses_servers and self.workers is not None and self.stages == 1:
+            self.split_count(self.workers)
+            self.check_paces(self.workers)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
             if self.resume and named:
                 raise UsageError(
@@ -346,29 +320,8 @@ class TrainConfig(
                     "--resume-from starts a new one from the checkpoint that it names.",
                     "Leave out one of them.",
                 )
-        if self.cuda_graph and self.may_compress(self.compress):
-            given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
-            raise UsageError(
-                f"--cuda-graph with {given}",
-                "What a codec keeps is put back by the host where a step does not count.",
-                "Leave out one of them.",
-            )
-        if self.cuda_graph and self.timeline is not None:
-            raise UsageError(
-                "--cuda-graph with --timeline",
-                "A graph runs as a whole, so the actions inside it have no times of their own.",
-                "Leave out one of them.",
-            )
-        self._check_shares()
         if self.homes is not None:
             self.check_unequal()
-        self._check_shard_optimizer()
-        if self.channels_last and self.memory_format == "contiguous":
-            raise UsageError(
-                "--channels-last with --memory-format contiguous",
-                "They contradict each other.",
-                "Leave out one of them.",
-            )
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
         check_recipe(self)
@@ -376,23 +329,8 @@ class TrainConfig(
     @property
     def needs_whole(self) -> str | None:
         """An option with which every worker of a pipeline holds the whole model; None where there is none."""
-        return next(
-            (
-                option
-                for option, given in (
-                    (f"--kernels {self.kernels}", self.uses_kernels),
-                    (f"--select-batch {self.select_batch}", self.select_batch),
-                    (f"--sync {self.sync}", self.outer_steps),
-                    ("--compress auto", self.chooses),
-                    (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off")),
-                    ("--cuda-graph", self.cuda_graph),
-                    (f"--recipe {self.recipe}", self.recipe != "none"),
-                    (f"--placement {self.placement}", self.homes is not None),
-                )
-                if given
-            ),
-            None,
-        )
+        options = _options(self)
+        return next((text for text, given in map(options.__getitem__, NEED_WHOLE_MODEL) if given), None)
 
     def check_unequal(self) -> None:
         """Refuse what needs replicas of equal numbers of workers.
@@ -400,116 +338,11 @@ class TrainConfig(
         Raises:
             UsageError: Such an option is given.
         """
-        for option, given, why in (
-            ("--batch-norm sync", self.batch_norm == "sync", "Workers would wait for each other in different orders."),
-            ("--compress auto", self.chooses, "It measures the links of all replicas at once."),
-            (f"--double-buffer {self.double_buffer}", self.double_buffer not in (None, "off"), "It compares replicas."),
-            (f"--sync {self.sync}", self.outer_steps is not None, "Groups between outer steps are equal."),
-            ("--timeline", self.timeline is not None, "It pairs the workers of equal replicas."),
-            ("--shard-optimizer", self.shard_optimizer, "Its parts belong to the workers of equal replicas."),
-        ):
+        options = _options(self)
+        for name, why in NEED_EQUAL_REPLICAS.items():
+            text, given = options[name]
             if given:
-                raise refuse(option, "replicas of different numbers of workers", why)
-
-    def _check_shares(self) -> None:
-        """Refuse what cannot be done with shares that change, or that are empty."""
-        shares = self.share_list
-        tuned = self.shares.strip() == "auto"
-        for other, refused, why in (
-            ("--cuda-graph", tuned and self.cuda_graph, "A captured step has one size."),
-            (
-                f"--select-batch {self.select_batch}",
-                tuned and bool(self.select_batch),
-                "Both change batches by trials.",
-            ),
-            (
-                "--batch-norm sync",
-                self.batch_norm == "sync" and shares is not None and 0 in shares,
-                "Every replica must have samples to normalise.",
-            ),
-        ):
-            if refused:
-                raise refuse(f"--shares {self.shares}", other, why)
-
-    def _check_shard_optimizer(self) -> None:
-        """Refuse what needs the state of all parameters on every replica, or keeps it elsewhere."""
-        if not self.shard_optimizer:
-            return
-        for option, given, why in (
-            (f"--sync {self.sync}", self.outer_steps is not None, "Workers make steps alone, of all parameters."),
-            (f"--sync {self.sync}", self.uses_servers, "Servers hold the optimizer's state, each a part of it."),
-            (
-                f"--recipe {self.recipe}",
-                self.recipe != "none",
-                "Its owners of stripes keep the state in parts already.",
-            ),
-            (
-                f"--double-buffer {self.double_buffer}",
-                self.double_buffer not in (None, "off"),
-                "A late step would wait for the parameters that others have stepped.",
-            ),
-            ("--cuda-graph", self.cuda_graph, "A captured step makes the whole step on every worker."),
-            (
-                f"--optimizer {self.optimizer}",
-                self.optimizer.startswith("timm/kron"),
-                "It draws random numbers for one parameter after the other.",
-            ),
-        ):
-            if given:
-                raise refuse("--shard-optimizer", option, why)
-
-    def _check_with_servers(self) -> None:
-        """Refuse what needs all gradients in one place, or all workers in one step.
-
-        Raises:
-            UsageError: Such an option is given.
-        """
-        whole = "With parameter servers every worker computes the whole model, at its own pace."
-        refused: list[tuple[str, bool, str]] = [
-            ("--stages or a plan", self.is_staged or self.plan_file is not None, whole),
-            (
-                f"--recipe {self.recipe}",
-                self.recipe != "none",
-                "Its state is the workers', and servers keep their own.",
-            ),
-            (
-                "--double-buffer",
-                self.double_buffer not in (None, "off"),
-                "Servers that do not wait are late already.",
-            ),
-            ("--select-batch", bool(self.select_batch), whole),
-            ("--replicas", self.replicas is not None, whole),
-            ("--shares auto", self.shares.strip() == "auto", "No step is made by all workers together."),
-            (f"--shares {self.shares}", 0 in (self.share_list or ()), "A worker without samples has nothing to push."),
-            ("--cuda-graph", self.cuda_graph, whole),
-            ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
-            ("--profile", self.profile, "It is of workers that make one step together."),
-            (
-                f"--optimizer {self.optimizer}",
-                self.optimizer.startswith("timm/kron") and self.outer_steps is None,
-                "It draws random numbers of its own, which a shard could neither save nor draw again.",
-            ),
-            (
-                f"--optimizer {self.optimizer} --memory-format channels_last",
-                "adafactor" in self.optimizer and self.uses_channels_last and self.outer_steps is None,
-                "It looks at the order of dimensions, and servers hold parameters as they lie in memory.",
-            ),
-            ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
-            ("--stop-early", self.stop_early is not None, "Only rank 0 tests, and no shard is told."),
-            ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
-            ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
-            (
-                f"--warm-start-steps {self.warm_start_steps}",
-                bool(self.warm_start_steps) and self.outer_steps is not None,
-                "Servers take outer gradients from the first step on.",
-            ),
-        ]
-        for option, given, rule in refused:
-            if given:
-                raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
-        if self.workers is not None:
-            self.split_count(self.workers)
-            self.check_paces(self.workers)
+                raise refuse(text, "replicas of different numbers of workers", why)
 
 
 #: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
@@ -534,121 +367,172 @@ def check_recipe(config: TrainConfig) -> None:
     Raises:
         UsageError: Two of them contradict each other; it names both.
     """
-    for option, value, least in (
-        ("--warm-start-steps", config.warm_start_steps, 0),
-        ("--select-batch", config.select_batch, 0),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"{option} is {value}", f"It must be at least {least}.")
-    if config.lr_per_sample is not None and not config.lr_per_sample > 0:
-        raise UsageError(f"--lr-per-sample is {config.lr_per_sample}", "It must be greater than 0.")
+    check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
     if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
-    if config.recipe != "none":
-        _check_knobs(config, f"--recipe {config.recipe}")
-    if config.double_buffer in LATE:
-        _check_late(config, f"--double-buffer {config.double_buffer}")
     config.check_outer()
-    if config.outer_steps is not None:
-        _check_outer(config, f"--sync {config.sync}")
-    elif config.warm_start_steps and config.recipe == "none":
+    _refuse(config, RECIPE_CONFLICTS)
+    if config.warm_start_steps and config.recipe == "none" and config.outer_steps is None:
         why = "Only recipes, and --sync outer:H and local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
-    if config.model_ema:
-        _check_average(config)
-    if config.amp == "fp16":
-        _check_loss_scale(config)
-    if config.select_batch:
-        _check_select(config, f"--select-batch {config.select_batch}")
 
 
-def _check_loss_scale(config: TrainConfig) -> None:
-    for option, given, why in (
-        ("--no-guard", not config.guard, "A step whose gradients overflow is rolled back, and the loss scale falls."),
-        (
-            "--double-buffer",
-            config.double_buffer not in (None, "off"),
-            "Late gradients have the scale of another step.",
+def _refuse(config: TrainConfig, conflicts: tuple[tuple[str, str, str], ...]) -> None:
+    options = _options(config)
+    for one, other, why in conflicts:
+        if options[one][1] and options[other][1]:
+            raise refuse(options[one][0], options[other][0], why)
+
+
+def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
+    """What the tables below name: an option as users type it, and whether it is given."""
+    recipe, kron = config.recipe, config.optimizer.startswith("timm/kron")
+    outer, served = config.outer_steps is not None, config.uses_servers
+    sync, optimizer, shares = f"--sync {config.sync}", f"--optimizer {config.optimizer}", f"--shares {config.shares}"
+    coded = f"--compress {config.compress}" if recipe == "none" else f"--recipe {recipe}"
+    another_codec = config.compress.strip() != "none" and not config.compress.startswith(recipe.replace("-", "_"))
+    return {
+        "adafactor on servers": (
+            f"{optimizer} --memory-format channels_last",
+            "adafactor" in config.optimizer and config.uses_channels_last and not outer,
         ),
-        ("--cuda-graph", config.cuda_graph, "A captured step does not follow the scale."),
-        ("--select-batch", bool(config.select_batch), "Steps on trial would change the scale."),
-        ("--kernels", config.uses_kernels, "Tuned kernels compute in float32 and bfloat16."),
-    ):
-        if given:
-            raise refuse("--amp fp16", option, why)
-
-
-def _check_knobs(config: TrainConfig, recipe: str) -> None:
-    if config.compress.strip() != "none" and not config.compress.startswith(config.recipe.replace("-", "_")):
-        raise refuse(recipe, f"--compress {config.compress}", "The recipe says what gradients travel as.")
-    if config.nesterov:
-        raise refuse(recipe, "--nesterov", "The recipe's momentum is the plain one.")
-    if config.recipe == "onebit-sgd" and config.optimizer != "sgd":
-        raise refuse(recipe, f"--optimizer {config.optimizer}", "The recipe is one of SGD.")
-    if config.recipe == "onebit-adam" and config.momentum != TrainConfig.momentum:
-        raise refuse(recipe, f"--momentum {config.momentum:g}", "Adam's moments have factors of their own.")
-    if config.outer_steps is not None:
-        raise refuse(recipe, f"--sync {config.sync}", "The recipe exchanges gradients in every step.")
-
-
-def _check_late(config: TrainConfig, late: str) -> None:
-    for option, given, why in (
-        (f"--sync {config.sync}", config.outer_steps is not None, "Only gradients of every step are applied late."),
-        ("--cuda-graph", config.cuda_graph, "A captured step ends with its own gradients."),
-    ):
-        if given:
-            raise refuse(late, option, why)
-    if config.double_buffer == "half" and (config.optimizer != "sgd" or config.recipe == "onebit-adam"):
-        other = "--recipe onebit-adam" if config.recipe == "onebit-adam" else f"--optimizer {config.optimizer}"
-        raise refuse(late, other, "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients.")
-
-
-def _check_outer(config: TrainConfig, outer: str) -> None:
-    plain = config.sync.startswith(LOCAL)
-    for option, given, why in (
-        (
-            f"--compress {config.compress}",
-            plain and config.may_compress(config.compress),
-            "Parameters are averaged in full precision; outer:H sends them by a codec.",
+        "another codec": (f"--compress {config.compress}", another_codec),
+        "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
+        "channels last": ("--channels-last", config.channels_last),
+        "clip norm": (
+            f"--clip-norm {config.clip_norm}",
+            config.clip_norm is not None and config.clip_mode == "norm",
         ),
-        ("--compress auto", config.chooses, "It measures the exchange of gradients in every step."),
-        ("--cuda-graph", config.cuda_graph, "Some steps end with an exchange, and others do not."),
-        ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
-        ("--shares auto", config.shares.strip() == "auto", "No step is made by all workers together."),
-        (
-            f"--shares {config.shares}",
-            0 in (config.share_list or ()),
-            "A worker without samples would train on nothing between two exchanges.",
+        "codec": (coded, config.may_compress(config.compress)),
+        "codec auto": ("--compress auto", config.chooses),
+        "contiguous": ("--memory-format contiguous", config.memory_format == "contiguous"),
+        "cuda graph": ("--cuda-graph", config.cuda_graph),
+        "ema": ("--model-ema", config.model_ema),
+        "fp16": ("--amp fp16", config.amp == "fp16"),
+        "half": ("--double-buffer half", config.double_buffer == "half"),
+        "homes": (f"--placement {config.placement}", config.placement not in (None, "linear", "loop", "v")),
+        "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
+        "kron": (optimizer, kron),
+        "kron on servers": (optimizer, kron and not outer),
+        "late": (f"--double-buffer {config.double_buffer}", config.double_buffer not in (None, "off")),
+        "local": (sync, outer and config.sync.startswith(LOCAL)),
+        "momentum": (f"--momentum {config.momentum:g}", config.momentum != TrainConfig.momentum),
+        "nesterov": ("--nesterov", config.nesterov),
+        "no guard": ("--no-guard", not config.guard),
+        "no share": (shares, 0 in (config.share_list or ())),
+        "not sgd": (
+            "--recipe onebit-adam" if recipe == "onebit-adam" else optimizer,
+            config.optimizer != "sgd" or recipe == "onebit-adam",
         ),
-    ):
-        if given:
-            raise refuse(outer, option, why)
-
-
-def _check_average(config: TrainConfig) -> None:
-    for option, given, why in (
-        ("--double-buffer half", config.double_buffer == "half", "Each half of a batch would count as a step."),
-        ("--cuda-graph", config.cuda_graph, "The decay of the average is not the same in every step."),
-        (
-            f"--select-batch {config.select_batch}",
-            bool(config.select_batch),
-            "Trials are undone, and averages are not.",
+        "onebit adam": (f"--recipe {recipe}", recipe == "onebit-adam"),
+        "onebit sgd": (f"--recipe {recipe}", recipe == "onebit-sgd"),
+        "outer": (sync, outer),
+        "outer on servers": (sync, outer and served),
+        "plan file": (f"--plan {config.plan}", config.plan_file is not None),
+        "profile": ("--profile", config.profile),
+        "recipe": (f"--recipe {recipe}", recipe != "none"),
+        "replicas without stages": (
+            f"--replicas {config.replicas}",
+            config.replicas is not None and not config.is_staged,
         ),
-    ):
-        if given:
-            raise refuse("--model-ema", option, why)
+        "resume from": (f"--resume-from {config.resume_from}", config.resume_from is not None),
+        "select batch": (f"--select-batch {config.select_batch}", bool(config.select_batch)),
+        "servers": (sync, served),
+        "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
+        "shares auto": (shares, config.shares.strip() == "auto"),
+        "staged": (f"--stages {config.stages}", config.stages > 1),
+        "stages on servers": (f"--stages {config.stages} {sync}", config.stages > 1 and served),
+        "steps": (f"--steps {config.steps}", config.steps is not None),
+        "stop early": ("--stop-early", config.stop_early is not None),
+        "timeline": ("--timeline", config.timeline is not None),
+        "warm outer": (f"--warm-start-steps {config.warm_start_steps}", bool(config.warm_start_steps) and outer),
+        "weights": (f"--weights {config.weights}", config.weights is not None),
+    }
 
 
-def _check_select(config: TrainConfig, select: str) -> None:
-    for option, given, why in (
-        (f"--steps {config.steps}", config.steps is not None, "How many steps there are depends on what is selected."),
-        (f"--sync {config.sync}", config.outer_steps is not None, "Trials end with the same weights on all workers."),
-        ("--cuda-graph", config.cuda_graph, "A captured step has one size."),
-        (
-            f"--optimizer {config.optimizer}",
-            config.optimizer != "sgd" or config.recipe == "onebit-adam",
-            "Learning rates follow the batch size by the rule of SGD.",
-        ),
-    ):
-        if given:
-            raise refuse(select, option, why)
+#: Options, as named by `_options`, with which every worker of a pipeline holds the whole model.
+NEED_WHOLE_MODEL = (
+    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "homes",
+)  # fmt: skip
+
+#: Options that need replicas of equal numbers of workers, and why.
+NEED_EQUAL_REPLICAS = {
+    "batch norm sync": "Workers would wait for each other in different orders.",
+    "codec auto": "It measures the links of all replicas at once.",
+    "late": "It compares replicas.",
+    "outer": "Groups between outer steps are equal.",
+    "timeline": "It pairs the workers of equal replicas.",
+    "shard optimizer": "Its parts belong to the workers of equal replicas.",
+}
+
+_WHOLE = "With parameter servers every worker computes the whole model, at its own pace."
+_TOGETHER = "No step is made by all workers together."
+
+#: Pairs of options that contradict each other, and why.
+CONFLICTS = (
+    ("plan file", "servers", "Replicas make their steps apart, and each would have to follow it."),
+    ("homes", "servers", "Replicas are of equal numbers of workers."),
+    ("staged", "outer on servers", _WHOLE),
+    ("clip norm", "stages on servers", "Each stage is updated by servers of its own, which know its gradients alone."),
+    ("ema", "stages on servers", "Each worker is given weights of its own stages."),
+    ("fp16", "stages on servers", "Replicas would have to agree on loss scales."),
+    ("recipe", "servers", "Its state is the workers', and servers keep their own."),
+    ("late", "servers", "Servers that do not wait are late already."),
+    ("select batch", "servers", _WHOLE),
+    ("replicas without stages", "servers", _WHOLE),
+    ("shares auto", "servers", _TOGETHER),
+    ("no share", "servers", "A worker without samples has nothing to push."),
+    ("cuda graph", "servers", _WHOLE),
+    ("timeline", "servers", "A timeline is of workers that make one step together."),
+    ("profile", "servers", "It is of workers that make one step together."),
+    ("kron on servers", "servers", "It draws random numbers of its own: a shard could neither save nor redraw them."),
+    ("adafactor on servers", "servers", "It looks at the order of dimensions; servers hold parameters as they lie."),
+    ("codec auto", "servers", "It measures all-reduces, which such a run does not use."),
+    ("stop early", "servers", "Only rank 0 tests, and no shard is told."),
+    ("kernels", "servers", "Which kernels run is agreed on by all workers together."),
+    ("batch norm sync", "servers", "Workers do not meet in the middle of a step."),
+    ("warm outer", "servers", "Servers take outer gradients from the first step on."),
+    ("weights", "resume from", "Both say where to start."),
+    ("cuda graph", "codec", "What a codec keeps is put back by the host where a step does not count."),
+    ("cuda graph", "timeline", "A graph runs as a whole, so the actions inside it have no times of their own."),
+    ("shares auto", "cuda graph", "A captured step has one size."),
+    ("shares auto", "select batch", "Both change batches by trials."),
+    ("no share", "batch norm sync", "Every replica must have samples to normalise."),
+    ("shard optimizer", "outer", "Workers make steps alone, of all parameters."),
+    ("shard optimizer", "servers", "Servers hold the optimizer's state, each a part of it."),
+    ("shard optimizer", "recipe", "Its owners of stripes keep the state in parts already."),
+    ("shard optimizer", "late", "A late step would wait for the parameters that others have stepped."),
+    ("shard optimizer", "cuda graph", "A captured step makes the whole step on every worker."),
+    ("shard optimizer", "kron", "It draws random numbers for one parameter after the other."),
+    ("channels last", "contiguous", "They contradict each other."),
+)
+
+#: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.
+RECIPE_CONFLICTS = (
+    ("recipe", "another codec", "The recipe says what gradients travel as."),
+    ("recipe", "nesterov", "The recipe's momentum is the plain one."),
+    ("onebit sgd", "not sgd", "The recipe is one of SGD."),
+    ("onebit adam", "momentum", "Adam's moments have factors of their own."),
+    ("recipe", "outer", "The recipe exchanges gradients in every step."),
+    ("late", "outer", "Only gradients of every step are applied late."),
+    ("late", "cuda graph", "A captured step ends with its own gradients."),
+    ("half", "not sgd", "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients."),
+    ("local", "codec", "Parameters are averaged in full precision; outer:H sends them by a codec."),
+    ("outer", "codec auto", "It measures the exchange of gradients in every step."),
+    ("outer", "cuda graph", "Some steps end with an exchange, and others do not."),
+    ("outer", "batch norm sync", "Workers do not meet in a forward pass."),
+    ("outer", "shares auto", _TOGETHER),
+    ("outer", "no share", "A worker without samples would train on nothing between two exchanges."),
+    ("ema", "half", "Each half of a batch would count as a step."),
+    ("ema", "cuda graph", "The decay of the average is not the same in every step."),
+    ("ema", "select batch", "Trials are undone, and averages are not."),
+    ("fp16", "no guard", "A step whose gradients overflow is rolled back, and the loss scale falls."),
+    ("fp16", "late", "Late gradients have the scale of another step."),
+    ("fp16", "cuda graph", "A captured step does not follow the scale."),
+    ("fp16", "select batch", "Steps on trial would change the scale."),
+    ("fp16", "kernels", "Tuned kernels compute in float32 and bfloat16."),
+    ("select batch", "steps", "How many steps there are depends on what is selected."),
+    ("select batch", "outer", "Trials end with the same weights on all workers."),
+    ("select batch", "cuda graph", "A captured step has one size."),
+    ("select batch", "not sgd", "Learning rates follow the batch size by the rule of SGD."),
+)

@@ -64,21 +64,6 @@ class Link(_Record):
     bytes_per_second: float = Field(gt=0, description="bytes each worker sends per second in a large all-reduce")
     noise: float = Field(0.0, ge=0, description="how far two halves of the large all-reduces lay apart, relative")
 
-    def all_reduce_ms(self, size: int, world_size: int | None = None) -> float:
-        """Predicted time of an all-reduce.
-
-        A ring sends 2(K-1)/K times the tensor over every link (Patarasuk and Yuan 2009).
-
-        Args:
-            size: Bytes of the tensor.
-            world_size: Number of workers K; default: as measured.
-
-        Returns:
-            Milliseconds.
-        """
-        workers = self.world_size if world_size is None else world_size
-        return self.latency_ms + 1e3 * ring_factor(workers) * size / self.bytes_per_second
-
 
 class Cluster(_Record):
     """The devices of this machine and the links between its workers."""

@@ -6,8 +6,9 @@ torch nor matplotlib; the names below load their module when they are first used
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.observe.live import open_progress as open_progress
@@ -32,23 +33,4 @@ if TYPE_CHECKING:
     from hybridpar.observe.timeline_file import write_timeline as write_timeline
     from hybridpar.observe.timeline_text import print_timeline as print_timeline
 
-_HOME = {
-    "EpochRecord": "records", "MetricsTable": "metrics", "MetricsWriter": "metrics", "PlainProgress": "progress",
-    "Progress": "progress", "RunInfo": "records", "StepRecord": "records", "Timeline": "timeline",
-    "TimelineRow": "timeline", "draw_loss": "plots", "draw_staleness": "plots", "open_progress": "live",
-    "print_report": "report", "print_timeline": "timeline_text", "read_metrics": "metrics",
-    "read_timeline": "timeline_file", "summarize": "summary", "summary_schema": "summary",
-    "validate_summary": "summary", "write_summary": "summary", "write_timeline": "timeline_file",
-}  # fmt: skip
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import check_picture
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.observe.timeline_text import headline
 from hybridpar.schedule.actions import COMPUTE, Action, Kind
@@ -141,8 +142,7 @@ def require_drawing(path: Path) -> None:
     Raises:
         UsageError: matplotlib is missing, or the name does not end in a format.
     """
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise UsageError(f"--draw {path}", "A picture ends in .svg, .png or .pdf.", "Use --draw timeline.svg.")
+    check_picture("--draw", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
 

@@ -35,12 +35,17 @@ class ParameterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+        if self._ready():
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            self._update(parameter, group)
         return loss
+
+    def _ready(self) -> bool:
+        """Whether the step is taken, once the gradients are there."""
+        return True
 
     def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
         raise NotImplementedError

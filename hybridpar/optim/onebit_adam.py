@@ -13,8 +13,8 @@ gradient, and one bit of momentum over zero would throw it far: it is left alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,23 +153,8 @@ class OnebitAdam(FrozenAdam):
         """Steps that did not count, because a gradient was not finite."""
         return self._skipped
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Exchange, and take a step; a collective. A gradient of None counts as zero.
-
-        Raises:
-            RuntimeError: A peer died or did not answer within the group's time-out.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._exchange is None or self._meet(self._exchange):
-            super().step()
-        return loss
+    def _ready(self) -> bool:
+        return self._exchange is None or self._meet(self._exchange)
 
     def _meet(self, exchange: Exchange) -> bool:
         """Put what the workers share in place of the gradients; whether the step counts, which is the same on all."""

@@ -6,8 +6,9 @@ the command line can describe its options without it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.partition.balance import Balance as Balance
@@ -34,23 +35,4 @@ if TYPE_CHECKING:
     from hybridpar.partition.units import ModelUnits as ModelUnits
     from hybridpar.partition.units import find_units as find_units
 
-_HOME = {
-    "Balance": "balance", "Link": "cost", "ModelUnits": "units", "PartitionedModel": "planning", "Problem": "cost",
-    "Roofline": "profile", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
-    "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "run",
-    "find_units": "units", "measure_co_run": "profile", "measure_units": "profile", "partition_model": "planning",
-    "print_partition": "table",
-    "run_stages": "run", "split_model": "split", "stages_from_plan": "planning", "trace_model": "trace",
-}  # fmt: skip
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

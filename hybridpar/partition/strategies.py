@@ -98,15 +98,15 @@ _ROUNDING = 1e-9
 STRATEGIES: Registry[Strategy] = Registry("partition strategy")
 
 
-@STRATEGIES.register("time", "least largest compute time over the model's own order")
-def by_time(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest measured time.
+def _by_least(size: str) -> Strategy:
+    """The strategy whose largest sum of this attribute of units is least."""
+    return lambda graph, stages: _least([getattr(unit, size) for unit in graph.units], stages)
 
-    Args:
-        graph: Units with times and sizes, in the model's order.
-        stages: Number of stages, no more than units.
-    """
-    return _least([unit.ms for unit in graph.units], stages)
+
+by_time = STRATEGIES.register("time", "least largest compute time over the model's own order")(_by_least("ms"))
+# As DeepSpeed's `partition_method="parameters"`.
+STRATEGIES.register("parameters", "least largest parameter size")(_by_least("parameter_bytes"))
+STRATEGIES.register("flops", "least largest forward FLOPs")(_by_least("flops"))
 
 
 @STRATEGIES.register("units", "equal number of units")
@@ -118,28 +118,6 @@ def by_units(graph: UnitGraph, stages: int) -> Cuts:
         stages: Number of stages, no more than units.
     """
     return tuple(round(len(graph) * stage / stages) for stage in range(1, stages))
-
-
-@STRATEGIES.register("parameters", "least largest parameter size")
-def by_parameters(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest parameter size, as DeepSpeed's `partition_method="parameters"`.
-
-    Args:
-        graph: Units with times and sizes, in the model's order.
-        stages: Number of stages, no more than units.
-    """
-    return _least([unit.parameter_bytes for unit in graph.units], stages)
-
-
-@STRATEGIES.register("flops", "least largest forward FLOPs")
-def by_flops(graph: UnitGraph, stages: int) -> Cuts:
-    """Least largest forward FLOPs.
-
-    Args:
-        graph: Units with times and sizes, in the model's order.
-        stages: Number of stages, no more than units.
-    """
-    return _least([unit.flops for unit in graph.units], stages)
 
 
 @STRATEGIES.register("single-tensor", "least largest compute time over cuts that one tensor crosses")

@@ -27,6 +27,8 @@ from hybridpar.planner.network import log_rounds
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
 _SMALL_BYTES, LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
+#: What a megabyte takes on a link that is slow: one message says enough then, and little but its bytes counts.
+_SLOW_SECONDS = 0.3
 #: Elements on a side of the matrices that stand for computing; their product takes about a millisecond.
 _SIDE = 384
 
@@ -67,20 +69,20 @@ def measure_level(
         parties: The ranks of every party; together they are all.
         pair: Two ranks of one party, between which messages are timed.
         seconds: Time for each way of using the link.
-        ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`.
+        ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`, and
+            so are other sums on a link so slow that only bytes count.
 
     Returns:
         Bandwidth in bytes per second, latency, and what each way reaches of it and takes of the cores; the same on
         all workers.
     """
-    party = world.split(parties, lanes=1)
+    party, slow = world.split(parties, lanes=1), False
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
     try:
-        mine = {
-            name: _time(work, factor, world, seconds)
-            for name, (work, factor) in _ways(party, grid, pair).items()
-            if name in ways
-        }
+        mine: dict[str, Way | None] = {}
+        for name, (work, factor) in _ways(party, grid, pair).items():
+            if name in ways and (name in STRIPED_WAYS or not slow):
+                mine[name], slow = _time(work, factor, world, seconds)
     finally:
         grid.close()
         party.close()
@@ -154,36 +156,43 @@ def _slowest(ways: Sequence[Way]) -> Way:
     )
 
 
-def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Way | None:
+def _time(work: _Work | None, factor: float, world: World, seconds: float) -> tuple[Way | None, bool]:
     """Time one way of using a link, alone and beside computing; a collective.
+
+    Of a slow link one message each says enough.
 
     Args:
         work: Does it with a message, on the workers that take part.
         factor: Bytes that a worker sends for each byte of the message.
         world: All workers.
         seconds: For how long.
+
+    Returns:
+        What a worker with a part in it found, and whether the link is slow for all.
     """
 
     def laps(size: int, repeats: int) -> list[float]:
         return laps_of(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
 
-    small, size = laps(_SMALL_BYTES, 20), LEAST_BYTES
+    small, size = laps(_SMALL_BYTES, 3), LEAST_BYTES
+    if (more := min(17, int(seconds / most_of_all(min(small), world)) - 3)) > 0:
+        small += laps(_SMALL_BYTES, more)
     took = most_of_all(min(laps(size, 1)), world)
     while size < MOST_BYTES and 4 * took * 4 < seconds:
         size *= 4
         took = most_of_all(min(laps(size, 1)), world)
-    repeats = max(3, min(50, int(seconds / took)))
+    slow, repeats = took > _SLOW_SECONDS, max(3, min(50, int(seconds / took)))
     world.barrier()
-    alone = statistics.median(laps(size, repeats))
+    alone = took if slow else statistics.median(laps(size, repeats))
     # Beside computing each message takes several times as long, and a mean needs fewer than a median.
-    fewer = max(3, repeats // 3)
+    fewer = 1 if slow else max(3, repeats // 3)
     used = _core_seconds(lambda: laps(size, fewer), world) / (fewer + 1)
     if work is None:
-        return None
+        return None, slow
     # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
     # and while a large one is under way they are awake.
     moving = max(alone - min(small), 0.5 * alone)
-    return Way(1e3 * statistics.median(small), factor * size / moving, max(0.0, used) / alone)
+    return Way(1e3 * statistics.median(small), factor * size / moving, max(0.0, used) / alone), slow
 
 
 def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:

@@ -66,7 +66,7 @@ def measure_cluster(
     Args:
         world: All workers of the job. Nothing else is under way on it.
         fresh: Measure whatever is remembered.
-        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent some times.
+        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent four times.
         ways: Which ways are measured, as `link_ways` has them: `PLAIN_WAYS`, `STRIPED_WAYS` or `WAYS`. Those that are
             remembered with others are taken from there.
         name: What to call the cluster, where it is measured; default: a job over what it talks over.

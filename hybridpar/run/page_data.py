@@ -105,8 +105,10 @@ def open_runs(directories: Sequence[Path]) -> list[Run]:
         directories: The directories.
 
     Raises:
-        UsageError: One is not the directory of a run, or named twice.
+        UsageError: None is named, or one is not the directory of a run, or named twice.
     """
+    if not directories:
+        raise UsageError("no run is named", fix="Name a run directory, for instance runs/resnet18-digits.")
     places = [directory.resolve() for directory in directories]
     for number, place in enumerate(places):
         if place in places[:number]:

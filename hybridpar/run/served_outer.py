@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -32,22 +31,30 @@ _KEPT = ("momentum", "waiting")
 
 
 def inner_trainer(
-    model: nn.Module, config: TrainConfig, loss: OutputLoss, device: torch.device, classes: int
+    model: nn.Module,
+    config: TrainConfig,
+    loss: OutputLoss,
+    world: World,
+    classes: int,
+    more: Mapping[str, object] | None = None,
+    **given: Any,
 ) -> Trainer:
-    """What trains a worker's model between two exchanges: a trainer of one worker.
+    """What trains a replica's model between two exchanges: a trainer that has no replicas.
 
     Args:
         model: The model.
         config: Options of the run.
         loss: As of `Trainer`.
-        device: Where it trains.
+        world: The workers of the replica.
         classes: As of `Trainer`.
+        more: Options that are other than those of the run, beside those of the exchange.
+        given: What else `Trainer` is given.
     """
     alone: dict[str, Any] = {"sync": ALL_REDUCE, "servers": None, "staleness": None, "max_staleness": None}
     alone |= {"pull": "fp32", "outer_optimizer": "mean", "outer_lr": None, "outer_momentum": None, "outer_qsr": None}
     alone |= {"outer_pace": "equal", "compress": "none", "shares": "equal", "model_ema": False, "plan": "none"}
-    alone |= {"workers": None}
-    return Trainer(model, loss=loss, config=replace(config, **alone), world=World(device=device), classes=classes)
+    alone |= {"workers": None, **(more or {})}
+    return Trainer(model, loss=loss, config=replace(config, **alone), world=world, classes=classes, **given)
 
 
 class OuterWorker:

@@ -28,13 +28,13 @@ from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing, plain_tests, read_tests
 from hybridpar.run.served_outer import outer_state_of, outer_step_of, saved_outer_state
+from hybridpar.run.served_stages import Replica
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.link import Links
 from hybridpar.server.outer import outer_statistics
-from hybridpar.server.place import Place
-from hybridpar.server.present import PresentWorkers, exchange
+from hybridpar.server.present import PresentWorkers
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
@@ -58,8 +58,8 @@ class ServedState:
         config: Options.
         model_name: What the user calls the model.
         model: It, on the worker's device.
-        stripes: What the shards hold.
-        place: What this process is.
+        stripes: What the shards hold, by the position in a replica of the workers that train it.
+        replica: This worker's replica.
         policy: Codecs of pushes.
         barrier: Whether an update waits for all workers.
         clipping: How gradients are clipped.
@@ -72,8 +72,8 @@ class ServedState:
         config: TrainConfig,
         model_name: str,
         model: nn.Module,
-        stripes: list[Stripe],
-        place: Place,
+        stripes: list[list[Stripe]],
+        replica: Replica,
         policy: Policy,
         barrier: bool,
         clipping: Clipping,
@@ -82,7 +82,8 @@ class ServedState:
     ) -> None:
         self._inner = inner
         self._at, self._clipping = at, clipping
-        self._config, self._name, self._place = config, model_name, place
+        self._config, self._name, self._place = config, model_name, replica.place
+        self._replica = replica
         self._stripes, self._barrier = stripes, barrier
         self.model = model
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
@@ -109,10 +110,12 @@ class ServedState:
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
         links = []
-        for number, address in enumerate(place.find(len(self._stripes), config.timeout)):
+        addresses = place.find(sum(map(len, self._stripes)), config.timeout)
+        stripes = self._stripes[place.position]
+        for number, stripe in zip(place.shards_of(place.position, len(stripes)), stripes, strict=True):
             options = LinkOptions(
-                worker=place.rank,
-                shards=len(self._stripes),
+                worker=place.learner,
+                shards=len(addresses),
                 fingerprint=self.fingerprint,
                 policy=str(policy),
                 token=place.token,
@@ -120,10 +123,10 @@ class ServedState:
                 half=config.pull == "fp16",
                 returns=not self._barrier,
             )
-            stripe = self._stripes[number]
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
-            links.append(ShardLink(number, address, stripe, piece_views(stripe, self.host), encoder, options))
-        return Links(links, place.hosts)
+            views = piece_views(stripe, self.host)
+            links.append(ShardLink(number, addresses[number], stripe, views, encoder, options))
+        return Links(links, place.hosts_each)
 
     # ------------------------------------------------------------------- begin
 
@@ -141,13 +144,13 @@ class ServedState:
         at = self._at
         run_place = find_place(self._config, self._name) if main else None
         written = _last_step(run_place.directory) if run_place is not None and joins else 0
-        buffers = self._buffers().nbytes // 4
+        buffers = self._buffers(self._replica.own).nbytes // 4
         welcome = self.links.hello(buffers, written if main else None)
-        if run_place is not None:
-            if all(one["initialised"] for one in welcome):
-                at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
-            else:
-                self._bring(run_place, total, images)
+        if self._place.learner == 0 and not all(one["initialised"] for one in welcome):
+            starts = self._replica.world.from_main(lambda: self._starts(run_place, total, images))
+            self.links.initialise(starts[self._place.position])
+        elif run_place is not None:
+            at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
         rest = self.links.links[0].unpack_rest()
         facts = rest["facts"]
         self.model.load_state_dict(rest["tensors"], strict=False)
@@ -174,15 +177,18 @@ class ServedState:
         """Put into the model what the shards sent last."""
         statistics = self.links.links[0].statistics
         if statistics.numel():
-            self._put_buffers(self.model, statistics)
+            self._put_buffers(self._replica.own, statistics)
         if self.device.type != "cpu":
             with torch.no_grad():
                 for name, parameter in trained_parameters(self.model).items():
                     parameter.copy_(self.host[name], non_blocking=True)
 
-    def _bring(self, place: RunPlace, total: int, images: Mapping[str, Any] | None) -> None:
-        """The weights at the start, or those of the checkpoint that the run goes on from."""
-        workers = self._place.workers
+    def _starts(
+        self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None
+    ) -> list[list[dict[str, Any]]]:
+        """By position, what shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
+        assert place is not None
+        workers = self._place.learners
         optimizer: dict[str, Any] | None = None
         progress: list[dict[str, Any]] = []
         step = clock = 0
@@ -209,15 +215,17 @@ class ServedState:
             self.weights_lines = start_from_weights(self._config, self._name, self.model)
         place = claim_place(place, self._config, self._name, {"torch": torch.__version__}, images=images)
         checkpoint = None if place.checkpoint is None else str(place.checkpoint)
-        self.links.initialise(
+        if len(progress) != sum(map(len, self._stripes)):
+            progress = []
+        return [
             shard_starts(
                 self.model,
-                self._stripes,
+                stripes,
                 limit=total * workers,
                 outer=None if self._inner is None else outer_step_of(self._config, total),
-                buffers=self._buffers(),
+                buffers=self._buffers(part),
                 optimizer=optimizer,
-                progress=progress,
+                progress=[progress.pop(0) for _ in stripes if progress],
                 taken=step * workers,
                 clock=clock,
                 clipping=self._clipping,
@@ -228,7 +236,8 @@ class ServedState:
                     "best": plain_tests(keep_rule(self._config).best(self._at.tested)),
                 },
             )
-        )
+            for part, stripes in zip(self._replica.parts, self._stripes, strict=True)
+        ]
 
     def _load_own(self, path: Path) -> None:
         """What belongs to this worker, where as many workers wrote it."""
@@ -260,10 +269,10 @@ class ServedState:
             if saved["loss_scale"] is not None:
                 engine.load_loss_scale_state(saved["loss_scale"])
 
-    def _buffers(self) -> Tensor:
-        """The running statistics as servers keep them, on the CPU."""
+    def _buffers(self, part: nn.Module) -> Tensor:
+        """The running statistics of what a worker trains as servers keep them, on the CPU."""
         if self._inner is None:
-            return flat_buffers(self.model).cpu()
+            return flat_buffers(part).cpu()
         return outer_statistics(self.model).message(1.0).cpu()
 
     def _put_buffers(self, model: nn.Module, values: Tensor) -> None:
@@ -341,10 +350,25 @@ class ServedState:
 
     # -------------------------------------------------------------------- save
 
-    def snapshot(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Worker 0: the state of each shard, and the steps that it has not been told of."""
+    def snapshot(self) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
+        """Worker 0: the state of each shard, and the steps that it has not been told of; with others of its replica."""
         answers = self.links.states()
-        return [state for _, state in answers], list(answers[0][0].get("rows", ()))
+        world = self._replica.world
+        states = world.gather_on_main([state for _, state in answers], range(world.size))
+        rows = list(answers[0][0].get("rows", ()))
+        return None if states is None else [state for own in states for state in own], rows
+
+    def meet(self, tag: str, item: object) -> tuple[list[int], list[Any]]:
+        """Tell all workers something, and hear what they say under the same tag; see `Replica.meet`.
+
+        Args:
+            tag: `occasion/number`.
+            item: Plain values and tensors.
+
+        Returns:
+            Who took part, and what each said, in the same order.
+        """
+        return self._replica.meet(self.links, tag, item)
 
     def save(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
         """Write a checkpoint; called by all workers on the same occasion.
@@ -362,13 +386,12 @@ class ServedState:
             SyncError: A worker died meanwhile.
         """
         worker = self._place.rank
-        taken = None if states is None else int(states[0]["taken"]) // self._place.workers
-        link = self.links.links[0]
-        workers, items = exchange(link, f"{occasion}/0", taken)
+        taken = None if states is None else int(states[0]["taken"]) // self._place.learners
+        workers, items = self.meet(f"{occasion}/0", taken)
         step = items[workers.index(0)] if 0 in workers else None
         if not isinstance(step, int):
             return None
-        world = PresentWorkers(link, occasion, worker, workers, self.device, self._config.timeout)
+        world = PresentWorkers(self.meet, occasion, worker, workers, self.device, self._config.timeout)
         local: dict[str, Any] = {
             "random": random_state(self.device),
             "sync": {},
@@ -391,10 +414,13 @@ class ServedState:
     def _whole(self, states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The model, and what else there is of it, as the shards have it."""
         model = copy.deepcopy(self.model).cpu()
-        optimizer, progress = merged_states(model, self._stripes, states)
+        optimizer, progress = merged_states(model, [stripe for own in self._stripes for stripe in own], states)
         kind = type(build_optimizer(model, self._config)).__name__
-        if states[0]["buffers"].numel():
-            self._put_buffers(model, states[0]["buffers"])
+        first = 0
+        for position, stripes in enumerate(self._stripes):
+            if states[first]["buffers"].numel():
+                self._put_buffers(self._replica.buffers_in(model, position), states[first]["buffers"])
+            first += len(stripes)
         training = {
             "optimizer": {"kind": kind, **optimizer},
             "extra": self._at.to_extra(self._config),

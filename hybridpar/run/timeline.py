@@ -7,13 +7,13 @@ it, as a trace. Nothing here can end a run: what cannot be written is told at it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from hybridpar.comm.clocks import gather_spans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.formats.output_files import check_writable
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
@@ -46,13 +46,7 @@ def check_timeline(config: TrainConfig, devices: int = 1) -> None:
             "The times of events on different GPUs cannot be compared.",
             f"Use --workers {devices}, one for each, or look at them with --profile or Nsight Systems.",
         )
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"--timeline {path}: there is no directory {folder}", fix=f"Run: mkdir -p {folder}")
-    if path.is_dir():
-        raise UsageError(f"--timeline {path} is a directory", fix=f"Name a file: --timeline {path / 'trace.json'}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"--timeline {path} cannot be written", fix="Name a file in a directory of yours.")
+    check_writable("--timeline", path)
 
 
 class StageWatch:

@@ -86,11 +86,24 @@ class Pusher:
                 where = slice(piece.start, piece.start + piece.count)
                 self._places[piece.name].append((shard, number, where))
         self._counts: tuple[int, int] = self._traffic()
+        self._handed: set[str] = set()  # parameters whose gradient has been sent
 
     def _send(self, name: str, flat: Tensor) -> None:
         """What is pushed of a parameter is there: 1-D float32, which stays as it is until the answers have come."""
         for shard, number, where in self._places[name]:
             self.links.ready(shard, number, flat[where])
+
+    def _hand_over(self, name: str) -> None:
+        """The gradient of a parameter is complete."""
+        parameter = self._parameters[name]
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif not is_dense(parameter.grad) or parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+            flat = flat_view(parameter.grad).cpu()
+        self._handed.add(name)
+        self._send(name, flat)
 
     def _finish(self, end: dict[str, Any], missing: set[str], statistics: Tensor) -> list[dict[str, Any]]:
         """All is sent but for some parameters; wait for the answers of the shards."""
@@ -167,10 +180,9 @@ class Learner(Pusher):
         self.autocast, self._loss_scale = context, loss_scale
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
         self._last = False
-        self._handed: set[str] = set()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self._hand_over(name)
+                lambda _, name=name: self._after_gradient(name)
             )
             for name, parameter in self._parameters.items()
         ]
@@ -218,7 +230,7 @@ class Learner(Pusher):
         for parameter in self._parameters.values():
             parameter.grad = None
         self._handed = set()
-        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in _counters(self.model)]
+        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in counters(self.model)]
         self.links.begin_push(rate)
         whole = global_samples if self._barrier else samples
         total = 0.0
@@ -255,25 +267,15 @@ class Learner(Pusher):
         if self._loss_scale is not None:
             self._loss_scale.update(counts)
         if not counts:
-            for buffer, batches in zip(_counters(self.model), seen, strict=True):
+            for buffer, batches in zip(counters(self.model), seen, strict=True):
                 buffer.copy_(batches)
         put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
         self._took()
         return self._exchanged(first, total, computed - started, time.perf_counter() - computed)
 
-    def _hand_over(self, name: str) -> None:
-        """The gradient of a parameter is complete."""
-        if not self._last:
-            return
-        parameter = self._parameters[name]
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif not is_dense(parameter.grad) or parameter.grad.stride() != parameter.stride():
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            flat = flat_view(parameter.grad).cpu()
-        self._handed.add(name)
-        self._send(name, flat)
+    def _after_gradient(self, name: str) -> None:
+        if self._last:
+            self._hand_over(name)
 
     def _squares(self, missing: set[str]) -> float:
         """Squared norm of the gradient; 0 where nobody wants to know it."""
@@ -292,6 +294,10 @@ class Learner(Pusher):
             hook.remove()
 
 
-def _counters(model: nn.Module) -> list[Tensor]:
-    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen."""
+def counters(model: nn.Module) -> list[Tensor]:
+    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen.
+
+    Args:
+        model: The model, or a part of it.
+    """
     return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]

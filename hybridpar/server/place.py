@@ -37,6 +37,7 @@ class Place:
         store: Where the processes find each other; any process that reaches it can read and change it.
         token: What lets a worker in at a server.
         joins: Whether it takes the place of a worker that died.
+        positions: Workers of a replica, each of which runs other stages of the model; 1 where each runs all of it.
     """
 
     rank: int
@@ -45,6 +46,22 @@ class Place:
     store: Any
     token: str = field(repr=False)
     joins: bool = False
+    positions: int = 1
+
+    @property
+    def learners(self) -> int:
+        """Replicas. A shard takes gradients of each, from the worker that runs the stage whose parameters it holds."""
+        return self.workers // self.positions
+
+    @property
+    def learner(self) -> int:
+        """Number of this worker's replica, by which shards know it."""
+        return self.rank % self.learners
+
+    @property
+    def position(self) -> int:
+        """Place of this worker among those of its replica, from 0."""
+        return self.rank // self.learners
 
     @property
     def host(self) -> int | None:
@@ -62,6 +79,23 @@ class Place:
     def hosts(self) -> int:
         """Processes that hold shards. Shard n is at host n modulo their number."""
         return self.servers or self.workers
+
+    @property
+    def hosts_each(self) -> int:
+        """Processes that hold shards for one position: as many of their own for each, where they can be divided so."""
+        return self.hosts if self.hosts % self.positions else self.hosts // self.positions
+
+    def shards_of(self, position: int, count: int) -> list[int]:
+        """Numbers of the shards that hold what the workers at a position train.
+
+        Args:
+            position: Which.
+            count: Shards of each position.
+        """
+        if self.hosts % self.positions:
+            return [*range(position * count, (position + 1) * count)]
+        own = self.hosts_each
+        return [number // own * self.hosts + position * own + number % own for number in range(count)]
 
     def publish(self, shard: int, address: str) -> None:
         """Tell where a shard of this process listens.

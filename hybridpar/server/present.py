@@ -5,7 +5,7 @@ Code that was written for workers in a process group, such as writing checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ class PresentWorkers(World):
     """The workers that take part in one occasion, and exchange facts over shard 0.
 
     Args:
-        link: The way to shard 0.
+        meet: Tells all workers something under a tag `occasion/number`, and returns who took part and what each said.
         occasion: Its name, equal on all of them and not used before.
         worker: This worker.
         workers: Who takes part.
@@ -28,10 +28,16 @@ class PresentWorkers(World):
     """
 
     def __init__(
-        self, link: ShardLink, occasion: str, worker: int, workers: Sequence[int], device: torch.device, timeout: float
+        self,
+        meet: Callable[[str, object], tuple[list[int], list[object]]],
+        occasion: str,
+        worker: int,
+        workers: Sequence[int],
+        device: torch.device,
+        timeout: float,
     ) -> None:
         super().__init__(workers.index(worker), len(workers), device, timeout, members=tuple(workers))
-        self._link, self._occasion, self._number = link, occasion, 0
+        self._meet, self._occasion, self._number = meet, occasion, 0
 
     def gather(self, item: object) -> list[object]:
         """Exchange an item with all workers of the occasion.
@@ -40,7 +46,7 @@ class PresentWorkers(World):
             SyncError: A worker left in the middle of the occasion.
         """
         self._number += 1
-        workers, items = exchange(self._link, f"{self._occasion}/{self._number}", item)
+        workers, items = self._meet(f"{self._occasion}/{self._number}", item)
         if tuple(workers) != self.members:
             raise SyncError(
                 f"of workers {list(self.members)} only {workers} are left in the middle of {self._occasion!r}",

@@ -43,7 +43,7 @@ class OwnShards:
             options = ServerOptions(
                 number=number,
                 shards=place.hosts * parts,
-                rules=Rules.of(config, place.workers),
+                rules=Rules.of(config, place.learners),
                 optimizer=optimizer_of(config),
                 policy=read_policy(config.compress),
                 half=config.pull == "fp16",
@@ -115,11 +115,12 @@ def serve_shards(config: TrainConfig, place: Place) -> None:
     torch.set_flush_denormal(True)
     # Worker 0 says it once it has data and model, which may have to be downloaded; the launcher ends us if it dies.
     told = place.wait_for(_PARTS, float("inf"))
-    parts = int(told) if told.isdigit() and len(told) == 1 else 0
-    if not 1 <= parts <= MOST_PARTS:
+    most = MOST_PARTS * place.positions
+    parts = int(told) if told.isascii() and told.isdigit() and len(told) <= len(str(most)) else 0
+    if not 1 <= parts <= most:
         raise SyncError(
             f"{told[:20]!r} shards in a process",
-            f"There are 1 to {MOST_PARTS}.",
+            f"There are 1 to {most}.",
             "Another program writes to the store of this job; use a network that you trust.",
         )
     with OwnShards(config, place, parts) as own:

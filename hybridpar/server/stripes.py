@@ -10,7 +10,7 @@ parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
@@ -183,6 +183,41 @@ def cut_model(
         Stripe(tuple(replace(piece, scale=factors.get(piece.name, 1.0)) for piece in reversed(pieces)))
         for pieces in stripes
     ]
+
+
+def cut_stages(
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]],
+    stages: Sequence[Collection[str]],
+    hosts: int,
+    scales: Mapping[str, float] | None = None,
+    *,
+    whole: bool = False,
+) -> list[list[Stripe]]:
+    """Cut the parameters of each worker of a replica into stripes of its own, as many for each.
+
+    Args:
+        parameters: As for `cut_model`, of the whole model.
+        stages: Names of the parameters that each worker of a replica trains; of a single one, all.
+        hosts: Processes that hold shards for one of them.
+        scales: As for `cut_model`.
+        whole: As for `cut_model`.
+
+    Returns:
+        For each worker its stripes.
+
+    Raises:
+        UsageError: There are more shards than parameters.
+    """
+    own = [[one for one in parameters if one[0] in names] for names in stages]
+    fewest = min(map(len, own))
+    if fewest < hosts and len(own) > 1:
+        raise UsageError(
+            f"{hosts} process(es) with shards for a stage with {fewest} trained parameter tensors",
+            "Every shard must have something to hold, so a stage has at most as many as parameters.",
+            "Use fewer --servers, or fewer --stages.",
+        )
+    parts = min(parts_of_a_host(one, hosts) for one in own)
+    return [cut_model(one, hosts * parts, scales, whole=whole) for one in own]
 
 
 def _by_parameters(

@@ -38,11 +38,6 @@ class PredictedGain:
     half_ms: float
 
     @property
-    def over_plain(self) -> float:
-        """How many times faster the better form of double buffering is than no overlap at all."""
-        return self.plain_ms / min(self.delay_ms, self.half_ms)
-
-    @property
     def gain(self) -> float:
         """How many times faster `delay` is than overlapped sync, which is what would run instead."""
         return self.overlapped_ms / self.delay_ms

@@ -10,8 +10,9 @@ without it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hybridpar.formats.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.database import Database as Database
@@ -29,21 +30,4 @@ if TYPE_CHECKING:
     from hybridpar.tvm_kernels.swap import optimize as optimize
     from hybridpar.tvm_kernels.swap import restore as restore
 
-_HOME = {
-    "ConvShape": "shapes", "Database": "database", "DepthwiseConv2d": "swap", "Direction": "shapes",
-    "KernelRecord": "record", "Layout": "shapes", "append_records": "database", "default_database": "database",
-    "depthwise_conv2d": "op", "depthwise_layers": "layers", "merge_databases": "database", "optimize": "swap",
-    "read_database": "database", "restore": "swap",
-}  # fmt: skip
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -23,7 +23,7 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.moments import take_moments
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
 
-#: The arguments of `batch_norm_act`, in order; `batch_norm_then` says what they are.
+#: The arguments of `batch_norm_act`, in order; `stock_batch_norm_act` says what they are.
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, float, str]
 
 #: What torch does for each activation.
@@ -44,7 +44,9 @@ def stock_batch_norm_act(*given: *Given) -> Tensor:
     """`torch.ops.hybridpar.batch_norm_act` by torch's own operations.
 
     Args:
-        given: As the arguments of `batch_norm_then`.
+        given: x (N, C, H, W); weight (C) and bias (C), or None; running_mean (C) and running_var (C), moved in
+            training, or None; training, whether to normalise by the batch; momentum, how far running statistics move;
+            eps, added to the variance; act, "none", "relu", "relu6" or "silu".
 
     Returns:
         (N, C, H, W), laid out as x is.
@@ -96,55 +98,18 @@ def _fusable(*six: Any) -> bool:
     return kernels_fit(*six) and bool(norm_kernels.table())
 
 
-def batch_norm_then(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: str,
-) -> Tensor:
-    """Batch normalisation and an activation: `torch.ops.hybridpar.batch_norm_act` without its cost of a dispatch.
-
-    Args:
-        x: (N, C, H, W), as `torch.nn.functional.batch_norm` takes it; kernels want float32, channels last, on a CPU.
-        weight: (C), or None.
-        bias: (C), or None.
-        running_mean: (C), moved in training; or None.
-        running_var: (C), moved in training; or None.
-        training: Whether to normalise by the batch.
-        momentum: How far running statistics move.
-        eps: Added to the variance.
-        act: "none", "relu", "relu6" or "silu".
-
-    Returns:
-        A new tensor, laid out as x is.
-
-    Raises:
-        UsageError: No such activation.
-    """
-    given = (x, weight, bias, running_mean, running_var, training, momentum, eps, act)
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
-        result: Tensor = torch.ops.hybridpar.batch_norm_act(*given)
-        return result
-    return _eager(*given)
-
-
 def _eager(*given: *Given) -> Tensor:
     can = given[-1] in ACTIVATIONS and _fusable(*given[:6])
     return fused_batch_norm_act(*given) if can else stock_batch_norm_act(*given)
 
 
 def fused_batch_norm_act(*given: *Given) -> Tensor:
-    """`batch_norm_then` by the kernels, for operands that `kernels_fit` accepts.
+    """`torch.ops.hybridpar.batch_norm_act` by the kernels, for operands that `kernels_fit` accepts.
 
     In training it uses the moments that a convolution has attached to x, as `moments` describes.
 
     Args:
-        given: As the arguments of `batch_norm_then`.
+        given: As the arguments of `stock_batch_norm_act`.
 
     Returns:
         (N, C, H, W), laid out as x is.
@@ -186,7 +151,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> list[Tensor | None]:
 
 
 def _batch_norm_act(*given: *Given) -> Tensor:
-    """As `batch_norm_then`; what is traced becomes functional operations, which compilers can see."""
+    """The operation; what is traced becomes functional operations, which compilers can see."""
     x, weight, bias, mean, variance, training, momentum, eps, act = given
     if type(x) in (Tensor, torch.nn.Parameter) or act not in ACTIVATIONS or not _fusable(*given[:6]):
         return _eager(*given)

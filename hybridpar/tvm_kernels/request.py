@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import check_picture, check_writable
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -132,10 +132,8 @@ class TuneConfig:
             )
         if self.target == "cuda" and self.threads is not None:
             raise UsageError("--threads with --target cuda", "They are threads of the CPU.", "Leave --threads out.")
-        if self.draw is not None and self.draw.suffix not in (".svg", ".png", ".pdf"):
-            raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw k.svg.")
+        if self.draw is not None:
+            check_picture("--draw", self.draw)
         for option, place in (("--output", self.output), ("--draw", self.draw)):
-            if place is not None and not (folder := place.absolute().parent).is_dir():
-                raise UsageError(f"{option} is {place}: no such directory", fix=f"Create {folder}.")
-            if place is not None and (place.is_dir() or not os.access(place if place.exists() else folder, os.W_OK)):
-                raise UsageError(f"{option} is {place}, which cannot be written", fix="Name another file.")
+            if place is not None:
+                check_writable(option, place)

@@ -6,14 +6,16 @@ The table decides which codec may be chosen.
 import math
 import multiprocessing
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.sync import accuracy
-from benchmarks.sync.accuracy import FOLDS, Run, append, best_rates, difference, fold_of, read, report
+from benchmarks.sync.accuracy import FOLDS, Run, best_rates, difference, fold_of, report
 
 
 def run(method: str = "none", lr: float = 0.01, fold: int = 0, seed: int = 1, **more: float) -> Run:
@@ -46,18 +48,6 @@ def test_the_best_rate_is_that_of_the_lowest_loss_where_accuracies_are_an_image_
     assert best_rates([*runs, run(lr=0.005, accuracy=98.7, loss=0.3)])["none"].lr == 0.005
 
 
-def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    file = tmp_path / "rows.csv"
-    rows = [
-        run(accuracy=97.5, loss=0.25, ratio=1.0),
-        run("onebit:decay=0.9", seed=3, accuracy=98.0, loss=0.5, ratio=30.2),
-    ]
-    for row in rows:
-        append(file, row)
-    assert read(file) == rows
-    assert read(tmp_path / "absent.csv") == []
-
-
 def test_the_interval_is_students() -> None:
     # Differences -2, 0, 0, 0, 2: mean 0, deviation sqrt(2), and t of 4 degrees of freedom is 2.776.
     text = difference([-2.0, 0.0, 0.0, 0.0, 2.0])
@@ -85,7 +75,7 @@ def test_a_report_pairs_by_fold_and_seed(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_what_is_there_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.csv"
-    append(file, run(accuracy=97.0))
+    append_dicts(file, [asdict(run(accuracy=97.0))])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _method: _Here())
     trained: list[Run] = []
 
@@ -96,7 +86,7 @@ def test_what_is_there_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(accuracy, "train", train)
     accuracy.train_all([run(), run(seed=2)], file, jobs=1)
     assert [one.seed for one in trained] == [2]
-    assert [one.seed for one in read(file)] == [1, 2]
+    assert [one.seed for one in read_records(Run, file)] == [1, 2]
 
 
 class _Here:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.kernels import norms, training
-from benchmarks.kernels.common import write_rows
 from benchmarks.kernels.parts import measure_parts
 from benchmarks.rig.paired import Paired
 from hybridpar.errors import HybridparError
@@ -112,8 +110,3 @@ def test_methods_that_differ_stop_the_benchmark() -> None:
             training.check_step(methods)
     finally:
         use_choices(before)
-
-
-def test_a_table_is_written(tmp_path: Path) -> None:
-    write_rows(tmp_path / "new" / "t.csv", [{"a": 1, "b": "x,y"}, {"a": 2, "b": ""}])
-    assert (tmp_path / "new" / "t.csv").read_text().splitlines() == ["a,b", '1,"x,y"', "2,"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks.kernels import depthwise, epilogue, overhead
-from benchmarks.kernels.depthwise import Row, append, named_shapes, operations, read, report
+from benchmarks.kernels.depthwise import Row, named_shapes, operations, report
+from benchmarks.rig.records import append_dicts
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, norm_kernels
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
@@ -53,29 +54,6 @@ def test_all_sides_of_a_row_compute_the_same(direction: Direction) -> None:
         assert torch.allclose(results[0], result, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_survive_their_file(tmp_path: Path) -> None:
-    file = tmp_path / "table" / "depthwise.csv"
-    rows = [row(), row(direction="weight_gradient", loaded=True, own_ms=0.25)]
-    for one in rows:
-        append(file, one)
-    assert read(file) == rows
-    assert read(tmp_path / "none.csv") == []
-
-
-def test_rows_are_added_to_an_older_table_in_its_columns(tmp_path: Path) -> None:
-    file = tmp_path / "depthwise.csv"
-    append(file, row())
-    header, line = file.read_text().splitlines()
-    names, cells = header.split(","), next(csv.reader([line]))
-    assert {"commit", "device", "torch", "tvm", "date", "allocator"} <= set(names)
-    older = [name for name in names if name not in ("allocator", "python")]
-    with file.open("w") as lines:
-        csv.writer(lines).writerows([older, [dict(zip(names, cells, strict=True))[name] for name in older]])
-    append(file, row(threads=2))
-    assert [one.threads for one in read(file)] == [1, 2]
-    assert len({len(one) for one in csv.reader(file.read_text().splitlines())}) == 1
-
-
 def test_the_report_takes_geometric_means_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
     others = row(shape="8x96x112x112 k3x3 s2x2 p1x1 d1x1", ratio=8.0, best_ratio=2.2, runs_on="torch", own_ms=0.4)
     report([row(), others, row(threads=2, ratio=1.3)])
@@ -94,7 +72,7 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(depthwise, "search_all", lambda keys, *_, **__: searched.append(len(keys)))
     table = tmp_path / "depthwise.csv"
     for direction in Direction:
-        append(table, row(direction=direction.value))
+        append_dicts(table, [asdict(row(direction=direction.value))])
     options = depthwise.Options(batches=(8,), output=table, records=tmp_path / "r.jsonl", tune_only=True)
     assert depthwise.main(options) == 0
     assert searched == []

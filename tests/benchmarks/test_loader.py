@@ -24,11 +24,3 @@ def test_every_loader_reads_every_image_once_in_an_epoch(tmp_path: Path, monkeyp
     files[0].unlink()
     with pytest.raises((AssertionError, OSError)):
         methods["torchvision"]()
-
-
-def test_runs_are_added_to_a_table(tmp_path: Path) -> None:
-    row = dict.fromkeys(loader.WAITING, 1)
-    for _ in range(2):
-        loader._append(tmp_path / "waiting.csv", [row])
-    lines = (tmp_path / "waiting.csv").read_text().splitlines()
-    assert lines == [",".join(loader.WAITING), *[",".join("1" * len(loader.WAITING))] * 2]

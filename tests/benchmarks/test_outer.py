@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.outer.accuracy import RESULTS, Run, append, read, steps_to_target, table_of, wanted
+from benchmarks.outer.accuracy import RESULTS, Run, steps_to_target, table_of, wanted
 from benchmarks.outer.emulated import run_emulated
+from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.comm.world import World
 from hybridpar.planner.outer_steps import TABLE
 from hybridpar.sync.statistics import copy_of
@@ -77,9 +79,9 @@ def test_a_row_is_of_pairs_and_says_where_it_breaks():
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):
-    append(tmp_path / "rows.csv", _run())
-    append(tmp_path / "rows.csv", _run(seed=2))
-    assert [one.seed for one in read(tmp_path / "rows.csv")] == [1, 2]
+    append_dicts(tmp_path / "rows.csv", [asdict(_run())])
+    append_dicts(tmp_path / "rows.csv", [asdict(_run(seed=2))])
+    assert [one.seed for one in read_records(Run, tmp_path / "rows.csv")] == [1, 2]
 
 
 def test_no_run_is_wanted_twice_in_a_set():
@@ -90,4 +92,4 @@ def test_no_run_is_wanted_twice_in_a_set():
 
 
 def test_the_planners_table_is_what_the_rows_say():
-    assert list(TABLE) == table_of(read(RESULTS / "accuracy.csv"))
+    assert list(TABLE) == table_of(read_records(Run, RESULTS / "accuracy.csv"))

@@ -13,7 +13,7 @@ from benchmarks.pipeline.checks import append_checks
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
 from benchmarks.planner.emulated import EmulatedNet
 from benchmarks.planner.main import Options, main
-from benchmarks.planner.predicted import _visit, error_row
+from benchmarks.planner.predicted import Running, _visit, error_row
 from benchmarks.planner.promises import summarise, write_promises
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
@@ -104,7 +104,9 @@ def test_time_to_the_target_holds_planning_and_is_over_the_best_of_the_others(mo
     monkeypatch.setenv("RIG_LINK", "1gbit")
     steps = {"planned": [100.0, math.inf, 110.0], "ddp": [100.0, 100.0, 100.0], "ddp-fp16": [100.0, math.inf, 100.0]}
     times = {"planned": [50.0], "ddp": [200.0], "ddp-fp16": [120.0]}
-    rows = {one.what: one for one in _rows(steps, times, {"seconds": 2.0, "again": 0.5, "told": "onebit"})}
+    starts = {"planned": 0.0, "ddp": 3.0, "ddp-fp16": 0.0}
+    rows = {one.what: one for one in _rows(steps, times, starts, {"seconds": 2.0, "again": 0.5, "told": "onebit"})}
+    assert rows["seconds, ddp"].value == pytest.approx(3 + 20)
     assert rows["seconds, planned"].value == pytest.approx(110 * 0.05 + 2)
     assert rows["seconds, planned"].high == math.inf
     assert rows["seconds, ddp-fp16"].value == pytest.approx(12)
@@ -124,8 +126,10 @@ def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeyp
     def step() -> None:
         clock[0] += next(lengths)
 
-    assert _visit(step, World(), rounds=4) == pytest.approx(550)
+    assert _visit(Running(step, step), World(), rounds=4) == pytest.approx(550)
     assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
+    lengths = iter([0.5] * 30 + [0.1] * 10 + [0.3] * 10 + [0.2] * 10)
+    assert _visit(Running(step, step, interval=10), World(), rounds=4) == pytest.approx(200)
 
 
 def test_an_emulated_net_has_the_parameters_and_gradients_of_the_real_one():

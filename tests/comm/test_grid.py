@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import signal
 import threading
@@ -190,7 +189,6 @@ def use_and_close(world: World) -> None:
         else:
             grid.receivers[0].receive(PART)
             grid.senders[0].send([torch.ones(3)])
-    grid.device_mesh()
     world.barrier()
     grid.close()
     world.barrier()
@@ -198,7 +196,6 @@ def use_and_close(world: World) -> None:
 
 def held(directory: str) -> dict[str, int]:
     """Open files, Python's threads, mapped segments, and names in the directory of shared memory."""
-    gc.collect()  # a device mesh is a cycle of references
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
@@ -249,16 +246,10 @@ def two_by_two(rank: int, directory: str, answers: Any) -> None:
     for form, shared_memory in (("shared memory", True), ("gloo", False)):
         world = World.join(lanes=1, timeout=60, shared_memory=shared_memory)
         grid = grids[form] = Grid(world, 2, [(0, 1), (1, 0)])
-        mesh = grid.device_mesh()
-        along = torch.ones(1) * (rank + 1)
-        dist.all_reduce(along, group=mesh["replica"].get_group())
-        across = torch.ones(1) * (rank + 1)
-        dist.all_reduce(across, group=mesh["stage"].get_group())
         facts[form] = {
             "place": (grid.position, grid.replica),
             "sums": total(grid, float(rank + 1)),
             "arrived": pass_on(grid, 10.0 * rank),
-            "mesh": (mesh.mesh.tolist(), mesh.mesh_dim_names, along.item(), across.item()),
         }
         world.barrier()
     if rank == 3:
@@ -298,8 +289,6 @@ def test_two_positions_of_two_replicas(four_workers: list[dict[str, Any]], form:
     # Positions add up over ranks (0, 1) and (2, 3), messages go from 0 to 2 and from 1 to 3.
     assert [fact["sums"] for fact in facts] == [[3.0] * 3, [3.0] * 3, [7.0] * 3, [7.0] * 3]
     assert [fact["arrived"] for fact in facts] == [None, None, 1.0, 11.0]
-    mesh = ([[0, 1], [2, 3]], ("stage", "replica"))
-    assert [fact["mesh"] for fact in facts] == [(*mesh, *sums) for sums in [(3, 4), (3, 6), (7, 4), (7, 6)]]
 
 
 @pytest.mark.parametrize("form", ["shared memory", "gloo"])

@@ -202,11 +202,8 @@ def test_a_busy_machine_is_remembered(load, busy):
     assert cluster(load=load).busy == busy
 
 
-def test_all_reduce_time_is_latency_plus_what_a_ring_sends():
+def test_a_ring_sends_most_of_a_tensor_twice():
     assert [ring_factor(workers) for workers in (1, 2, 4)] == [0, 1, 1.5]
-    assert LINK.all_reduce_ms(0) == pytest.approx(0.3)
-    assert LINK.all_reduce_ms(10**6) == pytest.approx(0.3 + 1.0)
-    assert LINK.all_reduce_ms(10**6, world_size=4) == pytest.approx(0.3 + 1.5)
 
 
 def test_records_refuse_nonsense():

@@ -133,7 +133,7 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
     [
         ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
         ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
-        ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "trace.json"]),
+        ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "Name a file"]),
     ],
 )
 def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, devices, said):

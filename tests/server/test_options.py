@@ -28,7 +28,15 @@ from tests.small_nets import plain
         ({"pull": "fp16"}, "--pull with --sync allreduce"),
         ({"sync": "ps", "servers": -1}, "--servers is -1"),
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
-        ({"sync": "ps", "stages": 2}, "--stages or a plan with --sync ps"),
+        ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
+        ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
+        ({"sync": "ps", "stages": 2, "clip_norm": 1.0}, "--clip-norm 1.0 with --stages 2 --sync ps"),
+        ({"sync": "ps-async", "stages": 2, "model_ema": True}, "--model-ema with --stages 2 --sync ps-async"),
+        ({"sync": "ps", "stages": 2, "amp": "fp16"}, "--amp fp16 with --stages 2 --sync ps"),
+        (
+            {"sync": "ps", "stages": 2, "replicas": 2, "placement": "0,0;1,2"},
+            "--placement 0,0;1,2 with --sync ps",
+        ),
         ({"sync": "ps", "optimizer": "timm/kron"}, "--optimizer timm/kron with --sync ps"),
         (
             {"sync": "ps", "optimizer": "adafactor", "memory_format": "channels_last"},
@@ -36,7 +44,7 @@ from tests.small_nets import plain
         ),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
-        ({"sync": "ps", "kernels": "auto"}, "--kernels with --sync ps"),
+        ({"sync": "ps", "kernels": "auto"}, "--kernels auto with --sync ps"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, what):

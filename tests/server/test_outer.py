@@ -263,7 +263,7 @@ def _state_of(process):
         ({"sync": "outer:4,ps", "outer_delay": 1}, "--outer-delay with --sync outer:4,ps"),
         ({"sync": "outer:4,ps", "outer_mix": 0.5}, "--outer-mix with --sync outer:4,ps"),
         ({"sync": "outer:4,ps", "warm_start_steps": 3}, "--warm-start-steps 3 with --sync outer:4,ps"),
-        ({"sync": "outer:4,ps", "stages": 2}, "--stages or a plan with --sync outer:4,ps"),
+        ({"sync": "outer:4,ps", "stages": 2}, "--stages 2 with --sync outer:4,ps"),
         ({"sync": "outer:4,ps", "shares": "auto"}, "--shares auto with --sync outer:4,ps"),
         ({"sync": "outer:4,ps", "shares": "1,0"}, "--shares 1,0 with --sync outer:4,ps"),
         ({"sync": "outer:4,ps", "outer_pace": "1,0"}, "--outer-pace is 1,0"),

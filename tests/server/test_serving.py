@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -546,7 +547,7 @@ def test_workers_exchange_facts_over_shard_0():
         team[1].close(graceful=False)
         found = together([lambda n=n: exchange(firsts[n], "b/0", n) for n in (0, 2)])
         assert found == [([0, 2], [0, 2])] * 2
-        worlds = [PresentWorkers(firsts[n], "c", n, [0, 2], torch.device("cpu"), 5) for n in (0, 2)]
+        worlds = [PresentWorkers(partial(exchange, firsts[n]), "c", n, [0, 2], torch.device("cpu"), 5) for n in (0, 2)]
         assert [world.is_main for world in worlds] == [True, False]
         assert together([lambda w=w: w.gather(w.rank) for w in worlds]) == [[0, 1]] * 2
         team[0].close(), team[2].close()

@@ -13,7 +13,6 @@ from hybridpar.train.gain import predicted_gain
 def test_sync_of_half_a_batch_is_hidden_by_both_forms():
     gain = predicted_gain(100.0, 50.0)
     assert (gain.plain_ms, gain.delay_ms, gain.half_ms) == (150, 100, 100)
-    assert gain.over_plain == 1.5
     # Two thirds of the step hide it as well, if they are overlapped bucket by bucket: nothing is left to gain.
     assert gain.overlapped_ms == 100
     assert not gain.pays

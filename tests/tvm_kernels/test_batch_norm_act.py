@@ -13,7 +13,7 @@ from torch.nn import functional
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import batch_norm_act as module
 from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError, batch_norm_then, stock_batch_norm_act
+from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError, stock_batch_norm_act
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, CHUNK
 from tests.tvm_kernels.norms import EPS, error, images, parameters, truth
 
@@ -39,7 +39,7 @@ def fused(
     x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor, act: str, running: tuple[Tensor, Tensor] | None = None
 ) -> list[Tensor]:
     own = [one.detach().requires_grad_() for one in (x, weight, bias)]
-    y = batch_norm_then(*own, *(running or (None, None)), running is None, 0.0, EPS, act)
+    y = OP(*own, *(running or (None, None)), running is None, 0.0, EPS, act)
     assert type(y.grad_fn).__name__ == "_BatchNormThenBackward", "the kernels did not run"
     return [y.detach(), *torch.autograd.grad(y, own, gradient)]
 
@@ -133,7 +133,7 @@ def test_views_that_are_not_aligned() -> None:
 def test_a_gradient_without_memory_of_its_own() -> None:
     x = images(2, 8, 4, 4).requires_grad_()
     weight, bias = parameters(8)
-    batch_norm_then(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
+    OP(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
     assert x.grad is not None
     expected = truth(x, torch.ones_like(x), weight, bias, "relu")[1]
     # Of a sum the gradient is zero but for the rectifier, so it is small.
@@ -171,9 +171,9 @@ def test_frozen_parameters_and_none() -> None:
     x = images(2, 16, 5, 5).requires_grad_()
     weight, bias = parameters(16)
     gradient = images(2, 16, 5, 5)
-    (frozen,) = torch.autograd.grad(batch_norm_then(x, weight, bias, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    (frozen,) = torch.autograd.grad(OP(x, weight, bias, None, None, True, 0.0, EPS, "relu"), x, gradient)
     assert error(frozen, truth(x, gradient, weight, bias, "relu")[1]) < 2e-6
-    (plain,) = torch.autograd.grad(batch_norm_then(x, None, None, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    (plain,) = torch.autograd.grad(OP(x, None, None, None, None, True, 0.0, EPS, "relu"), x, gradient)
     assert error(plain, truth(x, gradient, torch.ones(16), torch.zeros(16), "relu")[1]) < 2e-6
 
 
@@ -249,11 +249,10 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_second_derivatives_are_refused_by_name() -> None:
     x = images(2, 4, 3, 3).requires_grad_()
-    for call in (OP, batch_norm_then):
-        y = call(x, None, None, None, None, True, 0.1, EPS, "silu")
-        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(SecondDerivativeError, match="batch_norm_act has no second derivative"):
-            first.sum().backward()
+    y = OP(x, None, None, None, None, True, 0.1, EPS, "silu")
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(SecondDerivativeError, match="batch_norm_act has no second derivative"):
+        first.sum().backward()
 
 
 def test_changing_the_input_in_between_is_noticed() -> None:

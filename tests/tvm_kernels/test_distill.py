@@ -12,16 +12,15 @@ import pytest
 
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import (
-    MOST_BYTES,
     Database,
     append_records,
-    distill,
     packaged_records,
     parse_records,
     read_database,
 )
 from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from scripts.package_kernels import MOST_BYTES, distill
 from tests.tvm_kernels.standin import record_of
 
 ROOT = Path(__file__).parents[2]

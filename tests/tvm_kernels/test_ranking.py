@@ -7,7 +7,8 @@ import csv
 import pytest
 
 from benchmarks.kernels import ranking
-from benchmarks.kernels.ranking import COLUMNS, append, chosen, read, summarize
+from benchmarks.kernels.ranking import COLUMNS, chosen, read, summarize
+from benchmarks.rig.records import append_dicts
 
 
 def rows(predicted, measured, drawn=None, layout="contiguous"):
@@ -63,12 +64,12 @@ def test_the_best_and_some_others_are_measured():
 def test_a_row_that_was_cut_off_is_measured_again(tmp_path):
     whole = rows([1, 2], [1.0, 2.0])
     for row in whole:
-        append(tmp_path / "r.csv", row)
+        append_dicts(tmp_path / "r.csv", [row])
     assert read(tmp_path / "r.csv") == whole
     text = (tmp_path / "r.csv").read_text()
     (tmp_path / "r.csv").write_text(text[:-3])  # within a number, which would be another one
     assert read(tmp_path / "r.csv") == whole[:1]
-    append(tmp_path / "r.csv", whole[1])
+    append_dicts(tmp_path / "r.csv", whole[1:2])
     assert read(tmp_path / "r.csv") == whole
     assert read(tmp_path / "none.csv") == []
 

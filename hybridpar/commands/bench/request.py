@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from hybridpar.config.data import unless
 from hybridpar.errors import UsageError
 
 
@@ -70,11 +71,7 @@ class BenchSync:
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
     tune_process: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Leave the C allocator and thread counts as they are.",
-            help_behavior_hint="(default: set as for training)",
-        ),
+        bool, unless("Leave the C allocator and thread counts as they are.", "set as for training")
     ] = True
     """Set allocator and threads of CPU workers before they start."""
     csv: Path | None = None

@@ -5,7 +5,6 @@ Everything that can be known without the model is checked here, before the minut
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from hybridpar.config.data import unless
 from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import check_picture, check_writable
 
 if TYPE_CHECKING:
     from hybridpar.partition.cost import Link, Problem, Worker
-
-#: Endings of the pictures that can be drawn.
-PICTURES = (".svg", ".png", ".pdf")
 
 #: Options that say how to cut, which the search decides itself.
 _DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
@@ -63,12 +61,7 @@ class PlanRequest:
     """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
     strategy: str = "balanced"
     """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
-    measure: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Estimate times from FLOPs and bytes.", help_behavior_hint="(default: every unit is measured)"
-        ),
-    ] = True
+    measure: Annotated[bool, unless("Estimate times from FLOPs and bytes.", "every unit is measured")] = True
     """Whether every unit is measured; else times are estimated from FLOPs and bytes."""
     passes: int = 5
     """Passes of the measurement; the minimum counts."""
@@ -79,11 +72,7 @@ class PlanRequest:
     channels_last: bool = False
     """Former spelling of `--memory-format channels_last`."""
     cache: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Measure anew, and keep nothing.",
-            help_behavior_hint="(default: profiles are used from and kept in ~/.cache/hybridpar)",
-        ),
+        bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True
     """Whether profiles are used from and kept in ~/.cache/hybridpar."""
     seed: int = 0
@@ -93,11 +82,7 @@ class PlanRequest:
     draw: Path | None = None
     """Draw the partition, or of a search the time of a step over the number of workers, into this .svg or .png file."""
     tune_process: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Leave the C allocator and thread counts as they are.",
-            help_behavior_hint="(default: set as for training)",
-        ),
+        bool, unless("Leave the C allocator and thread counts as they are.", "set as for training")
     ] = True
     """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
     debug: bool = False
@@ -186,9 +171,9 @@ class PlanRequest:
                 raise UsageError(f"{option} is {value}", rule, f"Use {use}.")
         for option, target in (("--output", self.output), ("--draw", self.draw)):
             if target is not None:
-                _check_writable(option, target)
-        if self.draw is not None and self.draw.suffix not in PICTURES:
-            raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw plan.svg.")
+                check_writable(option, target)
+        if self.draw is not None:
+            check_picture("--draw", self.draw)
         self._check_search()
 
     def _check_search(self) -> None:
@@ -349,14 +334,3 @@ def read_problem(config: PlanRequest) -> Problem:
         config.micro_batches,
         config.optimizer_copies,
     )
-
-
-def _check_writable(option: str, target: Path) -> None:
-    """Refuse a file that could not be written after the long part."""
-    folder = target.absolute().parent
-    if target.is_dir():
-        raise UsageError(f"{option} is {target}", "That is a directory; a file is needed.", "Name a file in it.")
-    if not folder.is_dir():
-        raise UsageError(f"cannot write {target}: no such directory", fix=f"Create {folder}.")
-    if not os.access(target if target.exists() else folder, os.W_OK):
-        raise UsageError(f"cannot write {target}: permission denied", fix="Name a place that you may write to.")

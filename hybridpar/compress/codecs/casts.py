@@ -15,6 +15,9 @@ import torch
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, as_inner
 from hybridpar.errors import UsageError, nearest
 
+#: What floating-point messages can be cast to, by name.
+WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 @CODECS.register("fp16", "float16 on the wire, half the bytes; ends at 65504")
 @dataclass(frozen=True)
@@ -26,24 +29,15 @@ class Float16(Codec):
     one_message = True
 
     def bind(self, spec: TensorSpec) -> Full:
-        return Full(replace(spec, wire=torch.float16))
+        return Full(replace(spec, wire=WIRE_TYPES[self.name]))
 
 
 @CODECS.register("bf16", "bfloat16 on the wire, half the bytes; 8 significant bits")
 @dataclass(frozen=True)
-class BFloat16(Codec):
+class BFloat16(Float16):
     """The gradient in bfloat16. DDP's `bf16_compress_hook` does the same."""
 
     name = "bf16"
-    biased = False
-    one_message = True
-
-    def bind(self, spec: TensorSpec) -> Full:
-        return Full(replace(spec, wire=torch.bfloat16))
-
-
-#: What floating-point messages can be cast to, by name.
-WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

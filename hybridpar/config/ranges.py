@@ -1,0 +1,89 @@
+"""The values that options may have, as one table; a pair of options that contradict each other is in `train`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from hybridpar.errors import UsageError
+
+_POLICY = re.compile(r"none|ra(:\d+,\d+)?|ta|aa(:(imagenet|cifar10|svhn))?|augmix|timm/.+")
+
+#: What values must be, a test of that, and the options. None is no value, and always allowed.
+RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "at least 1",
+        lambda one: one >= 1,
+        "batch_size epochs steps repeats model_ema_steps workers stages replicas micro_batches keep",
+    ),
+    ("at least 2", lambda one: one >= 2, "synthetic_samples"),
+    ("at least 8", lambda one: one >= 8, "image_size test_image_size"),
+    ("1 to 8", lambda one: 1 <= one <= 8, "sync_lanes"),
+    (
+        "at least 0",
+        lambda one: one >= 0,
+        "loader_workers eps weight_decay min_lr warmup_epochs warmup_lr cooldown_epochs patience_epochs mixup cutmix "
+        "mix_off_epoch warm_start_steps select_batch",
+    ),
+    (
+        "greater than 0",
+        lambda one: one > 0,
+        "lr lr_per_sample head_lr_scale lr_power decay_epochs clip_norm bucket_mb timeout outer_lr outer_qsr",
+    ),
+    (
+        "at least 0 and less than 1",
+        lambda one: 0 <= one < 1,
+        "drop_rate drop_path_rate momentum label_smoothing bce_threshold model_ema_decay outer_momentum",
+    ),
+    (
+        "at least 0 and at most 1",
+        lambda one: 0 <= one <= 1,
+        "hflip vflip random_erasing mix_prob mix_switch color_jitter outer_mix",
+    ),
+    ("greater than 0 and at most 1", lambda one: 0 < one <= 1, "crop_ratio decay_rate layer_decay"),
+    ("numbers of at least 0 and less than 1", lambda some: all(0 <= one < 1 for one in some), "betas"),
+    ("numbers of more than 0", lambda some: all(one > 0 for one in some), "milestones"),
+    ("fractions between 0 and 1", lambda some: all(0 < one < 1 for one in some), "step_epochs"),
+    ("three numbers from 0 to 1", lambda some: all(0 <= one <= 1 for one in some), "mean"),
+    ("three numbers of more than 0", lambda some: all(one > 0 for one in some), "std"),
+    ("two numbers from 0 to 1, the smaller one first", lambda two: 0 < two[0] <= two[1] <= 1, "scale"),
+    ("two numbers of more than 0, the smaller one first", lambda two: 0 < two[0] <= two[1], "ratio"),
+    (
+        "none, ra, ra:N,M, ta, aa, aa:imagenet, aa:cifar10, aa:svhn, augmix, or timm/SPEC",
+        lambda text: _POLICY.fullmatch(text) is not None,
+        "augment",
+    ),
+)
+
+
+def check_ranges(config: object, only: Collection[str] | None = None) -> None:
+    """Check that options are what the table says.
+
+    Args:
+        config: Has the options.
+        only: Names of those to check; default: all.
+
+    Raises:
+        UsageError: One is not.
+    """
+    for rule, holds, names in RANGES:
+        for name in names.split():
+            if only is None or name in only:
+                require(name, value := getattr(config, name), value is None or holds(value), rule)
+
+
+def require(name: str, value: object, holds: bool, rule: str) -> None:
+    """Refuse the value of an option that breaks its rule.
+
+    Args:
+        name: Of the option, as a field.
+        value: Its value.
+        holds: Whether the value is allowed.
+        rule: What it must be, to be put behind "It must be".
+
+    Raises:
+        UsageError: It is not allowed.
+    """
+    if not holds:
+        raise UsageError(f"--{name.replace('_', '-')} is {value}", f"It must be {rule}.")
