@@ -464,7 +464,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
 
 #: Options, as named by `_options`, with which every worker of a pipeline holds the whole model.
 NEED_WHOLE_MODEL = (
-    "kernels", "select batch", "weights", "outer", "codec auto", "late", "cuda graph", "recipe", "homes",
+    "kernels", "select batch", "outer", "codec auto", "late", "cuda graph", "recipe", "homes",
 )  # fmt: skip
 
 #: Options that need replicas of equal numbers of workers, and why.

@@ -232,7 +232,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------- files of torch
 
 
-def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> dict[str, Any]:
+def read_torch(path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = None) -> dict[str, Any]:
     """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU.
 
     Before torch reads it, the file is looked through for what would take long or much memory: compressed parts, calls
@@ -241,8 +241,8 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> 
 
     Args:
         path: The file.
-        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary. Others are not read, and
-            come on the meta device.
+        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary, or a tensor that it is read
+            into. Others are not read, and come on the meta device. With it no more than one tensor is held twice.
 
     Raises:
         Unreadable: It is none, or damaged.
@@ -253,8 +253,7 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool] | None = None) -> 
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
         _survey(path)
-        whole = keep is None
-        loaded = torch.load(path, map_location="cpu", weights_only=True) if whole else _read_some(path, keep)
+        loaded = torch.load(path, map_location="cpu", weights_only=True) if keep is None else _read_some(path, keep)
     except Unreadable:
         raise
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
@@ -299,7 +298,7 @@ def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
     return loaded, {keys: int(storage._checkpoint_offset or 0) for keys, storage in storages}
 
 
-def _read_some(path: Path, keep: Callable[[TensorPath], bool] | None) -> Any:
+def _read_some(path: Path, keep: Callable[[TensorPath], bool | Tensor]) -> Any:
     import torch
 
     loaded, offsets = tensor_places(path)
@@ -312,17 +311,27 @@ def _read_some(path: Path, keep: Callable[[TensorPath], bool] | None) -> Any:
                 return type(value)(read(item, (*keys, index)) for index, item in enumerate(value))
             if not isinstance(value, torch.Tensor):
                 return value
-            if keep is not None and not keep(keys):
+            if (kept := keep(keys)) is False:
                 return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if kept is not True and kept.shape != value.shape:
+                raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
             extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-            memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
+            form = value.device, value.dtype, value.stride()
+            if kept is not True and value.is_contiguous() and (kept.device, kept.dtype, kept.stride()) == form:
+                memory = kept.detach().view(-1)
+            else:
+                memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
             file.seek(offsets[keys] + int(value.storage_offset()) * value.element_size())
             view = memory.view(torch.uint8).numpy().data
             while view:
                 if not (count := file.readinto(view)):
                     raise Unreadable("it ends in the middle of a tensor")
                 view = view[count:]
-            return memory.as_strided(value.shape, value.stride())
+            if kept is True:
+                return memory.as_strided(value.shape, value.stride())
+            if memory.data_ptr() != kept.data_ptr():
+                kept.detach().copy_(memory.as_strided(value.shape, value.stride()))
+            return kept
 
         return read(loaded, ())
 

@@ -41,7 +41,7 @@ def pack(item: Any) -> bytes:
     """
     text, tensors = take_apart(item)
     head = json.dumps([text, tensor_facts(tensors)]).encode()
-    return b"".join([_LENGTH.pack(len(head)), head, *(_bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
+    return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
@@ -65,7 +65,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
                 raise ValueError("a tensor that is not there")
             tensor = torch.empty(shape, dtype=_DTYPES[dtype])
             if size:
-                _bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
+                bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
             tensors.append(tensor)
             begin += size
         if begin != len(memory):
@@ -162,7 +162,7 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
     if rank:
         for one in tensors:
             if one.numel() and not one.is_meta:
-                dist.send(_bytes_of(one.to(device)), group_dst=0, group=group)
+                dist.send(bytes_of(one.to(device)), group_dst=0, group=group)
         return None
     found = []
     for source in ranks:
@@ -177,7 +177,7 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
                 continue
             one = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
             if one.numel():
-                dist.recv(_bytes_of(one), group_src=source, group=group)
+                dist.recv(bytes_of(one), group_src=source, group=group)
             came.append(one.cpu())
         found.append(put_together(text, came))
     return found
@@ -196,8 +196,12 @@ def _read(data: Tensor, rank: int) -> Any:
         raise SyncError(f"worker {rank} sent {error}", "All workers run the same version of hybridpar.") from error
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """What a tensor holds, in row-major order, 1-D uint8; a view where it is contiguous."""
+def bytes_of(tensor: Tensor) -> Tensor:
+    """What a tensor holds, in row-major order, 1-D uint8; a view where it is contiguous.
+
+    Args:
+        tensor: The tensor.
+    """
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.errors import UsageError
+
+_T = TypeVar("_T")
 
 #: Bytes of a model's parameters and buffers up to which a worker may hold it all, so that it can be measured.
 MEASURED_BYTES = 128 << 20
@@ -206,6 +208,7 @@ class DeferredModel:
         mode = _Deferring()
         self.module = self._build(mode)
         self._made_of = {name: mode.made_of(held[key]) for name, held, key in places(self.module)}
+        self._put: Callable[[nn.Module], object] | None = None
         on_meta: dict[int, Tensor] = {}
         for _, held, key in places(self.module):
             held[key] = on_meta.setdefault(id(held[key]), _like(held[key], held[key].detach().to(_META)))
@@ -218,14 +221,44 @@ class DeferredModel:
             device: Where they are wanted.
         """
         wanted = set(names)
-        made = self._build(_Deferring(set[int]().union(*(self._made_of[name] for name in wanted))))
+        starts = {} if self._put is None else self._starts(self._put)[1]
+        drawn = {name for name, held, key in places(self.module) if name in wanted and id(held[key]) not in starts}
+        made = self._build(_Deferring(set[int]().union(*(self._made_of[name] for name in drawn))))
         values = {name: held[key] for name, held, key in places(made)}
         filled: dict[int, Tensor] = {}
         for name, held, key in places(self.module):
-            if name in wanted:
-                filled.setdefault(id(held[key]), _like(held[key], _placed(values[name], held[key], device)))
+            if name in wanted and id(held[key]) not in filled:
+                start = starts.get(id(held[key]))
+                filled[id(held[key])] = _like(
+                    held[key],
+                    _placed(values[name], held[key], device) if start is None else _copied(start, held[key], device),
+                )
         for _, held, key in places(self.module):  # under all of its names
             held[key] = filled.get(id(held[key]), held[key])
+
+    def start_from(self, put: Callable[[nn.Module], _T]) -> _T:
+        """Let `fill` give tensors the values of others than the constructor's.
+
+        Args:
+            put: Replaces tensors of the model that it is given, for instance by memory-mapped ones of a file. Called
+                now, and whenever tensors are filled.
+
+        Returns:
+            What it returned.
+        """
+        found, _ = self._starts(put)
+        self._put = put
+        return found
+
+    def _starts(self, put: Callable[[nn.Module], _T]) -> tuple[_T, dict[int, Tensor]]:
+        """What a function returns, and what it replaces tensors by, under the ids of these."""
+        before = [(held, key, held[key]) for _, held, key in places(self.module)]
+        try:
+            found = put(self.module)
+            return found, {id(value): held[key].detach() for held, key, value in before if held[key] is not value}
+        finally:
+            for held, key, value in before:
+                held[key] = value
 
     @property
     def nbytes(self) -> int:
@@ -330,8 +363,10 @@ def _like(one: Tensor, values: Tensor) -> Tensor:
 
 def _placed(values: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """Values on a device, laid out as another tensor is."""
-    if values.stride() == like.stride():
-        return values.detach().to(device)
+    return values.detach().to(device) if values.stride() == like.stride() else _copied(values, like, device)
+
+
+def _copied(values: Tensor, like: Tensor, device: torch.device) -> Tensor:
     placed = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     return placed.copy_(values.detach())
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import mmap
 import os
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +67,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             of which the newest checkpoint is taken.
 
     Returns:
-        Tensors by name, without what DDP and torch.compile put in front of names. As an attribute `_metadata` it keeps
-        the versions of modules that `torch.save` had.
+        Tensors by name, memory-mapped, without what DDP and torch.compile put in front of names. As an attribute
+        `_metadata` it keeps the versions of modules that `torch.save` had.
 
     Raises:
         UsageError: There is no such file, it cannot be read, it holds objects of other kinds, or no tensors.
@@ -113,18 +116,37 @@ def _checkpoint_file(directory: Path) -> Path:
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise UsageError(
             f"--weights {shortened(file)}: reading .safetensors needs safetensors, which is not installed",
             fix="Install it: pip install 'hybridpar[safetensors]'",
         ) from error
     try:
-        state: dict[str, Tensor] = load_file(file, device="cpu")
-        return state
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(file, framework="pt"):  # which checks its header; reading through it copies all tensors
+            return _mapped(file)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise _unreadable(file, error) from error
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file whose header is right: its length, 8 bytes, the header, and their values."""
+    import torch
+    from safetensors.torch import _TYPES as DTYPES
+
+    with file.open("rb") as stream:
+        start = 8 + int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(start - 8))
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    state = {}
+    for name, facts in header.items():
+        if name != "__metadata__":
+            dtype: Any = DTYPES[facts["dtype"]]
+            begin, end = facts["data_offsets"]
+            count = (end - begin) // dtype.itemsize
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start + begin) if count else torch.empty(0)
+            state[name] = flat.to(dtype).view(facts["shape"])
+    return state
 
 
 def _read_torch(file: Path) -> Any:
@@ -135,7 +157,7 @@ def _read_torch(file: Path) -> Any:
     try:
         # Checkpoints of timm and of torchvision's references hold their options in a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         kinds = _classes_in(file)
         if not kinds:

@@ -23,6 +23,8 @@ from hybridpar.models.weight_files import is_file, read_weights
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from hybridpar.models.deferred import DeferredModel
+
 
 def learning_rate_scales(
     model: nn.Module, layer_decay: float | None = None, head_scale: float | None = None
@@ -160,12 +162,17 @@ class WeightsReport:
 
 
 def load_weights(
-    model: nn.Module, source: str | Path, *, name: str | None = None, args: Mapping[str, object] | None = None
+    model: nn.Module | DeferredModel,
+    source: str | Path,
+    *,
+    name: str | None = None,
+    args: Mapping[str, object] | None = None,
 ) -> WeightsReport:
     """Give a model weights. The head stays new where its number of classes differs.
 
     Args:
-        model: The model; changed in place, and not at all where the weights do not fit.
+        model: The model; changed in place, and not at all where the weights do not fit. One without memory begins with
+            them wherever it is filled, and reads no others.
         source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file or directory, see
             `hybridpar.models.weight_files`.
         name: What the user calls the model; needed for published weights of torchvision.
@@ -184,13 +191,20 @@ def load_weights(
     """
     import torch
 
+    from hybridpar.models.deferred import DeferredModel
+
     text = str(source)
-    with torch.random.fork_rng(devices=[]):  # timm builds a model to read weights
-        if is_file(text):
-            told, state = text, read_weights(Path(text))
-        else:
-            told, state = published_weights(text, name, model, args or {})
-    return _put(model, _converted(model, state), told, name or type(model).__name__)
+    assign = isinstance(model, DeferredModel)
+
+    def put(module: nn.Module) -> WeightsReport:
+        with torch.random.fork_rng(devices=[]):  # timm builds a model to read weights
+            if is_file(text):
+                told, state = text, read_weights(Path(text))
+            else:
+                told, state = published_weights(text, name, module, args or {})
+        return _put(module, _converted(module, state), told, name or type(module).__name__, assign=assign)
+
+    return model.start_from(put) if isinstance(model, DeferredModel) else put(model)
 
 
 def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,7 +230,7 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> WeightsReport:
+def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, assign: bool = False) -> WeightsReport:
     """Load what fits."""
     own = model.state_dict()
     others = [key for key in own if key in state and own[key].shape != state[key].shape]
@@ -226,7 +240,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
     fitting._metadata = getattr(own if own.keys() <= state.keys() else state, "_metadata", None)
     kept = {key: tensor.clone() for key, tensor in own.items()}
     try:
-        missing, unknown = model.load_state_dict(fitting, strict=False)
+        missing, unknown = model.load_state_dict(fitting, strict=False, assign=assign)
     except (RuntimeError, ValueError):  # a module that converts names, or counts versions
         missing, unknown = [key for key in own if key not in fitting], [key for key in fitting if key not in own]
         heads = set()
@@ -234,7 +248,7 @@ def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> 
     lacking = [key for key in missing if key not in allowed]
     wrong = [key for key in others if key not in heads]
     if wrong or len(lacking) > _MAY_LACK * max(1, len(own) - len(allowed)) or len(missing) == len(own):
-        model.load_state_dict(kept)
+        model.load_state_dict(kept, assign=assign)
         raise _misfit(source, name, own, state, wrong, lacking, unknown)
     return WeightsReport(source, len(own) - len(missing), len(own), tuple(missing), tuple(unknown), classes)
 

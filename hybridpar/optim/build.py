@@ -298,13 +298,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     return {"kind": type(optimizer).__name__, "groups": groups, "state": state}
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any]) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any], *, take: bool = False
+) -> None:
     """Put saved state back by name; what is not in it has none afterwards. The optimizer's own grouping stays.
 
     Args:
         optimizer: The optimizer.
         model: The model.
         saved: What `optimizer_state` returned.
+        take: Its tensors may become those of the optimizer, which saves the memory of copies.
 
     Raises:
         CheckpointError: The state belongs to another kind of optimizer.
@@ -330,7 +333,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sav
             continue
         parameter = by_name[name]
         optimizer.state[parameter] = {
-            key: _place(value, parameter, id(parameter) in counting_on_device)
+            key: _place(value, parameter, id(parameter) in counting_on_device, take)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in values.items()
@@ -369,11 +372,13 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool) -> torch.Tensor:
+def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:
     if value.shape != parameter.shape:
         # A step counter. Only fused and capturable optimizers want it where the parameter is, others on the host.
         # What has dimensions is part of the state, as the row and column sums of Adafactor.
         return value.to(parameter.device if count_on_device or value.ndim else "cpu", copy=True)
+    if take and (value.device, value.stride()) == (parameter.device, parameter.stride()):
+        return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

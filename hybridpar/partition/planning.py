@@ -72,7 +72,8 @@ def partition_model(
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
         stages: Number of stages, or a `Problem` with devices, link and memory.
         strategy: `balanced`, or a simpler strategy for comparison.
-        measure: Measure unit times; False, or a model without memory, estimates them from FLOPs and bytes.
+        measure: Measure unit times, of a model without memory each unit by itself; False estimates them from FLOPs and
+            bytes.
         passes: Passes of the measurement.
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
@@ -96,11 +97,12 @@ def partition_model(
     units = find_units(trace_model(model, given), given)
     # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
     balance_graph(units.graph, problem, strategy=strategy, certify=False)
-    if measure and not is_deferred(model):
+    if measure:
         times = measured_profile(
             units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
         )
-        problem = _with_co_run(model, given, problem, say)
+        if not is_deferred(model):
+            problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)

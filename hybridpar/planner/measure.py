@@ -21,6 +21,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_lanes
 from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
@@ -105,7 +106,8 @@ def profile_in_parts(
             parts it may compute in any of its ways, and must be left alone.
         examples: Micro-batches of several sizes, without memory format.
         name: What to call it.
-        measure: Measure units; False estimates them by the device's roofline.
+        measure: Measure units; False estimates them by the device's roofline. Of a model without memory each unit is
+            measured by itself, and what needs the whole model is left out.
         passes: Passes of each measurement.
         formats: Memory formats to measure, the first of them torch's default.
         kernels: Measure tuned kernels too, where the model has layers for which there are any.
@@ -129,7 +131,8 @@ def profile_in_parts(
     variants: list[Variant] = []
     units: ModelUnits | None = None
     traced: dict[str, TracedModel] = {}
-    tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
+    whole = measure and not is_deferred(model)
+    tuned = ("stock", "tuned") if kernels and whole and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
     gain: float | None = None
     rest: dict[str, StepCosts] = {}
@@ -150,13 +153,13 @@ def profile_in_parts(
                 noises.append(times.noise)
                 units = units or found
                 yield
-            if measure and optimizer_copies is not None and form not in rest:
+            if whole and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
                 rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
                 yield
             update_ms = rest[form].update_ms if form in rest else None
             variants.append(Variant(form, kernel, tuple(sizes), max(noises), update_ms))
-        if measure and (compiled or len(ways) > 1):
+        if whole and (compiled or len(ways) > 1):
             say("timing the compiled model" if compiled else "comparing memory formats and kernels in turns")
             steps = steadied("turns", partial(_steps_in_turns, model, largest, ways, compiled))
             factors = [steps[_way_name(one.memory_format, one.kernels)] / one.step_ms for one in variants]
@@ -164,7 +167,7 @@ def profile_in_parts(
             gain = factors[0] if compiled else None
             yield
         restore(model).to(memory_format=torch.contiguous_format)
-        for count in lanes if measure else ():
+        for count in lanes if whole else ():
             say(f"measuring {count} lanes beside each other")
             co_run[count] = max(1.0, steadied("lanes", partial(_co_run, model, largest, count))["co_run"])
     finally:

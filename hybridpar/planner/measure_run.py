@@ -38,6 +38,7 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.process import available_cores, host_identity
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
@@ -250,7 +251,8 @@ def inputs_in_parts(
     The first part ends only where model, links or rehearsal were not measured before: else there is a single one.
 
     Args:
-        model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise.
+        model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise. With
+            `cluster` it may be one without memory.
         asked: What is searched for.
         world: All workers.
         cluster: The machine to plan for, where that is not the one at hand; `world` is then this process alone.
@@ -268,7 +270,8 @@ def inputs_in_parts(
         HybridparError: The model cannot be measured, or measuring it would take longer than it can gain; on all
             workers.
     """
-    model.to(world.device)
+    if not is_deferred(model):
+        model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.batch)
     scope = _scope(model, asked, world, cluster, workers, passes)
     key = _key(model, asked, world)

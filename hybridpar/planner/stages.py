@@ -17,7 +17,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.formats.cache import measurements_directory
-from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, places
+from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
@@ -79,7 +79,10 @@ def cut_model(
                 whole = deferred.whole().to(device)
                 if memory_format_name(example) == "channels_last":
                     whole.to(memory_format=torch.channels_last)
-            made = partition_model(whole, example, problem, threads=threads, cache=measurements_directory())
+            measure = not is_deferred(whole)  # unit by unit it would take too long for the start of a run
+            made = partition_model(
+                whole, example, problem, measure=measure, threads=threads, cache=measurements_directory()
+            )
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -19,7 +20,7 @@ from hybridpar.models import build_model, freeze, load_weights, parse_arguments,
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.inputs import model_input
-from hybridpar.models.weight_files import is_published
+from hybridpar.models.weight_files import is_file, is_published
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -234,13 +235,13 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
     return replace(config, **{name: value for name, value in known.items() if getattr(config, name) is None})
 
 
-def start_from_weights(config: TrainConfig, name: str, model: nn.Module) -> list[str]:
+def start_from_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel) -> list[str]:
     """Give a model the weights that its options name.
 
     Args:
         config: Options.
         name: What the user calls the model.
-        model: The model; changed in place.
+        model: The model; changed in place, one without memory wherever it is filled.
 
     Returns:
         A line on what was taken, what is new and what was left out; empty where no weights were asked for.
@@ -300,6 +301,8 @@ def make_deferred(
         return None, f"memory   every worker holds the whole model: {error.what}"
     if deferred.nbytes <= MEASURED_BYTES:
         return None, None
+    if config.weights is not None and not all(world.gather(is_file(config.weights) and Path(config.weights).exists())):
+        return None, f"memory   every worker holds the whole model: --weights {config.weights} is no file that all see"
     _prepare(deferred.module, config, name, data, world.device)
     return deferred, None
 

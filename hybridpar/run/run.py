@@ -183,9 +183,12 @@ class Run(RunLoop):
         check_batch(config, len(data.train), world.size)
         self.weights_lines: list[str] = [line for line in (told, fetched) if line is not None]
         if self.place.checkpoint is None and config.weights is not None:
-            self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
-            if world.size > 1:
-                broadcast_state(model, 0, world)
+            if deferred is not None:  # each worker reads what it will hold
+                self.weights_lines += world.on_all(lambda: start_from_weights(config, model_name, deferred))
+            else:
+                self.weights_lines += world.from_main(lambda: start_from_weights(config, model_name, model))
+                if world.size > 1:
+                    broadcast_state(model, 0, world)
         self.planned = plan_run(
             model,
             config,

@@ -40,7 +40,11 @@ from torch.utils._pytree import tree_map_only
 from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
 from hybridpar.formats.file_reader import TensorPath, Unreadable, read_torch, tensor_paths, tensor_places
+from hybridpar.formats.messages import bytes_of
 from hybridpar.train.checkpoint_files import CHECKPOINT_VERSION, latest_checkpoint, read_manifest, resolve_checkpoint
+
+#: Bytes of a tensor that are brought to worker 0 at once.
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -145,16 +149,30 @@ def _way_on(directory: Path) -> str:
     return f"go on with --resume: {newest.name}, the last whole checkpoint, is untouched"
 
 
-def load_checkpoint(
-    path: Path, rank: int = 0, held: Collection[str] | None = None, stepped: Collection[str] | None = None
-) -> CheckpointData:
+@dataclass(frozen=True)
+class Held:
+    """What a worker that does not hold everything takes of a checkpoint; other tensors come on the meta device.
+
+    Attributes:
+        fingerprint: Of its model. Of a checkpoint of another model nothing is taken.
+        stepped: Names of the parameters whose optimizer state it wants.
+        model: Parameters and buffers that are read into; None where it wants all, in memory of their own.
+        average: The same of the moving average.
+    """
+
+    fingerprint: str
+    stepped: Collection[str]
+    model: Mapping[str, torch.Tensor] | None = None
+    average: Mapping[str, torch.Tensor] | None = None
+
+
+def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> CheckpointData:
     """Read a checkpoint, verifying every file that is read against the manifest.
 
     Args:
         path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
         rank: Whose own part to read.
-        held: Names of the parameters and buffers that are wanted, where not all are; others come on the meta device.
-        stepped: Names of the parameters whose optimizer state is wanted, likewise.
+        held: What is wanted of it, where that is not everything. Nothing is read into before all files are found whole.
 
     Returns:
         What it holds, on the CPU.
@@ -165,18 +183,24 @@ def load_checkpoint(
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
     own = f"rank-{rank}.pt"
+    names = ["model.pt", "training.pt", *(name for name in ("model_ema.pt", own) if name in manifest["files"])]
+    _check(path, manifest, *names)
+    if held is not None and held.fingerprint != manifest["model"]:
+        held = Held(held.fingerprint, (), {}, {})
+    stepped = None if held is None else held.stepped
 
-    def in_model(keys: TensorPath) -> bool:
-        return held is None or keys[0] in held
+    def into(tensors: Mapping[str, torch.Tensor] | None) -> Callable[[TensorPath], bool | torch.Tensor] | None:
+        return None if tensors is None else lambda keys: tensors.get(keys[0], False)
 
     def in_training(keys: TensorPath) -> bool:
         return stepped is None or keys[:2] != ("optimizer", "state") or keys[2] in stepped
 
-    keep = in_model if held is not None else None
-    model = _read_tensors(path, "model.pt", manifest, keep)
-    average = _read_tensors(path, "model_ema.pt", manifest, keep) if "model_ema.pt" in manifest["files"] else None
-    training = _read(path, "training.pt", manifest, in_training if stepped is not None else None)
-    local = _read(path, own, manifest) if own in manifest["files"] else None
+    model = _read_tensors(path, "model.pt", into(held.model) if held else None)
+    average = None
+    if "model_ema.pt" in names:
+        average = _read_tensors(path, "model_ema.pt", into(held.average) if held else None)
+    training = _read(path, "training.pt", in_training if held is not None else None)
+    local = _read(path, own) if own in names else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
 
@@ -193,7 +217,9 @@ def load_model_state(path: Path, *, average: bool = False) -> dict[str, torch.Te
     Raises:
         CheckpointError: It is not whole, the file is damaged, or it is of another version.
     """
-    return _read_tensors(path, "model_ema.pt" if average else "model.pt", read_manifest(path))
+    name = "model_ema.pt" if average else "model.pt"
+    _check(path, read_manifest(path), name)
+    return _read_tensors(path, name)
 
 
 @contextlib.contextmanager
@@ -232,7 +258,9 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
     """
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
-    return [_read(path, f"rank-{rank}.pt", manifest) for rank in range(manifest["workers"])]
+    names = [f"rank-{rank}.pt" for rank in range(manifest["workers"])]
+    _check(path, manifest, *names)
+    return [_read(path, name) for name in names]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -276,9 +304,9 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _read_tensors(
-    path: Path, name: str, manifest: dict[str, Any], keep: Callable[[TensorPath], bool] | None = None
+    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    state = _read(path, name, manifest, keep)
+    state = _read(path, name, keep)
     for key, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -289,19 +317,28 @@ def _read_tensors(
     return state
 
 
-def _read(
-    path: Path, name: str, manifest: dict[str, Any], keep: Callable[[TensorPath], bool] | None = None
-) -> dict[str, Any]:
-    file, expected = path / name, manifest["files"].get(name)
+def _check(path: Path, manifest: dict[str, Any], *names: str) -> None:
+    for name in names:
+        file, expected = path / name, manifest["files"].get(name)
+        with _damage(file):
+            if not isinstance(expected, dict):
+                raise Unreadable("the manifest does not say what it should be")
+            size = file.stat().st_size
+            if size != expected.get("bytes"):
+                raise Unreadable(f"{size} bytes where the manifest says {shortened(expected.get('bytes'))}")
+            if _sha256(file) != expected.get("sha256"):
+                raise Unreadable("its content is not what the manifest says")
+
+
+def _read(path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None) -> dict[str, Any]:
+    with _damage(path / name):
+        return read_torch(path / name, keep)
+
+
+@contextlib.contextmanager
+def _damage(file: Path) -> Iterator[None]:
     try:
-        if not isinstance(expected, dict):
-            raise Unreadable("the manifest does not say what it should be")
-        size = file.stat().st_size
-        if size != expected.get("bytes"):
-            raise Unreadable(f"{size} bytes where the manifest says {shortened(expected.get('bytes'))}")
-        if _sha256(file) != expected.get("sha256"):
-            raise Unreadable("its content is not what the manifest says")
-        return read_torch(file, keep)
+        yield
     except (OSError, Unreadable) as error:
         raise CheckpointError(
             f"the checkpoint file {shortened(file)} is damaged: {getattr(error, 'strerror', None) or error}",
@@ -338,9 +375,10 @@ def _write_form(file: Path, item: dict[str, Any]) -> None:
 def _put(file: Path, offset: int, tensor: torch.Tensor) -> None:
     with file.open("r+b", buffering=0) as stream:
         stream.seek(offset)
-        view = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        while view:
-            view = view[stream.write(view) :]
+        for piece in torch.split(bytes_of(tensor), _PIECE):
+            view = piece.cpu().numpy().data
+            while view:
+                view = view[stream.write(view) :]
 
 
 def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem: str | None) -> str | None:
@@ -351,7 +389,7 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
     """
     here = () if world.is_main else shares.items()  # rank 0 has written its own already
     mine = [(name, keys, tensor) for name, share in here for keys, tensor in tensor_paths(share)]
-    order: list[Any] = world.gather([(name, keys) for name, keys, _ in mine])
+    order: list[Any] = world.gather([(name, keys, tensor.nbytes) for name, keys, tensor in mine])
     offsets: dict[str, dict[TensorPath, int]] = {}
 
     def find() -> None:
@@ -360,10 +398,12 @@ def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem:
     if world.is_main and problem is None:
         problem = _attempt(find)
     for rank, names in enumerate(order):
-        for index, (name, keys) in enumerate(names):
-            got = world.gather_on_main(mine[index][2] if rank == world.rank else None, [rank])
-            if got is not None and problem is None:
-                problem = _attempt(partial(_put, aside / name, offsets[name][keys], got[0]))
+        for index, (name, keys, size) in enumerate(names):
+            values = bytes_of(mine[index][2]) if rank == world.rank else None
+            for start in range(0, size, _PIECE):
+                got = world.gather_on_main(None if values is None else values[start : start + _PIECE], [rank])
+                if got is not None and problem is None:
+                    problem = _attempt(partial(_put, aside / name, offsets[name][keys] + start, got[0]))
     return problem
 
 

@@ -474,11 +474,19 @@ class Engine:
         """
         if not self._config.model_ema:
             return None
+        if self.own_only and self.plan.sync.batch_norm != "local":
+            self.pipeline.wait()
+            kept = self.kept_averages()
+            return {name: kept.get(name, own).to(own.dtype) for name, own in self.held_state().items()}
         with self.averaged():
             self.synchronize_buffers()
             state = {name: tensor.detach().cpu().clone() for name, tensor in self.held_state().items()}
         self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
         return state
+
+    def kept_averages(self) -> dict[str, Tensor]:
+        """The moving average of the stages that this worker trains; the tensors themselves."""
+        return {name: tensor for average in self.averages for name, tensor in average.state_dict().items()}
 
     def load_average_state(self, state: Mapping[str, Tensor]) -> None:
         """Put a saved average back, where this worker keeps it.
@@ -532,7 +540,7 @@ class Engine:
         """Put saved state back by name, where this worker trains it.
 
         Args:
-            saved: What `optimizer_state` returned.
+            saved: What `optimizer_state` returned; its tensors become those of the optimizers.
         """
         self.pipeline.wait()
         if self.graph is not None:
@@ -541,7 +549,7 @@ class Engine:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
             state = {name: values for name, values in saved["state"].items() if name in names}
-            load_optimizer_state(optimizer, self.model, {**saved, "state": state})
+            load_optimizer_state(optimizer, self.model, {**saved, "state": state}, take=True)
 
     def common_state(self) -> dict[str, Any] | None:
         """What a run on any layout needs beyond model and optimizers, on rank 0; None where there is nothing."""

@@ -43,6 +43,7 @@ from hybridpar.sync.compression import codec_states
 from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import (
     CheckpointData,
+    Held,
     load_checkpoint,
     load_rank_parts,
     random_state,
@@ -593,20 +594,23 @@ class Trainer:
         Raises:
             CheckpointError: It is not a whole checkpoint, or belongs to another model.
         """
-        own = self.engine.held_state() if self.engine.own_only else None
-        data = load_checkpoint(Path(path), self.world.rank, own, self.engine.stepped if self.engine.in_parts else None)
+        engine = self.engine
+        engine.wait()
+        held = None
+        if engine.own_only:
+            held = Held(self.fingerprint, engine.stepped, engine.held_state(), engine.kept_averages())
+        elif engine.in_parts:
+            held = Held(self.fingerprint, engine.stepped)
+        data = load_checkpoint(Path(path), self.world.rank, held)
         if data.fingerprint != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
                 "Names, shapes and dtypes of all parameters and buffers must be equal.",
                 "Name the model and the number of classes that the checkpoint was made with.",
             )
-        self.engine.wait()
         with usable(Path(path)):
-            if own is None:
+            if not engine.own_only:
                 self.model.load_state_dict(data.model)
-            else:
-                self.engine.load_held_state(data.model)
             average = data.model if data.average is None else data.average
             self._load_training_state(data.training, average, data.step)
             if self._plateau is not None and "plateau" in data.training:

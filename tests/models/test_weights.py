@@ -17,6 +17,7 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, load_weights, pretrained
+from hybridpar.models.deferred import DeferredModel, is_deferred
 from hybridpar.models.inputs import check_published_weights
 from hybridpar.models.torchvision_models import weights_in_source
 from tests.small_nets import plain, wide
@@ -43,13 +44,17 @@ FORMS = {
 }
 
 
+def write(file, state):
+    form = FORMS[file.name]
+    if form is None:
+        save_file({key: value.contiguous() for key, value in state.items()}, file)
+    else:
+        torch.save(form(state), file)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_files_of_all_forms_are_read(tmp_path, source, name):
-    form = FORMS[name]
-    if form is None:
-        save_file({key: value.contiguous() for key, value in source.items()}, tmp_path / name)
-    else:
-        torch.save(form(source), tmp_path / name)
+    write(tmp_path / name, source)
     torch.manual_seed(4)
     model = plain()
     before = torch.get_rng_state()
@@ -58,6 +63,36 @@ def test_files_of_all_forms_are_read(tmp_path, source, name):
     assert report.taken == report.total == len(source)
     assert (report.new, report.left_out) == ((), ())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_without_memory_takes_what_it_is_filled_with(tmp_path, source, name):
+    write(tmp_path / name, source)
+    model = DeferredModel(plain)
+    assert str(load_weights(model, tmp_path / name)) == str(load_weights(plain(), tmp_path / name))
+    assert is_deferred(model.module)
+    own = list(source)[:3]
+    model.fill(own)
+    held = {key: value for key, value in model.module.state_dict().items() if not value.is_meta}
+    (tmp_path / name).write_bytes(b"")  # nothing of it is mapped any more
+    assert list(held) == own
+    assert all(torch.equal(held[key], source[key]) for key in own)
+
+
+@pytest.mark.parametrize("change", [{"more": torch.ones(1)}, {}])
+def test_tensors_that_are_missing_are_named_as_for_a_whole_model(tmp_path, source, change):
+    state = {key: value for key, value in source.items() if "1" not in key} | change
+    torch.save(state, tmp_path / "w.pt")
+    model, told = DeferredModel(plain), []
+    for one in (model, plain()):
+        with pytest.raises(UsageError) as caught:
+            load_weights(one, tmp_path / "w.pt", name="small")
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    assert "not in them" in told[0]
+    assert all(name in told[0] for name in change)
+    model.fill(source)
+    assert not is_deferred(model.module)
 
 
 def test_the_head_is_new_where_the_classes_differ(tmp_path, source):

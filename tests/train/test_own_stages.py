@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +16,7 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import RunDirectoryError
 from hybridpar.formats.file_reader import read_torch
+from hybridpar.models import load_weights
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint
@@ -31,9 +33,13 @@ def batch(seed: int, samples: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 3, 4, 4, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
 
 
-def train(world: World, holds_all: bool, directory: str, load: str | None = None) -> tuple[Any, ...]:
+def train(
+    world: World, holds_all: bool, directory: str, load: str | None = None, weights: str | None = None
+) -> tuple[Any, ...]:
     torch.manual_seed(1)
     model = build() if holds_all else DeferredModel(build)
+    if weights is not None:
+        load_weights(model, weights)
     config = TrainConfig(stages=world.size, micro_batches=2, batch_size=8, model_ema=True, plan="none")
     with Trainer(model, config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
         extra = trainer.load(load) if load is not None else {}
@@ -58,8 +64,10 @@ def contents(directory: Path, *names: str) -> list[Any]:
 
 def test_workers_that_hold_their_stages_only(tmp_path: Path) -> None:
     whole, parts, after, other = (tmp_path / name for name in ("whole", "parts", "after", "other"))
-    expected = run_ranks(train, 2, True, str(whole))
-    found = run_ranks(train, 2, False, str(parts))
+    weights = str(tmp_path / "start.safetensors")
+    save_file(build().state_dict(), weights)
+    expected = run_ranks(train, 2, True, str(whole), None, weights)
+    found = run_ranks(train, 2, False, str(parts), None, weights)
     names = {name for name, _, _ in places(build())}
     assert [one[:3] for one in found] == [one[:3] for one in expected]
     assert found[0][3] | found[1][3] == names
@@ -114,3 +122,42 @@ def test_only_tensors_that_are_wanted_are_read(tmp_path: Path, kept: tuple[Any, 
         assert got.is_meta == (keys != kept)
         assert got.is_meta or torch.equal(got, wanted)
     assert found["c"] == "text"
+
+
+def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
+    """Steps before and after a checkpoint, with the whole model held and with own stages: what they came to."""
+    results = []
+    config = TrainConfig(stages=2, micro_batches=2, batch_size=16, plan="none", **options)
+    replicas = world.size // 2
+    for number, make in enumerate((build, lambda: DeferredModel(build))):
+        losses: list[Any] = []
+        for steps in (range(3), range(3, 5)):
+            torch.manual_seed(1)
+            with Trainer(make(), config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
+                if steps.start:
+                    trainer.load(Path(directory, str(number)))
+                shares = [batch(10 * step + world.rank % replicas) for step in steps]
+                losses += [trainer.step(share).outcome.loss for share in shares]
+                held = trainer.engine.held_state()
+                trainer.save(Path(directory, str(number)))
+        results.append((losses, {name: one.clone() for name, one in held.items()}))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (4, {"compress": "onebit", "optimizer": "adamw", "lr": 0.01}),
+        (4, {"compress": "powersgd:rank=2", "amp": "bf16", "batch_norm": "local"}),
+        (4, {"amp": "bf16", "clip_norm": 1.0, "batch_norm": "sync"}),
+        (4, {"shard_optimizer": True, "model_ema": True, "optimizer": "adamw", "lr": 0.01}),
+        (2, {"amp": "fp16"}),
+    ],
+    ids=lambda value: None if isinstance(value, int) else "-".join(value),
+)
+def test_codecs_casts_and_replicas_with_own_stages(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    for whole, own in run_ranks(go_on, size, str(tmp_path), options, shared_memory="compress" not in options):
+        assert own[0] == pytest.approx(whole[0], rel=1e-5)
+        assert len(own[1]) < len(whole[1])
+        for name, tensor in own[1].items():
+            torch.testing.assert_close(tensor, whole[1][name], rtol=1e-5, atol=1e-5)

@@ -49,11 +49,9 @@ def run_plan(config: PlanRequest) -> int:
 
 def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
     from hybridpar.formats.cache import measurements_directory
-    from hybridpar.models import build_model, seed_everything
     from hybridpar.partition.planning import partition_model
 
-    seed_everything(config.seed)
-    model, example = _on_device(config, build_model(config.model, config.classes))
+    model, example = _on_device(config, build_to_measure(config))
     with ProgressBar() as bar:
         return partition_model(
             model,
@@ -68,6 +66,32 @@ def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
             progress=bar.advance,
             announce=bar.announce,
         )
+
+
+def build_to_measure(config: PlanRequest, *, whole: bool = False) -> torch.nn.Module:
+    """Build a model that is to be planned, on the meta device where it is large and can be built there.
+
+    Args:
+        config: Options of the run.
+        whole: It will be run as a whole, and needs memory in any case.
+
+    Returns:
+        The model, on the CPU if it has memory.
+
+    Raises:
+        UsageError: There is no such model.
+    """
+    from hybridpar.models import build_model, seed_everything
+    from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
+
+    seed_everything(config.seed)
+    if whole:
+        return build_model(config.model, config.classes)
+    try:
+        deferred = DeferredModel(lambda: build_model(config.model, config.classes))
+    except UsageError:  # a name that is none is told by building it
+        return build_model(config.model, config.classes)
+    return deferred.module if deferred.nbytes > MEASURED_BYTES else deferred.whole()
 
 
 def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
@@ -115,6 +139,8 @@ def printing(what: str) -> Iterator[None]:
 def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.Tensor]:
     import torch
 
+    from hybridpar.models.deferred import is_deferred
+
     shape, device = parse_shape(config.input), torch.device(config.measured_device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
@@ -123,7 +149,8 @@ def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Mo
             "Plan on the machine that has it, or name cpu first.",
         )
     try:
-        example, model = torch.randn(config.batch, *shape, device=device), model.to(device)
+        example = torch.randn(config.batch, *shape, device=device)
+        model = model if is_deferred(model) else model.to(device)
         if config.channels_last:
             example = example.contiguous(memory_format=torch.channels_last)
             model = model.to(memory_format=torch.channels_last)

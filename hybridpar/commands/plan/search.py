@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan.partition import ProgressBar, printing
+from hybridpar.commands.plan.partition import ProgressBar, build_to_measure, printing
 from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
@@ -27,7 +27,8 @@ from hybridpar.machine.cluster import default_backend, default_workers
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file, spec_of_measured
 from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.models import build_model, require_trained, seed_everything
+from hybridpar.models import require_trained
+from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.draw import require_matplotlib
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
@@ -109,8 +110,7 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
 
 
 def _build(request: PlanRequest) -> nn.Module:
-    seed_everything(request.seed)
-    model = build_model(request.model, request.classes)
+    model = build_to_measure(request, whole=request.cluster is None)
     require_trained(model, request.model)
     return model
 
@@ -140,7 +140,7 @@ def _measured(request: PlanRequest, model: nn.Module, world: World, bar: Progres
     )
     try:
         torch.empty(max(2, min(-(-request.batch_size // world.size), 64)), *shape, device=world.device)
-        model.to(world.device)
+        model = model if is_deferred(model) else model.to(world.device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f"cannot put a micro-batch of {request.input} on {world.device}: {str(error).splitlines()[0]}",

@@ -11,16 +11,23 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
+import torch
 
 from hybridpar.comm.world import World
+from hybridpar.commands.plan.partition import build_to_measure, run_plan
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
+from hybridpar.models import deferred
+from hybridpar.models.deferred import is_deferred
+from hybridpar.partition.planning import require_model
+from hybridpar.partition.unit_runner import UnitRunner
 from hybridpar.plan import read_plan
 from hybridpar.planner import links, measure, measure_run, rehearse, step_costs, store
 from hybridpar.planner.inputs import inputs_of_plan
 from tests.ranks import run_ranks
 from tests.runs import train_rank
+from tests.small_nets import plain
 
 
 def planned(world: World, cache: str, verify: int, output: str) -> str:
@@ -129,3 +136,28 @@ def test_what_cannot_be_verified_is_refused(options, told):
         PlanRequest(model="resnet18", explain=True, **options).check()
     assert not PlanRequest(model="resnet18").is_here
     assert PlanRequest(model="resnet18", verify=1).is_here
+
+
+def test_a_large_model_is_planned_without_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(deferred, "MEASURED_BYTES", 0)
+    seen: list[bool] = []
+    alone = UnitRunner.alone
+
+    def spy(self, index, clock, passes):
+        seen.append(is_deferred(self.units.model))
+        return alone(self, index, clock, passes)
+
+    monkeypatch.setattr(UnitRunner, "alone", spy)
+    asked = {"model": "tests.small_nets:plain", "classes": 10, "input": "3x8x8", "passes": 2, "cache": False}
+    output = tmp_path / "plan.json"
+    assert run_plan(PlanRequest(**asked, output=output)) == 0
+    plan = read_plan(output)
+    assert seen
+    assert all(seen)
+    assert plan.measured.profile == "measured"
+    require_model(plan, plain(), "plain")
+    request = PlanRequest(**asked, cluster=tmp_path / "cluster.toml")
+    profile = measure.profile_model(build_to_measure(request), [torch.zeros(2, 3, 8, 8)], passes=2, optimizer_copies=1)
+    assert profile.source == "measured"
+    assert len(seen) > 2 * len(profile.graph)
+    assert profile.update_ms is None
