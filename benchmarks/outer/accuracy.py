@@ -278,7 +278,7 @@ def train_worker(world: World, turn: Any, model: nn.Module, data: ImageData, con
 @contextmanager
 def claimed(file: Path, run: Run) -> Iterator[bool]:
     """Whether no other process trains this run at the moment."""
-    place = Path(f"{file}.{'-'.join(map(str, run.key)).replace(':', '_')}.lock")
+    place = Path(f"{file}.{'-'.join(map(str, run.key)).replace(':', '_').replace('/', '_')}.lock")
     with place.open("w") as lock:  # the lock goes with its process
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,7 +327,11 @@ def table_of(runs: Sequence[Run]) -> list[OuterSteps]:
         whole = len(ratios) == sum(other is not None for _, other in took) > 0
         lost = statistics.fmean(base.accuracy - run.accuracy for run, base in own)
         length = min(run.steps for run, _ in own)
-        told = (round(statistics.fmean(ratios), 3), round(max(ratios), 3)) if whole else (None, None)
+        told: tuple[float | None, float | None] = None, None
+        if whole:
+            mean = statistics.fmean(ratios)
+            spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+            told = round(mean, 3), round(mean + 2 * spread, 3)
         rows.append(OuterSteps(every, workers, codec, length, len(own), round(lost, 3), *told))
     return rows
 

@@ -151,8 +151,8 @@ def run_emulated(function: Callable[..., _T], workers: int, *args: Any) -> list[
             turn.give_up()
 
     threads = [threading.Thread(target=work, args=(rank,), name=f"worker {rank}") for rank in range(workers)]
-    # All workers begin with copies of one model, and broadcasts are torch's, between processes.
-    with mock.patch("hybridpar.comm.replicate.broadcast_state"):
+    # Broadcasts are torch's, between processes; what rank 0 would tell, weights and the order of gradients, all have.
+    with mock.patch("torch.distributed.broadcast"):
         for thread in threads:
             thread.start()
         for thread in threads:

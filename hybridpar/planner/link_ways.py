@@ -27,7 +27,7 @@ from hybridpar.planner.network import log_rounds
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
 _SMALL_BYTES, LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
-#: What a megabyte takes on a link that is slow: one message says enough then, and little but its bytes counts.
+#: What a megabyte takes on a link that is slow: two messages say enough then, and little but its bytes counts.
 _SLOW_SECONDS = 0.3
 #: Elements on a side of the matrices that stand for computing; their product takes about a millisecond.
 _SIDE = 384
@@ -70,7 +70,7 @@ def measure_level(
         pair: Two ranks of one party, between which messages are timed.
         seconds: Time for each way of using the link.
         ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`, and
-            so are other sums on a link so slow that only bytes count.
+            so they are on a link so slow that only bytes count.
 
     Returns:
         Bandwidth in bytes per second, latency, and what each way reaches of it and takes of the cores; the same on
@@ -81,7 +81,7 @@ def measure_level(
     try:
         mine: dict[str, Way | None] = {}
         for name, (work, factor) in _ways(party, grid, pair).items():
-            if name in ways and (name in STRIPED_WAYS or not slow):
+            if name in ways and (name in PLAIN_WAYS or not slow):
                 mine[name], slow = _time(work, factor, world, seconds)
     finally:
         grid.close()
@@ -159,7 +159,7 @@ def _slowest(ways: Sequence[Way]) -> Way:
 def _time(work: _Work | None, factor: float, world: World, seconds: float) -> tuple[Way | None, bool]:
     """Time one way of using a link, alone and beside computing; a collective.
 
-    Of a slow link one message each says enough.
+    Of a slow link two messages each say enough.
 
     Args:
         work: Does it with a message, on the workers that take part.
@@ -181,9 +181,10 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> tu
     while size < MOST_BYTES and 4 * took * 4 < seconds:
         size *= 4
         took = most_of_all(min(laps(size, 1)), world)
-    slow, repeats = took > _SLOW_SECONDS, max(3, min(50, int(seconds / took)))
+    slow = took > _SLOW_SECONDS
+    repeats = 2 if slow else max(3, min(50, int(seconds / took)))
     world.barrier()
-    alone = took if slow else statistics.median(laps(size, repeats))
+    alone = statistics.median(laps(size, repeats))
     # Beside computing each message takes several times as long, and a mean needs fewer than a median.
     fewer = 1 if slow else max(3, repeats // 3)
     used = _core_seconds(lambda: laps(size, fewer), world) / (fewer + 1)

@@ -47,7 +47,7 @@ DRIFT = 1.5
 CONFIRMED = 1.5
 
 #: Seconds that one way of using a link is timed for, alone and again beside computing.
-LINK_SECONDS = 0.25
+LINK_SECONDS = 0.12
 
 
 def measure_cluster(
@@ -67,7 +67,7 @@ def measure_cluster(
     Args:
         world: All workers of the job. Nothing else is under way on it.
         fresh: Measure whatever is remembered.
-        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent four times.
+        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent seven times.
         ways: Which ways are measured, as `link_ways` has them: `PLAIN_WAYS`, `STRIPED_WAYS` or `WAYS`. Those that are
             remembered with others are taken from there.
         name: What to call the cluster, where it is measured; default: a job over what it talks over.
@@ -85,7 +85,7 @@ def measure_cluster(
     def measure() -> ClusterSpec:
         spare: list[float] = [0.0]
         if world.device.type == "cpu":
-            spare = world.gather(spare_cores(world, seconds / 2))  # type: ignore[assignment]
+            spare = world.gather(spare_cores(world, seconds))  # type: ignore[assignment]
         rate = None
         if world.device.type == "cuda":  # all at a time, as devices share their host's memory
             rate = -most_of_all(-host_rate(world.device, seconds / 2), world)

@@ -47,7 +47,7 @@ KIND = "rehearsal"
 STEPS, FIRST_STEPS = 5, 2
 
 #: Seconds that they are repeated for, as one moment of a machine is not the next, and how many steps are enough.
-SECONDS, ENOUGH = 2.0, 20
+SECONDS, ENOUGH = 1.0, 10
 
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4

@@ -138,18 +138,18 @@ def test_it_is_explained_with_the_table():
     found = find_plan(asked())
     assert "an exchange every 16 steps as onebit" in rows(found)[0].name
     told = "\n".join(notes(asked(), found))
-    assert "1.02 (at most 1.10) times the steps of synchronous training" in told
+    assert "1.02 (not above 1.10 with 95 % certainty) times the steps of synchronous training" in told
     assert "5 runs of 230 steps, 4 workers" in told
 
 
 def test_the_table_is_read_by_the_next_larger_number_of_workers_and_the_longest_run_that_is_no_longer(monkeypatch):
-    longer = replace(GOOD, length=460, most=1.2)
+    longer = replace(GOOD, length=460, high=1.2)
     monkeypatch.setattr(outer_steps, "TABLE", (GOOD, longer, WIDE))
     assert expected_steps(16, 2, "onebit", 500) == longer
     assert expected_steps(16, 4, "onebit", 459) == GOOD
     assert expected_steps(16, 5, "onebit", 459) is None
     assert planned_intervals("onebit") == [16]
     assert GOOD.factor == 1.1
-    assert replace(GOOD, most=0.8).factor == 1.05
+    assert replace(GOOD, high=0.8).factor == 1.05
     assert not replace(GOOD, runs=1).holds
     assert BROKEN.told() == "did not reach the target in all of 5 runs"
