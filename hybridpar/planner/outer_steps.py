@@ -60,8 +60,8 @@ class OuterSteps:
             return f"did not reach the target in all of {self.runs} runs"
         side = "less" if self.lost > 0 else "more"
         return (
-            f"{self.mean:.2f} (not above {self.high:.2f} with 95 % certainty) times the steps of synchronous training to "
-            f"97 %, and {abs(self.lost):.2f} points {side} at the end: {self.runs} runs of {self.length} steps, "
+            f"{self.mean:.2f} (not above {self.high:.2f} with 95 % certainty) times the steps of synchronous training "
+            f"to 97 %, and {abs(self.lost):.2f} points {side} at the end: {self.runs} runs of {self.length} steps, "
             f"{self.workers} workers"
         )
 
