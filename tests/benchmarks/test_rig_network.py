@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from benchmarks.rig import network as network_module
 from benchmarks.rig.__main__ import Options, main
+from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import INTERFACE, Network, bits_per_second, missing, sweep
 from hybridpar.errors import LaunchError, UsageError
@@ -141,7 +143,9 @@ def test_the_output_of_rank_0_alone_passes_through(capfd: pytest.CaptureFixture[
 
 
 def test_the_command_line_says_what_is_wrong_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(rate="fast")) == 2
+    with mock.patch("sys.argv", ["rig", "--rate", "fast"]), pytest.raises(SystemExit) as ended:
+        run_command(main, Options)
+    assert ended.value.code == 2
     assert "link rate 'fast'" in capsys.readouterr().err
 
 
