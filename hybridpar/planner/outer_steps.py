@@ -15,6 +15,8 @@ LEAST_RUNS = 5
 #: What is expected at least, however good the runs were: less than few of them can tell, and a link on which an outer
 #: loop gains no more than that is no reason for one.
 LEAST_FACTOR = 1.05
+#: A run counts as long as a row's from this part of its steps on: a run's length is known about, without short batches.
+NEARLY = 0.9
 #: Points of accuracy that a row may lose on average, to be planned with.
 MOST_LOST = 1.0
 
@@ -97,7 +99,7 @@ def expected_steps(every: int, workers: int, codec: str, length: int | None) -> 
     if length is None:
         return None
     like = [one for one in TABLE if (one.every, one.codec) == (every, codec)]
-    like = [one for one in like if one.workers >= workers and one.length <= length]
+    like = [one for one in like if one.workers >= workers and NEARLY * one.length <= length]
     if not like:
         return None
     found = min(like, key=lambda one: (one.workers, -one.length))
