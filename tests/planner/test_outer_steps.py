@@ -143,12 +143,12 @@ def test_it_is_explained_with_the_table():
 
 
 def test_the_table_is_read_by_the_next_larger_number_of_workers_and_the_longest_run_that_is_no_longer(monkeypatch):
-    assert find_plan(asked(profile=chain([(100, 200)] * 2, [(512, 512)] * 2), run_steps=220)).chosen.candidate.codec
     longer = replace(GOOD, length=460, high=1.2)
     monkeypatch.setattr(outer_steps, "TABLE", (GOOD, longer, WIDE))
     assert expected_steps(16, 2, "onebit", 500) == longer
-    assert expected_steps(16, 4, "onebit", 459) == GOOD
-    assert expected_steps(16, 5, "onebit", 459) is None
+    assert expected_steps(16, 4, "onebit", 413) == GOOD, "less than 0.9 of the longer one"
+    assert expected_steps(16, 4, "onebit", 414) == longer, "a length is known about"
+    assert expected_steps(16, 5, "onebit", 413) is None
     assert planned_intervals("onebit") == [16]
     assert GOOD.factor == 1.1
     assert replace(GOOD, high=0.8).factor == 1.05
