@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -47,7 +46,7 @@ from hybridpar.planner.calibrate import calibrated
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
+from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS, laps_of, most_of_all
 from hybridpar.planner.links import is_remembered, measure_cluster
 from hybridpar.planner.measure import (
     TURNS,
@@ -69,7 +68,7 @@ LEAST_STEPS = 100
 WORTH = 0.5
 
 #: Bytes of gradients by which the link is judged before anything is measured.
-_PROBE_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 19
 
 #: Seconds that measuring takes at most before a run, where that leaves anything to choose from.
 MOST_SECONDS = 12.0
@@ -486,14 +485,9 @@ def _exchange_seconds(model: nn.Module, world: World) -> float:
     if world.size == 1 or not size:
         return 0.0
     message = torch.zeros(min(size, _PROBE_BYTES) // 4, device=world.device)
-    seconds = 0.0
     with world.named_errors("timing the link"):
-        for part in (message[:1], message):  # the first one makes connections
-            begun = time.perf_counter()
-            world.lane_sums[0].all_reduce(part)
-            part[0].item()  # on a GPU the sum may still be under way
-            seconds = time.perf_counter() - begun
-    return max(map(float, world.gather(seconds))) * size / message.nbytes  # type: ignore[arg-type]
+        (seconds,) = laps_of(world.lane_sums[0].all_reduce, message, 1)
+    return most_of_all(seconds, world) * size / message.nbytes
 
 
 def _rated(codecs: Sequence[str], world: World) -> list[str]:

@@ -422,8 +422,9 @@ class OuterLoop:
         else:  # the interval is lost: back to where all workers were
             for number, anchor in enumerate(fragment.anchors):
                 self._scatter(fragment, number, anchor, 0.0)
-        if good and self._team.size > 1 and flight.message.numel() > _HEAD:
-            self._statistics.load(flight.message[_HEAD:], float(flight.message[_WEIGHT]))
+        if good and flight.fragment == len(self._fragments) - 1:  # with which the statistics go
+            if self._team.size > 1 and flight.message.numel() > _HEAD:
+                self._statistics.load(flight.message[_HEAD:], float(flight.message[_WEIGHT]))
             self._keep_buffers()
         sent = all_reduce_bytes(8 * flight.message.numel(), self._team.size) + flight.costs.sent
         return Arrival(good, flight.message[:_HEAD].tolist(), flight.costs, sent)

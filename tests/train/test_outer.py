@@ -285,6 +285,17 @@ def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sen
     assert same(list(ranks[0][1].values()), list(ranks[1][1].values()))
 
 
+def test_one_worker_with_momentum_tests_the_statistics_of_its_last_exchange():
+    with Trainer(make_net(True), config=config(sync="outer:2", outer_optimizer="slowmo"), world=World()) as trainer:
+        for step in range(2):
+            trainer.step(batch(step))
+        buffers = [one.clone() for one in trainer.model.buffers()]
+        trainer.step(batch(2))
+        state = trainer.engine.model_state()
+        assert same([state[name] for name, _ in trainer.model.named_buffers()], buffers)
+        assert not same(list(trainer.model.buffers()), buffers)
+
+
 def _flags(world):
     with Trainer(make_net(), config=config(sync="local:3"), world=world) as trainer:
         outcomes = [
