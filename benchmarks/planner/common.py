@@ -19,7 +19,7 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.plan import Plan
-from hybridpar.planner.codecs import planned_codecs
+from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
@@ -130,7 +130,8 @@ def planner_inputs(
         )
 
     found = world.from_main(profile)
-    rates = measure_rates(planned_codecs("lossy"), found.parameters, world.size, world.device, world=world)
+    codecs = dict.fromkeys((*planned_codecs("lossy"), *OUTER_CODECS))
+    rates = measure_rates(tuple(codecs), found.parameters, world.size, world.device, world=world)
     overhead = world.from_main(lambda: measure_hand_over(world.device))
     took = measure_rehearsal(model, images, world, cluster) or ()
     if not isinstance(world.lane_sums[0], Group):
