@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,7 +156,7 @@ def predicted(options: Options) -> None:
     for run in read_records(Run, options.output / "accuracy.csv"):
         if run.epochs == 10 and run.workers == options.workers and (steps := steps_to_target(run)) is not None:
             found[run.model, run.every, run.codec if run.method in ("mean", "codec") else run.method].append(steps)
-    rows: list[dict[str, Any]] = []
+    rows: dict[tuple[str, str, int, str], dict[str, Any]] = {}  # the last one that was taken counts
     for line in read_dicts(options.steps):
         kind = _kind(line["what"])
         told = re.search(r"predicted ([\d.]+) ms .*measured ([\d.]+) ms", line["extra"])
@@ -170,19 +171,22 @@ def predicted(options: Options) -> None:
         factor = row.factor if row is not None else 1.0 if kind == PLAIN else STEPS_TO_TARGET[codec]
         expects = float(told[1]) * statistics.fmean(plain) * factor / 1e3
         measured = float(told[2]) * statistics.fmean(took) / 1e3
-        rows.append(
-            {
-                **{"date": line["date"], "model": model, "link": line["link"], "every": every, "codec": codec},
-                **{"predicted_ms": float(told[1]), "measured_ms": float(told[2]), "runs": len(took)},
-                **{"expected_steps": round(statistics.fmean(plain) * factor, 1)},
-                **{"measured_steps": round(statistics.fmean(took), 1)},
-                **{"predicted_s": round(expects, 1), "measured_s": round(measured, 1)},
-                "error": round(expects / measured - 1, 4),
-            }
-        )
-    write_dicts(options.output / "predicted.csv", rows)
-    errors = [abs(row["error"]) for row in rows]
+        rows[model, line["link"], every, codec] = {
+            **{"date": line["date"], "model": model, "link": line["link"], "every": every, "codec": codec},
+            **{"predicted_ms": float(told[1]), "measured_ms": float(told[2]), "runs": len(took)},
+            **{"expected_steps": round(statistics.fmean(plain) * factor, 1)},
+            **{"measured_steps": round(statistics.fmean(took), 1)},
+            **{"predicted_s": round(expects, 1), "measured_s": round(measured, 1)},
+            "error": round(expects / measured - 1, 4),
+        }
+    write_dicts(options.output / "predicted.csv", [*rows.values()])
+    errors = [abs(row["error"]) for row in rows.values()]
     print(f"{len(rows)} rows, median error {statistics.median(errors) if errors else math.nan:.1%}")
+    for model, place in sorted({key[:2] for key in rows}):
+        own = [row for key, row in rows.items() if key[:2] == (model, place)]
+        chosen, best = min(own, key=itemgetter("predicted_s")), min(own, key=itemgetter("measured_s"))
+        over = chosen["measured_s"] / best["measured_s"]
+        print(f"{model}, {place}: H {chosen['every']} {chosen['codec']}, {over:.2f} times the best of {len(own)}")
 
 
 #: An exchange of every step, of gradients as they are.
