@@ -182,14 +182,6 @@ def test_sub_packages_are_loaded_when_they_are_first_used() -> None:
     loaded_after(f"import hybridpar\n{used}")
 
 
-def test_former_names_of_modules_can_be_imported() -> None:
-    for former, new in hybridpar._MOVED.items():
-        sys.modules.pop(former, None)
-        with pytest.warns(DeprecationWarning, match=f"{former} is {new} now"):
-            module = importlib.import_module(former)
-        assert {name for name in vars(importlib.import_module(new)) if name[0] != "_"} <= set(vars(module))
-
-
 def test_public_methods_have_a_docstring_or_inherit_one() -> None:
     for path in python_files(*(f"hybridpar/{folder}" for folder in ("comm", "compress", "data", "lanes"))):
         if path.name.endswith("_source.py"):  # read by the kernel compiler
