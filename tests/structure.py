@@ -86,7 +86,7 @@ LAYERS: dict[str, set[str]] = {
         "train",
         "tvm_kernels",
     },
-    "integrations": {"comm", "compress", "config", "errors", "planner", "sync", "train"},
+    "integrations": {"comm", "compress", "config", "errors", "models", "planner", "sync", "train"},
     "__init__": {"config", "errors", "formats", "integrations", "optim", "partition", "plan", "train"},
     "commands": {
         "__init__",

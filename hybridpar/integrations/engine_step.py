@@ -22,9 +22,9 @@ from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, nearest
 from hybridpar.integrations.pipelined import PipelinedModel
+from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.sync.policy import is_auto
-from hybridpar.train.checkpoint import random_state, restore_random_state
 
 #: Types that stages compute in, by Lightning's `precision`.
 _PRECISIONS: dict[str, Any] = {"32-true": "none", "bf16-mixed": "bf16"}

@@ -14,13 +14,11 @@ Small tensors are real in both passes. A constructor may read them, for instance
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -28,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.errors import UsageError
+from hybridpar.models.random_state import random_state, restore_random_state, same_random
 
 _T = TypeVar("_T")
 
@@ -204,7 +203,7 @@ class DeferredModel:
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
         self._factory = factory
-        self._state = _random_state()
+        self._state = random_state()
         mode = _Deferring()
         self.module = self._build(mode)
         self._made_of = {name: mode.made_of(held[key]) for name, held, key in places(self.module)}
@@ -267,19 +266,16 @@ class DeferredModel:
 
     def whole(self) -> nn.Module:
         """The whole model with its initial values, to measure it; it shares nothing with `module`."""
-        before = _random_state()
-        _set_random_state(self._state)
-        try:
+        with same_random():
+            restore_random_state(self._state)
             return self._factory()
-        finally:
-            _set_random_state(before)
 
     def _build(self, mode: _Deferring) -> nn.Module:
-        before = _random_state()
-        _set_random_state(self._state)
         try:
-            with mode.building():
-                return self._factory()
+            with same_random():
+                restore_random_state(self._state)
+                with mode.building():
+                    return self._factory()
         except Exception as error:  # the constructor's own code, which may raise anything
             said = str(error).strip().partition("\n")[0]
             raise UsageError(
@@ -288,8 +284,6 @@ class DeferredModel:
                 "A worker that holds its own stages only builds the model on the meta device first.",
                 "Compute that from numbers or small tensors, or fill it in later.",
             ) from error
-        finally:
-            _set_random_state(before)
 
 
 def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -380,13 +374,3 @@ def _constructor(trace: TracebackType | None) -> str:
             found = type(one).__name__
         trace = trace.tb_next
     return found
-
-
-def _random_state() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=True)
-
-
-def _set_random_state(state: tuple[Any, ...]) -> None:
-    torch.set_rng_state(state[0])
-    random.setstate(state[1])
-    numpy.random.set_state(state[2])

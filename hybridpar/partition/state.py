@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,6 +21,8 @@ from torch import fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybridpar.models.random_state import same_random as same_random
 
 #: What objects of these packages and of Python's own hold is left alone, but for tensors: `forward` does not count in
 #: them.
@@ -57,21 +59,6 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-@contextmanager
-def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch on exit.
-
-    Args:
-        devices: GPUs whose states are restored, too.
-    """
-    drawn = python_random_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            _set_python_random_state(drawn)
 
 
 @contextmanager

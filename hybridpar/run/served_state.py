@@ -18,6 +18,7 @@ from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.models import model_fingerprint
+from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
@@ -41,8 +42,6 @@ from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
 from hybridpar.train.checkpoint import (
     CheckpointData,
     load_checkpoint,
-    random_state,
-    restore_random_state,
     save_checkpoint,
     usable,
 )

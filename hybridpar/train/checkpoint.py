@@ -21,7 +21,6 @@ import errno
 import hashlib
 import json
 import os
-import random
 import secrets
 import shutil
 import struct
@@ -33,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -261,46 +259,6 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
     names = [f"rank-{rank}.pt" for rank in range(manifest["workers"])]
     _check(path, manifest, *names)
     return [_read(path, name) for name in names]
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python.
-
-    Args:
-        device: The worker's device, whose generator is taken too.
-    """
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(internal), gauss],
-        "numpy": [
-            str(name),
-            torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ],
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` returned.
-
-    Args:
-        state: What `random_state` returned.
-        device: The worker's device.
-    """
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _read_tensors(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.sync.statistics import copy_of
-from hybridpar.train.checkpoint import random_state, restore_random_state
 from hybridpar.train.engine import Engine
 
 

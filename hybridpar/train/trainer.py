@@ -29,6 +29,7 @@ from hybridpar.models import autocast, freeze, learning_rate_scales, model_finge
 from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
+from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undecayed_names
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
@@ -46,8 +47,6 @@ from hybridpar.train.checkpoint import (
     Held,
     load_checkpoint,
     load_rank_parts,
-    random_state,
-    restore_random_state,
     save_checkpoint,
     usable,
 )

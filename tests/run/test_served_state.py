@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from hybridpar.config import TrainConfig
+from hybridpar.models.random_state import random_state
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.schedule import Plateau
 from hybridpar.run import served_state
 from hybridpar.run.position import Standing
 from hybridpar.run.served_state import ServedState
 from hybridpar.server.clipping import Clipping
-from hybridpar.train.checkpoint import CheckpointData, random_state
+from hybridpar.train.checkpoint import CheckpointData
 
 
 @pytest.fixture(params=[True, False], ids=["ps", "ps-async"])

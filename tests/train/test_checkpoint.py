@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
@@ -17,8 +15,6 @@ from hybridpar.train import checkpoint
 from hybridpar.train.checkpoint import (
     CheckpointData,
     load_checkpoint,
-    random_state,
-    restore_random_state,
     save_checkpoint,
 )
 from hybridpar.train.checkpoint_files import (
@@ -289,19 +285,6 @@ def test_pruning_takes_away_what_crashes_left_and_nothing_of_the_users(tmp_path)
 def test_an_empty_or_missing_directory_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "missing") is None
-
-
-def draw():
-    return random.random(), float(numpy.random.rand()), float(torch.rand(())), random.gauss(0, 1), numpy.random.randn()
-
-
-def test_every_generator_goes_on_where_it_was(tmp_path):
-    draw()
-    random.gauss(0, 1)  # one of a pair; the other half is part of the state
-    torch.save(random_state(CPU), tmp_path / "state.pt")
-    expected = [draw() for _ in range(3)]
-    restore_random_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
-    assert [draw() for _ in range(3)] == expected
 
 
 @pytest.mark.root
