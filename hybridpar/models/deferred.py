@@ -52,10 +52,6 @@ _DRAWS = frozenset(
 )
 
 
-class CannotDeferError(UsageError):
-    """The constructor of a model needs values of a large tensor, so the model can only be built as a whole."""
-
-
 #: Functions of `torch.nn.init` that draw until values are right, or read them; on the meta device they do nothing.
 _LOOPS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 

@@ -42,7 +42,7 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     figure = Figure(figsize=(16, 1.6 + 1.7 * len(stages)), layout="constrained")
     axes, bars = figure.subplots(1, 2, width_ratios=(4.6, 1), sharey=True)
     figure.suptitle(_title(plan), fontsize=12, x=0.01, ha="left")
-    _draw_rows(axes, layout, graph, plan)
+    _draw_rows(axes, layout, plan)
     _draw_bars(bars, plan)
     save_picture(figure, Path(path))
 
@@ -99,7 +99,7 @@ def _base(stage: int) -> float:
     return -_ROW * stage
 
 
-def _draw_rows(axes: Any, layout: Layout, graph: UnitGraph, plan: Plan) -> None:
+def _draw_rows(axes: Any, layout: Layout, plan: Plan) -> None:
     from matplotlib.patches import Rectangle
 
     stages = plan.partition.stages
@@ -116,7 +116,7 @@ def _draw_rows(axes: Any, layout: Layout, graph: UnitGraph, plan: Plan) -> None:
     strength = min(0.55, 20 / max(len(layout.inner), 1) + 0.12)  # many arcs must not turn black
     for wire in layout.inner:
         _draw_arc(axes, layout, wire, longest, strength)
-    _draw_cuts(axes, layout, longest, len(stages))
+    _draw_cuts(axes, layout, longest)
     mean = sum(stage.ms or 0 for stage in stages) / len(stages)
     top, bottom = 2.2, _base(len(stages) - 1) - 0.9
     bound = "optimum" if plan.partition.certificate == "exact" else "lower bound"
@@ -190,7 +190,7 @@ def _draw_arc(axes: Any, layout: Layout, wire: Wire, longest: float, strength: f
     )
 
 
-def _draw_cuts(axes: Any, layout: Layout, longest: float, stages: int) -> None:
+def _draw_cuts(axes: Any, layout: Layout, longest: float) -> None:
     from matplotlib.patches import FancyArrowPatch
 
     groups: dict[tuple[int, int], list[Wire]] = {}
@@ -214,10 +214,10 @@ def _draw_cuts(axes: Any, layout: Layout, longest: float, stages: int) -> None:
                     zorder=2,
                 )
             )
-        _label_cut(axes, layout, home, away, wires, longest)
+        _label_cut(axes, home, away, wires, longest)
 
 
-def _label_cut(axes: Any, layout: Layout, home: int, away: int, wires: list[Wire], longest: float) -> None:
+def _label_cut(axes: Any, home: int, away: int, wires: list[Wire], longest: float) -> None:
     """One label per pair of stages, in the gap above the later one; skips are listed below one another."""
     total = readable_bytes(sum(wire.bytes for wire in wires))
     if len(wires) == 1:

@@ -114,7 +114,7 @@ def reject(
     names = WEIGHT if direction is Direction.WEIGHT_GRADIENT else GATHER
     if set(parameters) != set(names) or not all(type(value) is int for value in parameters.values()):
         return f"the parameters are {', '.join(names)}, all whole numbers"
-    if reason := _reject_numbers(shape, direction, layout, dtype, parameters):
+    if reason := _reject_numbers(shape, direction, layout, parameters):
         return reason
     tile = Tile(shape, direction, layout, dtype, parameters)
     if tile.shared_bytes > MOST_SHARED:
@@ -128,9 +128,7 @@ def reject(
     return None
 
 
-def _reject_numbers(
-    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, own: Mapping[str, int]
-) -> str | None:
+def _reject_numbers(shape: ConvShape, direction: Direction, layout: Layout, own: Mapping[str, int]) -> str | None:
     """What needs no tile to be seen."""
     if own["vector"] not in (1, 2, 4) or shape.channels % own["vector"]:
         return f"vector={own['vector']} is not 1, 2 or 4, or does not divide the channels"
