@@ -3,23 +3,47 @@
 For every number of stages a handful of cuts is tried: balanced for computing alone, balanced together with transfers on
 links of several speeds, and the one that needs the least memory. None of that depends on the cluster's own link or
 memory, so a faster link or more memory never takes a candidate away.
+
+Where the devices of a pipeline differ, stages are balanced by the speed of the device that each will run on, and memory
+counts in proportion to what each device has. There, cuts between the balanced one and that of least memory are tried
+too: a fast device with little memory gets as much as fits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy as np
+
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.cost import IntervalCosts, Link, Problem
+from hybridpar.partition.cost import IntervalCosts, Link, Matrix, Problem, Worker
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.strategies import least_maximum, stages_of
+from hybridpar.partition.strategies import Cuts, least_maximum, pick, stages_of
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.actions import Edge
 
 #: Speeds of links, in bytes per second, for which cuts are made; None for one that costs nothing.
 LINKS = (None, 1e9, 1e8, 1e7)
+
+#: Of the memory that the balanced cut needs beyond the least possible, the parts with which others are made where
+#: devices differ, with what they are called.
+MEMORY_PARTS = {"less": 0.75, "half the": 0.5, "little": 0.25, "the least": 0.0}
+
+
+@dataclass(frozen=True)
+class StageDevice:
+    """What a cut must know of the device that a stage will run on.
+
+    Attributes:
+        speed: As many times as fast as the slowest device of the pipeline.
+        memory: As many times the memory of the smallest one that the stage may use; infinite without a limit.
+    """
+
+    speed: float = 1.0
+    memory: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,11 +123,11 @@ class CutLibrary:
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
-        self.cuts = cache(lambda stages: cuts_of(profile, stages))
+        self.cuts = cache(lambda stages, devices=(): cuts_of(profile, stages, devices))
         self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
 
 
-def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
+def cuts_of(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] = ()) -> tuple[Cut, ...]:
     """The cuts to try, without those that are equal.
 
     They balance stages, whatever lanes these are put on: a lane with several short stages of equal length is as
@@ -112,6 +136,7 @@ def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
     Args:
         profile: The model.
         stages: Number of stages.
+        devices: Of every stage its device, where they differ; empty where they are alike.
     """
     count = len(profile.graph)
     if stages == 1:
@@ -120,22 +145,51 @@ def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
         return ()
     graph = profile.timed(0, profile.samples)
     found: dict[tuple[int, ...], Cut] = {}
+    workers = tuple(Worker(speed=one.speed) for one in devices)
+    by = " by speed" if len({one.speed for one in devices}) > 1 else ""
     for speed in LINKS:
-        problem = Problem(stages, link=Link(speed), noise=profile.resolution)
+        problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
         try:
             balance = balance_graph(graph, problem, certify=False)
         except PartitionError:
             continue  # pinned units leave no cut into so many stages
-        name = "balanced" if speed is None else f"balanced for {speed / 1e6:,.0f} MB/s"
+        name = f"balanced{by}" if speed is None else f"balanced{by} for {speed / 1e6:,.0f} MB/s"
         found.setdefault(balance.stage_of, Cut(name, balance.stage_of, speed))
-    problem = Problem(stages)
+    problem = Problem(stages, workers)
     costs = IntervalCosts(graph)
-    _, ends = least_maximum([costs.stage_bytes(problem, stage) for stage in range(stages)])
-    if ends is not None:
-        least = tuple(stages_of(ends, count))
+    needs = [costs.stage_bytes(problem, stage) for stage in range(stages)]
+    saving: list[tuple[str, Cuts | None]] = []
+    if not devices:
+        saving.append(("least memory", least_maximum(needs)[1]))
+    else:
+        times = [costs.stage_ms(problem, stage) for stage in range(stages)]
+        parts = [np.where(costs.empty, np.inf, need / one.memory) for need, one in zip(needs, devices, strict=True)]
+        saving += [(f"balanced{by} in {name} memory", ends) for name, ends in _within_memory(times, parts)]
+    for name, ends in saving:
+        least = tuple(stages_of(ends, count)) if ends is not None else (0,)
         if max(least) + 1 == stages:
-            found.setdefault(least, Cut("least memory", least))
+            found.setdefault(least, Cut(name, least))
     return tuple(found.values())
+
+
+def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator[tuple[str, Cuts | None]]:
+    """The fastest cuts of those that need no more than a part of what the fastest of all needs; and of the least.
+
+    Args:
+        times: Of every stage the time of each interval of units.
+        needs: And its memory, in parts of that of its device.
+    """
+    least, _ = least_maximum(needs)
+    _, fastest = least_maximum(times)
+    if fastest is None:
+        return
+    most = max(pick(need, fastest, stage) for stage, need in enumerate(needs))
+    for name, part in MEMORY_PARTS.items():
+        bound = (least + part * (most - least)) * (1 + 1e-12)
+        _, ends = least_maximum(
+            [np.where(need <= bound, time, np.inf) for time, need in zip(times, needs, strict=True)]
+        )
+        yield name, ends
 
 
 def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) -> StageFigures:

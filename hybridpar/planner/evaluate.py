@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -20,7 +20,7 @@ from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
-from hybridpar.planner.space import Candidate, Shape, Space
+from hybridpar.planner.space import Candidate, Shape, Space, paces
 from hybridpar.schedule.actions import Layout, Schedule
 from hybridpar.schedule.costs import BucketCost, Costs, Link
 from hybridpar.schedule.memory import most_held
@@ -109,7 +109,6 @@ class Evaluator:
         self._inputs = space.inputs
         self._workers = space.inputs.cluster.by_worker
         #: For every number of workers the least of the devices, and of the hosts, that they use.
-        self._least_memory = _running_least(host.memory for _, host in self._workers)
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
         self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
         self._least_core = _running_least(host.bytes_per_core_second for _, host in self._workers)
@@ -192,11 +191,14 @@ class Evaluator:
         moving = self._moving_ms(candidate, figures)
         return Costs(
             forward_ms=tuple(
-                max(time / throughput, moved) for time, moved in zip(figures.forward_ms, moving, strict=True)
+                max(time / speed, moved)
+                for time, speed, moved in zip(figures.forward_ms, throughput, moving, strict=True)
             ),
             backward_ms=tuple(
-                max(max(_LEAST_MS, time + extra * part) / throughput, moved)
-                for time, part, moved in zip(figures.backward_ms, self._parts_of_model(figures), moving, strict=True)
+                max(max(_LEAST_MS, time + extra * part) / speed, moved)
+                for time, part, speed, moved in zip(
+                    figures.backward_ms, self._parts_of_model(figures), throughput, moving, strict=True
+                )
             ),
             step_ms=self._update_ms(throughput, candidate, figures),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
@@ -261,7 +263,7 @@ class Evaluator:
         throughput, profile = self._throughput(shape, None, 0), self._inputs.profile
         network = self._network(shape.positions, shape.replicas)
         buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput)[0]
-        codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput
+        codec = sum(one.encode_ms + one.decode_ms for one in buckets) + profile.collect_ms / throughput[0]
         link = sum((one.wire_ms or 0.0) + (one.latency_ms or 0.0) for one in buckets) + network.control_ms()
         factor = 2 * (shape.replicas - 1) / shape.replicas
         sent = factor * sum(one.bytes for one in buckets)
@@ -298,20 +300,26 @@ class Evaluator:
         step_ms = result.step_ms + codec_ms + link_ms
         sent = [size for one in results for size in one.bytes_sent]
         needs = [
-            (self.memory(candidate, results[replica].peak_saved_bytes, replica), self.limit(candidate, replica))
+            pair
             for replica in kinds
+            for pair in zip(
+                self.needs(candidate, results[replica].peak_saved_bytes, replica),
+                self.limits(candidate.shape, replica),
+                strict=True,
+            )
         ]
+        tightest = max(needs, key=lambda one: (one[0] / one[1], one[0]))
         updated = sum(self._owned(candidate)) * (candidate.shape.replicas - 1) if candidate.sharded else 0
         return Outcome(
             candidate,
             step_ms,
             step_ms * self.space.codec_choices[candidate.codec].steps,
-            *max(needs, key=lambda one: one[0] / one[1])[:1],
+            tightest[0],
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms) + codec_ms + link_ms,
             (sum(sent) + updated) / len(sent) + outer_bytes,
             max(max(one.peak_saved_bytes) for one in results),
-            max(needs, key=lambda one: one[0] / one[1])[1],
+            tightest[1],
         )
 
     def parts(self, candidate: Candidate) -> Parts:
@@ -349,7 +357,17 @@ class Evaluator:
         )
 
     def memory(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> float:
-        """The most bytes that a device needs, with the margin.
+        """The most bytes that a device needs, with the margin; see `needs`.
+
+        Args:
+            candidate: The candidate.
+            saved: For every worker the most that waits for backward passes at one time.
+            replica: Of which replica, where they differ.
+        """
+        return max(self.needs(candidate, saved, replica))
+
+    def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
+        """The bytes that the device of every worker needs, with the margin.
 
         A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
         exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
@@ -407,8 +425,9 @@ class Evaluator:
             beside = _PROCESS_BYTES + self._shared_bytes(layout, candidate)
             needs = [need + beside for need in needs]
         gathers = holds_all and not candidate.sharded
-        gathered = lasting[0] + divided * sum(figures.parameter_bytes) if gathers else 0
-        return inputs.memory_margin * max(*needs, gathered)
+        if gathers:
+            needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
+        return [inputs.memory_margin * need for need in needs]
 
     def _shared_bytes(self, layout: Layout, candidate: Candidate) -> int:
         """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
@@ -433,8 +452,21 @@ class Evaluator:
             make_order: As for `least_memory`.
         """
         return all(
-            self.least_memory(candidate, make_order=make_order, replica=replica) <= self.limit(candidate, replica)
+            need <= limit
             for replica in candidate.shape.kinds
+            for need, limit in self._least_needs(candidate, make_order, replica)
+        )
+
+    def missing(self, candidate: Candidate) -> float:
+        """Bytes that a device lacks at least for a candidate; below 0 where all have more than that.
+
+        Args:
+            candidate: The candidate.
+        """
+        return max(
+            need - limit
+            for replica in candidate.shape.kinds
+            for need, limit in self._least_needs(candidate, False, replica)
         )
 
     def least_memory(self, candidate: Candidate, *, make_order: bool = False, replica: int = 0) -> float:
@@ -445,26 +477,29 @@ class Evaluator:
             make_order: Also for a schedule that simulates several orders to find one.
             replica: Of which replica, where they differ.
         """
+        return max(need for need, _ in self._least_needs(candidate, make_order, replica))
+
+    def _least_needs(self, candidate: Candidate, make_order: bool, replica: int) -> list[tuple[float, float]]:
+        """What the device of every worker needs at least, and what it has."""
         name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
         peaks = self._peaks(name, candidate.shape, candidate.cut, candidate.variant, replica)
-        return self.memory(candidate, peaks, replica)
+        return list(zip(self.needs(candidate, peaks, replica), self.limits(candidate.shape, replica), strict=True))
 
-    def limit(self, candidate: Candidate, replica: int = 0) -> float:
-        """The least memory of the devices that a candidate uses.
+    def limits(self, shape: Shape, replica: int = 0) -> list[float]:
+        """The memory of every worker of a replica, of several that are alike of the smallest one.
 
         Args:
-            candidate: The candidate.
-            replica: Of the devices of which replica, where they differ.
+            shape: How workers are divided.
+            replica: Of which replica, where they differ.
         """
-        if candidate.shape.homes is not None:
-            sizes = [self._workers[rank][1].memory for rank in candidate.shape.ranks(replica)]
-            return min(math.inf if size is None else float(size) for size in sizes)
-        return self._least_memory[candidate.shape.workers - 1]
+        others = [shape.ranks(each) for each in (range(shape.replicas) if shape.homes is None else [replica])]
+        sizes = [[self._workers[rank][1].memory for rank in column] for column in zip(*others, strict=True)]
+        return [min(math.inf if size is None else float(size) for size in column) for column in sizes]
 
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, shape: Shape, coded: bool | None, replica: int) -> float:
-        """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down.
+    def _make_throughput(self, shape: Shape, coded: bool | None, replica: int) -> tuple[float, ...]:
+        """Of the device of every stage, in the slowest replica. Workers of one host may slow each other down.
 
         With shares replicas take equally long, as many devices of one speed in between would with equal parts.
         """
@@ -473,23 +508,26 @@ class Evaluator:
         profile = self._inputs.profile
         slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
         if shape.homes is not None:
-            return self.speeds(shape)[replica] / slower
+            return tuple(self._workers[rank][1].throughput / slower for rank in shape.homes[replica])
+        speeds, layout = self.space.speeds(shape), shape.layout()
+        own = [speeds[layout.home(stage)] for stage in range(shape.stages)]
         shares = self.shares(shape)
         if shares is None:
-            return used[-1][1].throughput / slower
+            return tuple(speed / slower for speed in own)
         fixed, sample = self._work(shape)
         equal = fixed + sample * self._inputs.batch / shape.replicas
-        return equal / longest_time(self._costs_of_replicas(shape), shares) / slower
+        whole = equal / longest_time(self._costs_of_replicas(shape), shares) / slower
+        mean = sum(speeds) / len(speeds)
+        return tuple(whole * (speed / mean) for speed in own)
 
     def speeds(self, shape: Shape) -> list[float]:
-        """Of each replica the throughput of its slowest device.
+        """Of each replica the throughput, as that of one of its workers.
 
         Args:
             shape: How workers are divided.
         """
-        return [
-            min(self._workers[rank][1].throughput for rank in shape.ranks(replica)) for replica in range(shape.replicas)
-        ]
+        rows = [[self._workers[rank][1].throughput for rank in shape.ranks(each)] for each in range(shape.replicas)]
+        return [min(row) for row in rows] if shape.homes is not None else paces(rows, self.space.speeds(shape))
 
     def _make_shares(self, shape: Shape) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
@@ -506,7 +544,7 @@ class Evaluator:
 
     def _unequal_shares(self, shape: Shape) -> tuple[float, ...]:
         """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
-        cut, batch = self.space.library.cuts(shape.stages)[0], self._inputs.batch
+        cut, batch = self.space.cuts(shape)[0], self._inputs.batch
         candidate = Candidate(shape, cut, "1f1b")
         parts = [batch / shape.replicas] * shape.replicas
         known: list[WorkCost] = []
@@ -562,12 +600,14 @@ class Evaluator:
         sizes = figures.parameter_bytes
         return [size / max(1, sum(sizes)) for size in sizes]
 
-    def _update_ms(self, throughput: float, candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
+    def _update_ms(self, throughput: Sequence[float], candidate: Candidate, figures: StageFigures) -> tuple[float, ...]:
         profile, shape = self._inputs.profile, candidate.shape
         own = profile.variants[candidate.variant].update_ms
         known = profile.update_ms if own is None else own
         if known is not None:
-            times = [part * known / throughput for part in self._parts_of_model(figures)]
+            times = [
+                part * known / speed for part, speed in zip(self._parts_of_model(figures), throughput, strict=True)
+            ]
         else:
             speed = self._least_bandwidth[shape.workers - 1]
             # Parameter, gradient and every tensor of the state are read; parameter and state are written.
@@ -609,17 +649,17 @@ class Evaluator:
         return BucketPrices(self._network(positions, replicas, homes), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
-        self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: float
+        self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: tuple[float, ...]
     ) -> tuple[tuple[BucketCost, ...], ...]:
         if shape.replicas == 1:
             return ((),) * cut.stages
         figures = self._figures(cut, variant, self.samples(shape))
-        prices = self._prices(shape.positions, shape.replicas, shape.homes, throughput)
         factor = 2 * (shape.replicas - 1) / shape.replicas
         core_speed = self._least_core[shape.workers - 1] / 1e3
         made = []
-        for parameters in figures.parameters:
+        for parameters, speed in zip(figures.parameters, throughput, strict=True):
             row, reached = [], 0.0
+            prices = self._prices(shape.positions, shape.replicas, shape.homes, speed)
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
                 times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
@@ -658,11 +698,12 @@ class Evaluator:
         """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
         figures = self._figures(cut, variant, self.samples(shape, replica))
         layout = self._layout(shape, cut, variant, replica)
+        parts = self.space.stage_speeds(shape)
         request = ScheduleRequest(
             layout,
             shape.micro_batches,
-            forward_ms=figures.forward_ms,
-            backward_ms=figures.backward_ms,
+            forward_ms=tuple(time / part for time, part in zip(figures.forward_ms, parts, strict=True)),
+            backward_ms=tuple(time / part for time, part in zip(figures.backward_ms, parts, strict=True)),
             saved_bytes=figures.saved_bytes,
             bytes_per_second=cut.link_speed,
         )

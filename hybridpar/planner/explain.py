@@ -311,8 +311,16 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
         if not ranks:
             lines.append(f"{told}: left out, as a step with it would take no less time")
             continue
-        part = sum(_part_of(shape, shares, rank) for rank in ranks)
+        part = sum(_part_of(answer, shares, rank) for rank in ranks)
         lines.append(f"{told}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}, {100 * part:.0f} % of the work of a step")
+    planned = evaluator.space.stage_speeds(shape)
+    if len(set(planned)) > 1:
+        layout = evaluator.layout(answer.chosen.candidate)
+        told = ", ".join(
+            f"stage {stage} at {speed:.3g} on rank {shape.ranks(0)[layout.home(stage)]}"
+            for stage, speed in enumerate(planned)
+        )
+        lines.append(f"stages are cut by the speeds of their devices, over that of the fastest: {told}")
     speeds = evaluator.speeds(shape)
     if inputs.profile.batch_norm and min(speeds) < max(speeds):
         gain = sum(speeds) / len(speeds) / min(speeds)
@@ -323,11 +331,15 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
     return lines
 
 
-def _part_of(shape: Shape, shares: Sequence[float], rank: int) -> float:
-    """A worker's part of a step's work: its replica's samples, and of its stages its own, which are about equal."""
-    replica = next(one for one in range(shape.replicas) if rank in shape.ranks(one))
-    row = shape.homes[replica] if shape.homes is not None else shape.ranks(replica)
-    return shares[replica] / sum(shares) * row.count(rank) / len(row)
+def _part_of(answer: Answer, shares: Sequence[float], rank: int) -> float:
+    """A worker's part of a step's work: of the samples of its replica, what its stages compute."""
+    candidate, evaluator = answer.chosen.candidate, answer.evaluator
+    replica = next(one for one in range(candidate.shape.replicas) if rank in candidate.shape.ranks(one))
+    own = candidate.shape.ranks(replica).index(rank)
+    layout, figures = evaluator.layout(candidate, replica), evaluator.figures(candidate, replica)
+    times = [ahead + back for ahead, back in zip(figures.forward_ms, figures.backward_ms, strict=True)]
+    mine = sum(time for stage, time in enumerate(times) if layout.home(stage) == own)
+    return shares[replica] / sum(shares) * mine / sum(times)
 
 
 def outer_loops(answer: Answer) -> list[str]:

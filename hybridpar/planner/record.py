@@ -178,7 +178,7 @@ def _placed(placement: Placement) -> tuple[object, ...]:
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     candidate, samples = outcome.candidate, evaluator.samples(outcome.candidate.shape)
     graph = evaluator.space.inputs.profile.timed(candidate.variant, samples)
-    stages = plan_stages(graph, candidate.cut.stage_of, [1.0] * candidate.shape.stages)
+    stages = plan_stages(graph, candidate.cut.stage_of, evaluator.space.stage_speeds(candidate.shape))
     if len(stages) == 1:  # it holds everything
         stages = (stages[0].model_copy(update={"units": ()}),)
     times = [stage.ms or 0.0 for stage in stages]

@@ -278,18 +278,18 @@ def _by_bound(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Iterator
 
 def _too_little_memory(evaluator: Evaluator, candidates: Sequence[Candidate], advise: bool) -> PlanError:
     """The error that says how much is missing, and what would fit."""
-    missing = {one: evaluator.least_memory(one) - evaluator.limit(one) for one in candidates}
+    missing = {one: evaluator.missing(one) for one in candidates}
     ordered = sorted(candidates, key=lambda one: (missing[one], one.simplicity))
     outcome = evaluator.outcome(ordered[0])
     # What no schedule goes below may still be less than what the schedules at hand reach.
     for one in ordered[1:MOST_NEAR]:
-        short = outcome.memory_bytes - evaluator.limit(outcome.candidate)
+        short = outcome.memory_bytes - outcome.limit_bytes
         if missing[one] >= short:
             break
         other = evaluator.outcome(one)
-        if other.memory_bytes - evaluator.limit(one) < short:
+        if other.memory_bytes - other.limit_bytes < short:
             outcome = other
-    need, have = outcome.memory_bytes, evaluator.limit(outcome.candidate)
+    need, have = outcome.memory_bytes, outcome.limit_bytes
     shape = outcome.candidate.shape
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
     if advise:

@@ -11,12 +11,14 @@ that rule: casts and codecs are what they add.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby, pairwise, permutations
 from typing import Literal
 
 from hybridpar.planner.codecs import CodecChoice, codec_choices
-from hybridpar.planner.cuts import Cut, CutLibrary
+from hybridpar.planner.cuts import Cut, CutLibrary, StageDevice
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
@@ -26,6 +28,9 @@ from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
 #: than it can gain.
 MOST_SEARCHED_PASSES = 128
+
+#: Kinds of devices of a pipeline that are tried in every order; of more the fastest and the slowest come first.
+MOST_KINDS = 3
 
 
 #: The plan that every search contains.
@@ -53,7 +58,7 @@ class Candidate:
     sharded: bool = False
 
     @property
-    def simplicity(self) -> tuple[int | str, ...]:
+    def simplicity(self) -> tuple[int | str | tuple[int, ...], ...]:
         """Plans that are equally fast are taken in this order: fewer things that differ from plain training first."""
         shape = self.shape
         tried = ("accumulate", *planned_schedules(shape.placement))
@@ -67,6 +72,7 @@ class Candidate:
             shape.micro_batches,
             shape.lanes,
             tried.index(self.schedule),
+            shape.order or (),
             self.cut.name,
         )
 
@@ -125,11 +131,84 @@ class Space:
         for shape in self.shapes(saving):
             open_ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
             ways = [way for way in open_ways if self.codec_choices[way].every == 1 or self._may_part(shape)]
-            for cut in self.library.cuts(shape.stages):
+            for cut in self.cuts(shape):
                 for schedule in self._schedules(shape):
                     for codec in ways:
                         for variant in variants:
                             yield Candidate(shape, cut, schedule, codec, variant)
+
+    def cuts(self, shape: Shape) -> tuple[Cut, ...]:
+        """The cuts to try for a shape.
+
+        Args:
+            shape: How workers are divided.
+        """
+        devices = self._stage_devices(shape)
+        return self.library.cuts(shape.stages, devices) if devices else self.library.cuts(shape.stages)
+
+    def _stage_devices(self, shape: Shape) -> tuple[StageDevice, ...]:
+        """Of every stage what device its cut is for; empty where a replica's devices are alike."""
+        if shape.positions == 1 or shape.homes is not None:
+            return ()
+        kinds = self._positions(shape)
+        if len(set(kinds)) == 1:
+            return ()
+        slowest, smallest = (min(column) for column in zip(*kinds, strict=True))
+        layout = shape.layout()
+        own = [kinds[layout.home(stage)] for stage in range(shape.stages)]
+        return tuple(
+            StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0) for speed, memory in own
+        )
+
+    def stage_speeds(self, shape: Shape) -> tuple[float, ...]:
+        """For every stage the speed of its device over that of the fastest one; all 1 where they are alike.
+
+        Args:
+            shape: How workers are divided.
+        """
+        speeds = [one.speed for one in self._stage_devices(shape)] or [1.0] * shape.stages
+        return tuple(speed / max(speeds) for speed in speeds)
+
+    def speeds(self, shape: Shape) -> tuple[float, ...]:
+        """For every worker of a replica the throughput that its stages are cut for.
+
+        Of several replicas the slowest worker counts, as all have the same stages. Where replicas may take shares of
+        a batch instead, and do more so, stages are cut for equal workers, as fast as the slowest of all.
+
+        Args:
+            shape: How workers are divided; replicas have equal numbers of workers.
+        """
+        rows = [
+            [host.throughput for _, host in self.inputs.cluster.by_worker[first : first + shape.replicas]]
+            for first in range(0, shape.workers, shape.replicas)
+        ]
+        least = tuple(map(min, rows))
+        alike = (min(least),) * shape.positions
+        if self.inputs.profile.batch_norm:
+            return least
+        done = [sum(paces(list(zip(*rows, strict=True)), speeds)) for speeds in (least, alike)]
+        return alike if done[1] > done[0] * (1 + 1e-9) else least
+
+    def _positions(self, shape: Shape) -> list[tuple[float, float]]:
+        """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
+        placed = self.inputs.cluster.by_worker
+        sizes = [
+            min(math.inf if host.memory is None else float(host.memory) for _, host in placed[first:last])
+            for first, last in pairwise(range(0, shape.workers + 1, shape.replicas))
+        ]
+        return list(zip(self.speeds(shape), sizes, strict=True))
+
+    def _orders(self, shape: Shape) -> Iterator[tuple[int, ...]]:
+        """Other orders of unlike devices along the pipeline: those that are alike stay beside each other."""
+        if shape.placement != "linear" or shape.positions == 1:
+            return
+        kinds = self._positions(shape)
+        groups = [list(group) for _, group in groupby(range(shape.positions), key=kinds.__getitem__)]
+        usual = tuple(range(shape.positions))
+        every = permutations(groups) if len(groups) <= MOST_KINDS else iter([tuple(groups[::-1])])
+        for order in (tuple(chain.from_iterable(one)) for one in every):
+            if order != usual:
+                yield order
 
     def _may_part(self, shape: Shape) -> bool:
         """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
@@ -171,6 +250,7 @@ class Space:
                         shape = Shape(positions, replicas, stages, lanes, placement, count)
                         if _is_decided_shape(self.inputs.fixed, shape):
                             yield shape
+                            yield from (replace(shape, order=order) for order in self._orders(shape))
             yield from self._unequal_shapes(workers, most)
 
     def _unequal_shapes(self, workers: int, most: int) -> Iterator[Shape]:
@@ -248,6 +328,19 @@ class Space:
         few = shape.stages * shape.micro_batches <= MOST_SEARCHED_PASSES
         tried = (name for name in planned_schedules(shape.placement) if few or not SCHEDULES.get(name).searches)
         return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
+
+
+def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[float]:
+    """How fast replicas are whose stages were cut for workers of certain speeds, as throughputs of a worker.
+
+    Args:
+        rows: For every replica the throughput of each of its workers.
+        speeds: Of each worker, that its stages were cut for.
+    """
+    if len(set(speeds)) == 1:
+        return [min(row) for row in rows]
+    mean = sum(speeds) / len(speeds)
+    return [mean * min(own / planned for own, planned in zip(row, speeds, strict=True)) for row in rows]
 
 
 def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:

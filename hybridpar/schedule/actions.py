@@ -12,7 +12,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -225,6 +225,8 @@ class Shape:
         micro_batches: Per replica and step.
         homes: For every replica the rank that runs each stage, where replicas have different numbers of workers;
             `positions` is then the most.
+        order: Which worker of a replica has the first stage, which the second, and so on, where devices that differ are
+            in another order along the pipeline than their ranks are; of a linear placement.
     """
 
     positions: int
@@ -234,6 +236,7 @@ class Shape:
     placement: Literal["linear", "loop", "v"] = "linear"
     micro_batches: int = 1
     homes: tuple[tuple[int, ...], ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def workers(self) -> int:
@@ -246,7 +249,7 @@ class Shape:
         return range(1 if self.homes is None else self.replicas)
 
     def ranks(self, replica: int) -> tuple[int, ...]:
-        """The workers of a replica, in the order of their first stages.
+        """The workers of a replica, as its layout numbers them.
 
         Args:
             replica: Its number.
@@ -265,7 +268,11 @@ class Shape:
         if self.homes is not None:
             return layout_of_row(self.homes[replica], edges)
         lanes = self.positions * self.lanes
-        return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
+        layout = place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
+        if self.order is None:
+            return layout
+        moved = tuple(self.order[lane // self.lanes] * self.lanes + lane % self.lanes for lane in layout.lane_of)
+        return replace(layout, lane_of=moved)
 
 
 @dataclass(frozen=True)

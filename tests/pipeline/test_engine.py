@@ -210,6 +210,15 @@ def test_any_model_in_unequal_replicas(name: str) -> None:
     on_workers(3, name, 2, places(2), setting, samples=9, exact=False, homes=((0, 2), (1, 1)))
 
 
+@pytest.mark.parametrize("shared_memory", TRANSPORTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "greedy"])
+def test_workers_in_another_order_along_the_pipeline(schedule: str, shared_memory: bool) -> None:
+    # As planned where the first worker is the fast one, and the last stage is to be on it.
+    where = (1, 0), (0, 1)
+    setting, options = Setting(4, shares=(8,)), {"schedule": schedule, "shared_memory": shared_memory}
+    on_workers(2, "residual", 2, where, setting, **options)
+
+
 def test_cuts_of_replicas_that_cross_each_other() -> None:
     setting = Setting(2, shares=(4, 8))
     homes = ((0, 1, 1), (2, 2, 3))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import add, sub
 from typing import Any
@@ -17,16 +20,17 @@ from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError
-from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster, read_cluster_file
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.codecs import STEPS_TO_TARGET
+from hybridpar.planner.cuts import StageDevice, cuts_of
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import contributions, describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.profile import SizedTimes, Variant
+from hybridpar.planner.profile import ModelProfile, SizedTimes, Variant
 from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
-from hybridpar.planner.search import find_plan, least_workers, lower_bound_ms
+from hybridpar.planner.search import Answer, find_plan, least_workers, lower_bound_ms
 from hybridpar.planner.space import Candidate, Shape, Space
 from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
@@ -409,11 +413,11 @@ LARGE = chain([(4, 8)] * 8, [(256, 512)] * 8)
 
 
 def test_a_large_device_is_alone_beside_two_small_ones_as_a_pipeline():
-    found = find_plan(inputs(LARGE, unequal(1, 2, 1, bandwidth=1e9, small=14e6), batch=16, most_stages=4))
+    found = find_plan(
+        inputs(LARGE, unequal(1, 2, 1, bandwidth=1e9, small=14e6), batch=16, most_stages=4, fixed=Fixed(replicas=2))
+    )
     shape = found.chosen.candidate.shape
     assert shape.homes == ((0, 0), (1, 2))
-    equal = next(one for one in found.ranked if one.candidate.shape.homes is None)
-    assert equal.step_ms > 1.3 * found.chosen.step_ms
     plan = plan_of(found)
     assert plan.placement is not None
     assert plan.placement.homes == shape.homes
@@ -438,7 +442,10 @@ def test_small_devices_are_left_out_where_nothing_fits_or_their_link_is_slow():
 
 
 def test_replicas_of_two_and_of_four_devices():
-    spec, fixed = unequal(2, 2, 1, 1, 1, 1, bandwidth=1e9, small=13e6), Fixed(workers=6, micro_batches=4)
+    spec, fixed = (
+        unequal(2, 2, 1, 1, 1, 1, bandwidth=1e9, small=13e6),
+        Fixed(workers=6, stages=4, replicas=2, micro_batches=4),
+    )
     found = find_plan(inputs(LARGE, spec, batch=16, most_stages=4, fixed=fixed))
     assert found.chosen.candidate.shape.homes == ((0, 0, 1, 1), (2, 3, 4, 5))
 
@@ -474,6 +481,102 @@ def test_measured_speeds_give_the_plan_of_a_described_cluster_and_equal_ones_cha
 @pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
 def test_laws_of_the_search_over_unequal_replicas(law):
     law(inputs(LARGE, unequal(2, 1, 1, bandwidth=1e8), batch=16, most_stages=2, fidelity="lossy"))
+
+
+def slowest(profile: ModelProfile, stage_of: Sequence[int], speeds: Sequence[float]) -> float:
+    """Milliseconds of the stage that takes longest on its device."""
+    units = profile.timed(0, profile.samples).units
+    sums = [
+        sum(unit.ms for unit, own in zip(units, stage_of, strict=True) if own == stage) for stage in range(len(speeds))
+    ]
+    return max(time / speed for time, speed in zip(sums, speeds, strict=True))
+
+
+@pytest.mark.parametrize("speeds", [(2, 1), (1, 2), (1, 4, 2), (3, 1, 1), (1, 1.5, 2, 8)])
+def test_stages_are_cut_by_the_speeds_of_their_devices_as_enumeration_would(speeds):
+    chance = random.Random(len(speeds) * speeds[0])
+    for units in range(len(speeds), 9):
+        profile = chain([(chance.randint(1, 20), chance.randint(1, 20)) for _ in range(units)], [(8, 8)] * units)
+        best = min(
+            slowest(profile, [sum(end <= unit for end in ends) for unit in range(units)], speeds)
+            for ends in itertools.combinations(range(1, units), len(speeds) - 1)
+        )
+        cut = cuts_of(profile, len(speeds), tuple(StageDevice(speed / min(speeds)) for speed in speeds))[0]
+        assert cut.name == "balanced by speed"
+        assert slowest(profile, cut.stage_of, speeds) == pytest.approx(best)
+
+
+def test_devices_that_are_alike_have_the_cuts_that_they_had():
+    alike = Space(inputs(LARGE, unequal(2, 2, 2, 1), batch=16, most_stages=4))
+    whole = Space(inputs(LARGE, cluster(3), batch=16, most_stages=4))
+    shape = Shape(3, 1, 3, 1)
+    assert alike.cuts(shape) == whole.cuts(shape) == cuts_of(LARGE, 3)
+    assert alike.stage_speeds(shape) == (1, 1, 1)
+    assert all(one.order is None for one in whole.shapes())
+    equal = cuts_of(LARGE, 3, (StageDevice(),) * 3)
+    assert equal[0] == cuts_of(LARGE, 3)[0]
+
+
+def test_a_cluster_file_of_two_kinds_of_gpu_gives_a_plan_of_unequal_stages(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        '[[hosts]]\nkind = "cuda"\nname = "large"\nthroughput = 2.0\n[[hosts]]\nkind = "cuda"\nname = "small"\n'
+        '[between]\nbandwidth = "10GB/s"\n'
+    )
+    profile = chain([(4, 8)] * 9, [(64, 64)] * 9)
+    fixed = Fixed(workers=2, stages=2, micro_batches=32)
+    found = find_plan(inputs(profile, read_cluster_file(path), batch=128, fixed=fixed))
+    chosen = found.chosen.candidate
+    plan = parse_plan(json.loads(plan_of(found).to_json()))
+    sizes = {place.worker: len(plan.partition.stages[place.stage].units) for place in plan.placement.stages}
+    assert sizes == {0: 6, 1: 3}, "worker 0 is twice as fast"
+    assert plan.partition.balance == pytest.approx(1)
+    assert is_as_recorded(plan)
+    costs = found.evaluator.costs(chosen)
+    assert costs.forward_ms == pytest.approx((12, 12))
+    told = contributions(found.evaluator.space.inputs, found)
+    assert any("large" in line and "67 % of the work" in line for line in told)
+    assert any("stages are cut by the speeds" in line for line in told)
+    # Both orders were looked at; either is predicted with each stage at its own device's speed.
+    orders = {one.order for one in found.evaluator.space.shapes() if one.placement == "linear"}
+    assert orders == {None, (1, 0)}
+    # A pipeline that was cut for equal devices would wait for the slow one.
+    equal = Candidate(chosen.shape, cuts_of(profile, 2)[0], chosen.schedule)
+    assert found.evaluator.outcome(equal).step_ms > 1.2 * found.chosen.step_ms
+
+
+def test_a_fast_device_of_little_memory_gets_as_much_as_fits():
+    hosts = [{"kind": "cuda", "throughput": 3.0, "memory": 6e6}, {"kind": "cuda", "memory": 40e6}]
+    fixed = Fixed(workers=2, stages=2, micro_batches=4, placement="linear")
+    spec = {"hosts": hosts, "between": {"bandwidth": 1e10}}
+    found = find_plan(inputs(LARGE, parse_cluster(spec), batch=16, fixed=fixed), prune=False)
+    free = [{**host, "memory": 40e6} for host in hosts]
+    roomy = find_plan(inputs(LARGE, parse_cluster({**spec, "hosts": free}), batch=16, fixed=fixed))
+
+    def units_of_the_fast(answer: Answer) -> int:
+        candidate = answer.chosen.candidate
+        layout = answer.evaluator.layout(candidate)
+        return sum(layout.home(stage) == 0 for stage in candidate.cut.stage_of)
+
+    assert found.chosen.fits
+    assert 0 < units_of_the_fast(found) < units_of_the_fast(roomy)
+    evaluator, one = found.evaluator, found.chosen.candidate
+    needs = evaluator.needs(one, evaluator.simulation(one, evaluator.costs(one)).peak_saved_bytes)
+    assert needs[0] <= 6e6 < needs[1], "each device by itself"
+
+
+def test_stages_are_cut_alike_where_shares_do_more():
+    # Of three replicas of two, one has a slow device: its share is smaller, and the others keep equal stages.
+    space = Space(inputs(LARGE, unequal(2, 2, 2, 2, 2, 1), batch=24))
+    assert space.speeds(Shape(2, 3, 2, 1)) == (1, 1)
+    assert space.speeds(Shape(2, 1, 2, 1)) == (2, 2)
+    assert space.speeds(Shape(6, 1, 6, 1)) == (2, 2, 2, 2, 2, 1)
+
+
+@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
+def test_laws_of_the_search_over_unlike_devices_of_a_pipeline(law):
+    law(inputs(LARGE, unequal(2, 1, bandwidth=1e8), batch=16, most_stages=4, fixed=Fixed(workers=2, stages=4)))
+    law(inputs(LARGE, unequal(3, 2, 1, bandwidth=1e8), batch=8, fixed=Fixed(workers=3, stages=3, micro_batches=4)))
 
 
 def test_the_progress_is_told():
