@@ -5,11 +5,14 @@ as four stages on four workers, each under a limit of 0.35 of the memory that th
 what imports alone take). The pipeline trains, saves, resumes in new processes, evaluates, and its checkpoint is loaded
 by one plain `torch.load`. Losses must be equal. `--plan` cuts a network of 1 B parameters for eight workers, as
 `hybridpar plan` does, and has the memory that this takes. Peaks are resident memory over that after all imports.
+`--use` evaluates, predicts with and exports a network of 1 GB of weights, and has the private memory that each command
+took at most (`RssAnon`, looked at every 2 ms); pages of a file, which the system may drop, are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import importlib
 import json
@@ -26,12 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import nn
 
 from hybridpar import TrainConfig
+from hybridpar.comm.world import World
 from hybridpar.commands.plan.partition import run_plan
 from hybridpar.commands.plan.request import PlanRequest
+from hybridpar.models import model_fingerprint
 from hybridpar.models.deferred import DeferredModel, imagined, places
+from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
@@ -40,8 +47,14 @@ SHAPES = ((2304, 12), (1152, 48))
 #: Width and number of the layers of a network that is only planned, and for how many workers.
 PLANNED, PLANNED_FOR = (4224, 57), 8
 
+#: Width and number of the layers of a network that is only used.
+USED = 3072, 28
+
 #: Samples of a micro-batch, micro-batches of a step, steps of each half.
 SAMPLES, MICRO_BATCHES, STEPS = 16, 2, 1
+
+#: Formats that it is exported in, and names of files.
+EXPORTED = ("safetensors", "net.safetensors"), ("torch-export", "net.pt2"), ("torchscript", "net.ts")
 
 #: Part of what one process needs that a worker may take.
 CAP = 0.35
@@ -65,6 +78,16 @@ def billion() -> nn.Module:
     return build(*PLANNED)
 
 
+def used(num_classes: int = 10) -> nn.Module:
+    """The network that is only used, for images of 32x32."""
+    return build(*USED)
+
+
+def tiny(num_classes: int = 10) -> nn.Module:
+    """One that shows what a command takes without weights."""
+    return build(USED[0], 0)
+
+
 def batch(width: int, step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images and labels of a step.
 
@@ -78,14 +101,71 @@ def batch(width: int, step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tupl
     return images, torch.randint(0, 10, (samples,), generator=generator)
 
 
-def status(key: str) -> int:
-    """Bytes that the kernel counts for this process.
+def status(key: str, process: int | str = "self") -> int:
+    """Bytes that the kernel counts for a process.
 
     Args:
         key: Such as `VmHWM`.
+        process: Its number; default: this one.
     """
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def use() -> list[dict[str, Any]]:
+    """Use a checkpoint in every way, and return what each took."""
+    small = ["--model", "benchmarks.large.main:tiny", "--data", "synthetic"]
+    large = ["--model", "benchmarks.large.main:used", "--data", "synthetic"]
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        folder, image = Path(place), Path(place, "image.png")
+        Image.new("RGB", (32, 32), (90, 20, 200)).save(image)
+        steps = {}
+        for name, model in (("small", tiny()), ("large", used())):
+            data = CheckpointData(1, model_fingerprint(model), model.state_dict(), {}, None)
+            steps[name] = str(save_checkpoint(folder / name, data, World()))
+        weights = sum(one.nbytes for one in model.parameters())
+        ways: list[tuple[str, list[str]]] = [
+            ("evaluate", ["--json"]),
+            ("evaluate", ["--json", "--amp", "bf16"]),
+            ("predict", [str(image)]),
+            *(("export", ["--format", form, "-o", str(folder / name), "--force"]) for form, name in EXPORTED),
+        ]
+        for command, words in ways:
+            (base, _, _), (peak, seconds, _) = (
+                private([command, steps[name], *words, *options])
+                for name, options in (("small", small), ("large", large))
+            )
+            rows.append(
+                {
+                    "command": " ".join([command, *(word for word in words if not word.startswith(("/", "-o")))]),
+                    "weights_mb": round(weights / 1e6, 1),
+                    "peak_mb": round((peak - base) / 1e6, 1),
+                    "peak_over_weights": round((peak - base) / weights, 3),
+                    "seconds": round(seconds, 1),
+                }
+            )
+    return rows
+
+
+def private(words: Sequence[str]) -> tuple[int, float, str]:
+    """Run a command of hybridpar: its most private memory in bytes, its seconds, and what it printed.
+
+    Args:
+        words: Of the command line.
+    """
+    began, peak = time.perf_counter(), 0
+    names = {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen([sys.executable, "-m", "hybridpar", *words], stdout=out, env=os.environ | names)
+        while process.poll() is None:
+            with contextlib.suppress(OSError, StopIteration):  # it has just ended
+                peak = max(peak, status("RssAnon", process.pid))
+            time.sleep(0.002)
+        if process.returncode:
+            raise SystemExit(f"{words[0]} ended with {process.returncode}")
+        out.seek(0)
+        return peak, time.perf_counter() - began, out.read()
 
 
 def prepare() -> None:
@@ -194,6 +274,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=4, help="stages, each on a worker")
     parser.add_argument("--plan", action="store_true", help="plan a network of 1 B parameters instead")
+    parser.add_argument("--use", action="store_true", help="use a network of 1 GB instead")
     options = parser.parse_args(command_line)
     if options.worker is not None:
         width, count, stages, directory, cap = options.worker
@@ -201,6 +282,9 @@ def main(command_line: Sequence[str] | None = None) -> None:
         return
     if options.plan:
         write("plan", [plan()])
+        return
+    if options.use:
+        write("use", use())
         return
     write("large", [row for shape in SHAPES for row in measure(shape, options.stages)])
 

@@ -232,7 +232,9 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------- files of torch
 
 
-def read_torch(path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = None) -> dict[str, Any]:
+def read_torch(
+    path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = None, *, mapped: bool = False
+) -> dict[str, Any]:
     """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU.
 
     Before torch reads it, the file is looked through for what would take long or much memory: compressed parts, calls
@@ -243,6 +245,8 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = 
         path: The file.
         keep: Whether a tensor is wanted, by the keys under which it is in the dictionary, or a tensor that it is read
             into. Others are not read, and come on the meta device. With it no more than one tensor is held twice.
+        mapped: Map the file into memory, instead of reading it, where `keep` is None. Pages come as they are used, and
+            the system may drop them again; what is written to a tensor does not go into the file.
 
     Raises:
         Unreadable: It is none, or damaged.
@@ -253,7 +257,10 @@ def read_torch(path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = 
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
         _survey(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True) if keep is None else _read_some(path, keep)
+        if keep is None:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        else:
+            loaded = _read_some(path, keep)
     except Unreadable:
         raise
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file

@@ -52,6 +52,10 @@ _DRAWS = frozenset(
 )
 
 
+class CannotDeferError(UsageError):
+    """A model can only be built as a whole."""
+
+
 #: Functions of `torch.nn.init` that draw until values are right, or read them; on the meta device they do nothing.
 _LOOPS = ("_no_grad_trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 
@@ -194,7 +198,8 @@ class DeferredModel:
         module: The model, on the meta device but for what `fill` has made.
 
     Raises:
-        UsageError: The factory needs values of a large tensor, or it fails.
+        CannotDeferError: The factory needs values of a large tensor, or it fails; or the model holds tensors where they
+            would not be found, or parts of one tensor under two names.
     """
 
     def __init__(self, factory: Callable[[], nn.Module]) -> None:
@@ -202,11 +207,12 @@ class DeferredModel:
         self._state = random_state()
         mode = _Deferring()
         self.module = self._build(mode)
+        _check_held(self.module)
         self._made_of = {name: mode.made_of(held[key]) for name, held, key in places(self.module)}
         self._put: Callable[[nn.Module], object] | None = None
         on_meta: dict[int, Tensor] = {}
         for _, held, key in places(self.module):
-            held[key] = on_meta.setdefault(id(held[key]), _like(held[key], held[key].detach().to(_META)))
+            held[key] = on_meta.setdefault(id(held[key]), like_tensor(held[key], held[key].detach().to(_META)))
 
     def fill(self, names: Iterable[str], device: torch.device = _CPU) -> None:
         """Give some tensors of the model their initial values; other tensors keep those that they have.
@@ -224,7 +230,7 @@ class DeferredModel:
         for name, held, key in places(self.module):
             if name in wanted and id(held[key]) not in filled:
                 start = starts.get(id(held[key]))
-                filled[id(held[key])] = _like(
+                filled[id(held[key])] = like_tensor(
                     held[key],
                     _placed(values[name], held[key], device) if start is None else _copied(start, held[key], device),
                 )
@@ -244,6 +250,38 @@ class DeferredModel:
         found, _ = self._starts(put)
         self._put = put
         return found
+
+    def started(self) -> nn.Module:
+        """The model to be used and not trained: with the tensors of `start_from` themselves, the others as constructed.
+
+        Memory-mapped tensors stay so, but for those of another dtype, layout or alignment, which are copied.
+
+        Returns:
+            The module; it is filled.
+
+        Raises:
+            CannotDeferError: A parameter or a saved buffer got no values: a module takes them in a way of its own.
+        """
+        starts = {} if self._put is None else self._starts(self._put)[1]
+        if any(id(one) not in starts or starts[id(one)].is_meta for one in saved_tensors(self.module)):
+            raise CannotDeferError(
+                "the model cannot be built without memory: a module of it does not take the tensors of a state dict",
+                "Its `_load_from_state_dict` copies them into tensors of its own.",
+                "Let it call that of `nn.Module`, which knows `assign=True`.",
+            )
+        lacking = [name for name, held, key in places(self.module) if id(held[key]) not in starts]
+        if lacking:
+            self.fill(lacking)
+        given: dict[int, Tensor] = {}
+        for _, held, key in places(self.module):
+            value = held[key]
+            if (start := starts.get(id(value))) is not None:
+                # Where memory is not aligned as torch allocates it, libraries round sums in another way.
+                fits = (start.dtype, start.stride(), start.data_ptr() % 64) == (value.dtype, value.stride(), 0)
+                given[id(value)] = like_tensor(value, start if fits else _copied(start, value, _CPU))
+        for _, held, key in places(self.module):  # under all of its names
+            held[key] = given.get(id(held[key]), held[key])
+        return self.module
 
     def _starts(self, put: Callable[[nn.Module], _T]) -> tuple[_T, dict[int, Tensor]]:
         """What a function returns, and what it replaces tensors by, under the ids of these."""
@@ -274,7 +312,7 @@ class DeferredModel:
                     return self._factory()
         except Exception as error:  # the constructor's own code, which may raise anything
             said = str(error).strip().partition("\n")[0]
-            raise UsageError(
+            raise CannotDeferError(
                 f"the model cannot be built without memory: {_constructor(error.__traceback__)} needs the values of a "
                 f"large tensor ({type(error).__name__}: {said})",
                 "A worker that holds its own stages only builds the model on the meta device first.",
@@ -297,6 +335,45 @@ def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
             for key, value in list(held.items()):
                 if isinstance(value, Tensor):
                     yield f"{path}.{key}" if path else key, held, key
+
+
+def saved_tensors(module: nn.Module) -> list[Tensor]:
+    """Parameters and persistent buffers of a module and those in it; a tensor with two names comes twice.
+
+    Args:
+        module: The module.
+    """
+    return [
+        one
+        for part in module.modules()
+        for one in (
+            *part._parameters.values(),
+            *(one for key, one in part._buffers.items() if key not in part._non_persistent_buffers_set),
+        )
+        if one is not None
+    ]
+
+
+def _check_held(module: nn.Module) -> None:
+    """Refuse tensors that are not found when others are replaced, or that would no longer share memory then."""
+    found = {storage_of(held[key]) for _, held, key in places(module)}
+    saved = {storage_of(one): one for one in saved_tensors(module)}
+    for path, one in module.named_modules():
+        for key, value in vars(one).items():
+            inside = [] if key in ("_parameters", "_buffers") or isinstance(value, Tensor) else _tensors_in(value)
+            if any(_on_meta(each) or storage_of(each) in found for each in inside):
+                raise _hidden(one, f"{path}.{key}" if path else key, "in a list or dictionary")
+    for name, held, key in places(module):
+        if saved.get(storage_of(held[key]), held[key]) is not held[key]:
+            raise _hidden(module, name, "that shares memory with another")
+
+
+def _hidden(module: nn.Module, name: str, problem: str) -> CannotDeferError:
+    return CannotDeferError(
+        f"the model cannot be built without memory: {type(module).__name__} holds a tensor {problem}, {name}",
+        "Only parameters, buffers and attributes that are tensors are found when they get their values.",
+        "Register each as a buffer or a parameter, or compute it in `forward`.",
+    )
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -337,7 +414,7 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
         for held, key, value in before:
             if id(value) not in fakes:
                 empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-                fakes[id(value)] = _like(value, empty)
+                fakes[id(value)] = like_tensor(value, empty)
             held[key] = fakes[id(value)]
         try:
             yield mode
@@ -346,8 +423,13 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
                 held[key] = value
 
 
-def _like(one: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter, where the other one is one."""
+def like_tensor(one: Tensor, values: Tensor) -> Tensor:
+    """Values as a parameter, where another tensor is one.
+
+    Args:
+        one: The other tensor.
+        values: The values.
+    """
     return nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
 
 

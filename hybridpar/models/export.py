@@ -34,7 +34,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from hybridpar.errors import ExportError, UsageError, shortened
+from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
 from hybridpar.models.outputs import main_output
+from hybridpar.models.weight_files import map_safetensors
 
 _ATEN = torch.ops.aten
 
@@ -308,11 +310,16 @@ def _write_onnx(model: nn.Module, images: Tensor, file: Path, facts: str) -> Non
 
 
 def _write_safetensors(model: nn.Module, images: Tensor, file: Path, facts: str) -> None:
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
-    # Each tensor by itself: the format has no views, and tensors of tied layers are written twice.
-    state = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
-    file.write_bytes(save(state, metadata={"format": "pt", "hybridpar": facts}))
+    state: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        # Each by itself: the format has no views, and tensors of tied layers are written twice.
+        shares = storage_of(tensor) in storages
+        storages.add(storage_of(tensor))
+        state[name] = tensor.clone().contiguous() if shares else tensor.contiguous()
+    save_file(state, file, metadata={"format": "pt", "hybridpar": facts})
 
 
 _WRITERS: dict[str, Callable[[nn.Module, Tensor, Path, str], None]] = {
@@ -341,14 +348,17 @@ def _load_onnx(file: Path) -> Callable[[Tensor], Tensor]:
 
 
 def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor]:
-    """The model with the weights of the file, and with none of its own."""
-    from safetensors.torch import load_file
-
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for tensor in (*other.parameters(), *other.buffers()):
-            tensor.zero_()
-    other.load_state_dict(load_file(file))
+    """The model with the weights of the file, memory-mapped, and with none of its own."""
+    state = map_safetensors(file)
+    empty: dict[int, Any] = {id(one): like_tensor(one, one.detach().to("meta")) for one in saved_tensors(model)}
+    other = copy.deepcopy(model, empty)
+    other.load_state_dict(state, assign=True)
+    if is_deferred(other):  # a module takes them in a way of its own
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for tensor in saved_tensors(other):
+                tensor.zero_()
+        other.load_state_dict(state)
     return lambda images: main_output(other(images))
 
 

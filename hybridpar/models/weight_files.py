@@ -124,13 +124,17 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         ) from error
     try:
         with safe_open(file, framework="pt"):  # which checks its header; reading through it copies all tensors
-            return _mapped(file)
+            return map_safetensors(file)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise _unreadable(file, error) from error
 
 
-def _mapped(file: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file whose header is right: its length, 8 bytes, the header, and their values."""
+def map_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a `.safetensors` file, memory-mapped: the length of its header in 8 bytes, the header, and values.
+
+    Args:
+        file: One whose header is right.
+    """
     import torch
     from safetensors.torch import _TYPES as DTYPES
 

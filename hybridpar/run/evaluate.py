@@ -6,18 +6,21 @@ and gathered on worker 0, so that nothing depends on the number of workers.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.data import ImageData, TestBatches, load_dataset
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.errors import UsageError
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast
 from hybridpar.models.outputs import OutputLoss, main_output
@@ -53,19 +56,7 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         with before_the_start():
             config = images_of_model(trained)
             data = world.on_all(lambda: load_dataset(config))
-            # Worker 0 alone reads the checkpoint: a run that still trains may delete it meanwhile.
-            trained, model = world.on_all(
-                lambda: (
-                    load_trained(trained, data.classes)
-                    if world.is_main
-                    else (trained, build_trained(trained, data.classes))
-                )
-            )
-        model.to(world.device)
-        if config.uses_channels_last:
-            model.to(memory_format=torch.channels_last)
-        if world.size > 1:
-            broadcast_state(model, 0, world)
+            trained, model = _load_on_all(trained, data.classes, config.uses_channels_last, world)
         if world.is_main:
             _compare_classes(trained, data)
         batches = TestBatches(
@@ -95,6 +86,43 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         raise
     finally:
         world.close()
+
+
+def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: World) -> tuple[Trained, nn.Module]:
+    """The model on the device of every worker, and on worker 0 where it was; a collective.
+
+    Worker 0 decides which checkpoint counts: a run that still trains may delete it meanwhile. Workers that see it map
+    it, too. If one does not, all are sent the weights.
+    """
+    first = world.on_all(lambda: load_trained(trained, classes, channels_last=channels_last) if world.is_main else None)
+    trained, mine = first or (trained, None)
+    checkpoint, digest = world.from_main(lambda: (trained.checkpoint, _digest(trained.checkpoint)))
+
+    def find() -> nn.Module | None:
+        if not digest or _digest(checkpoint) != digest:
+            return None
+        try:
+            found, same = load_trained(replace(trained, checkpoint=checkpoint), classes, channels_last=channels_last)
+        except CheckpointError:
+            return None
+        return same if found.checkpoint == checkpoint else None
+
+    mine = world.on_all(lambda: mine if world.is_main else find())
+    alike = all(world.gather(mine is not None))
+    model = world.on_all(lambda: mine or build_trained(trained, classes, channels_last=channels_last))
+    # Autocast keeps a copy in its precision of each parameter that requires a gradient.
+    model.to(world.device).requires_grad_(False)
+    if not alike:
+        broadcast_state(model, 0, world)
+    return trained, model
+
+
+def _digest(checkpoint: Path | None) -> str:
+    """Equal for equal checkpoints, as a manifest has the hashes of all files; empty where there is none."""
+    try:
+        return "" if checkpoint is None else hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def _put_together(parts: list[dict[str, Tensor]], data: ImageData, found: Evaluation, total: int) -> TestResult:

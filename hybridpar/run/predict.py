@@ -51,12 +51,12 @@ class Predictor:
     def __init__(self, trained: Trained, image_size: int | None = None) -> None:
         with before_the_start():
             self.facts: ImageFacts = image_facts(trained, image_size)
-            self.trained, model = load_trained(trained, len(self.facts.class_names))
-        self._config = trained.config
+            self._config = trained.config
+            classes, channels_last = len(self.facts.class_names), self._config.uses_channels_last
+            self.trained, model = load_trained(trained, classes, channels_last=channels_last)
         self._device = default_device()
-        self._model = model.to(self._device)
-        if self._config.uses_channels_last:
-            self._model.to(memory_format=torch.channels_last)
+        # Autocast keeps a copy in its precision of each parameter that requires a gradient.
+        self._model = model.to(self._device).requires_grad_(False)
         self._several = self.facts.multi_label or self._config.loss == "bce"
 
     def __call__(self, files: Sequence[Path], top: int = 1) -> Iterator[list[Prediction]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +20,10 @@ from hybridpar.run.directory import RUN_FILE, read_facts, recorded_config
 from hybridpar.train.checkpoint_files import read_manifest, resolve_checkpoint, step_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from hybridpar.data.image_facts import ImageFacts
+    from hybridpar.models.deferred import DeferredModel
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,17 @@ def _as_planned(run: Path) -> dict[str, Any]:
     return {} if measured is None else {"memory_format": measured.memory_format, "channels_last": False}
 
 
-def load_trained(trained: Trained, classes: int) -> tuple[Trained, nn.Module]:
-    """Build the model, and give it its weights.
+def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:
+    """Build the model with its weights.
+
+    Weights in a file are memory-mapped: the model takes no memory for them beyond pages of the file, which the system
+    may drop and read again. Where the model cannot be built on the meta device, and for published weights, they are
+    read.
 
     Args:
         trained: Where it is.
         classes: Number of classes that it tells apart.
+        channels_last: Whether it is wanted in that memory format.
 
     Returns:
         Where it was, as a run that still trains may have deleted the checkpoint for a newer one; and the model, in
@@ -188,28 +196,55 @@ def load_trained(trained: Trained, classes: int) -> tuple[Trained, nn.Module]:
         UsageError: There is no such model, or the weights are of another one.
         CheckpointError: The checkpoint is damaged, or of another model.
     """
-    from hybridpar.models import load_weights
+    from hybridpar.models.deferred import CannotDeferError, DeferredModel
     from hybridpar.train.checkpoint import load_model_state
 
-    model, config = build_trained(trained, classes), trained.config
-    if trained.checkpoint is None:
-        report = load_weights(model, trained.source, name=trained.name, args=parse_arguments(config.model_arg))
+    state = None
+    if trained.checkpoint is not None:
+        try:
+            state = load_model_state(trained.checkpoint, average=trained.average)
+        except CheckpointError:
+            newest = _checkpoint_of(Path(trained.source))
+            if newest == trained.checkpoint:
+                raise
+            return load_trained(replace(trained, checkpoint=newest), classes, channels_last=channels_last)
+    if state is not None or is_file(trained.source):
+        # NotImplementedError: a kind of tensor that has no storage, or a module that reads what has no values.
+        with contextlib.suppress(CannotDeferError, NotImplementedError):
+            deferred = DeferredModel(lambda: build_trained(trained, classes, channels_last=channels_last))
+            _load_into(deferred, trained, state, classes)
+            return trained, deferred.started()
+    model = build_trained(trained, classes, channels_last=channels_last)
+    _load_into(model, trained, state, classes)
+    return trained, model
+
+
+def _load_into(
+    model: nn.Module | DeferredModel, trained: Trained, state: dict[str, Tensor] | None, classes: int
+) -> None:
+    """Give a model its weights: the state dict of its checkpoint, else those that are named."""
+    from hybridpar.models import load_weights
+    from hybridpar.models.deferred import DeferredModel
+
+    if state is None:
+        args = parse_arguments(trained.config.model_arg)
+        report = load_weights(model, trained.source, name=trained.name, args=args)
         if report.new:
             raise UsageError(
                 f"the weights {shortened(report)}",
                 "A model that is used as it is must have all of its weights.",
                 "Name the model and the data that they were trained with.",
             )
-        return trained, model
+        return
+    kept = {id(tensor): tensor for tensor in state.values()}
     try:
-        state = load_model_state(trained.checkpoint, average=trained.average)
-    except CheckpointError:
-        newest = _checkpoint_of(Path(trained.source))
-        if newest == trained.checkpoint:
-            raise
-        return load_trained(replace(trained, checkpoint=newest), classes)
-    try:
-        model.load_state_dict(state)
+        if isinstance(model, DeferredModel):
+            # Into what it is given torch writes that it assigns, and a state dict that has this is always assigned.
+            model.start_from(lambda module: module.load_state_dict(copy.deepcopy(state, {**kept}), assign=True))
+        else:
+            model.load_state_dict(state)
+    except NotImplementedError:
+        raise
     except RuntimeError as error:
         problem = " ".join(str(error).partition("\n")[2].split())
         raise CheckpointError(
@@ -218,15 +253,15 @@ def load_trained(trained: Trained, classes: int) -> tuple[Trained, nn.Module]:
             "Names and shapes of all parameters and buffers must be equal.",
             "Leave out --model, --model-arg, --stem and --data, which the run knows.",
         ) from error
-    return trained, model
 
 
-def build_trained(trained: Trained, classes: int) -> nn.Module:
+def build_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:
     """Build the model with new weights, for those of another worker.
 
     Args:
         trained: Where it is.
         classes: Number of classes that it tells apart.
+        channels_last: Whether it is wanted in that memory format.
 
     Returns:
         The model, in evaluation mode, on the CPU.
@@ -234,9 +269,12 @@ def build_trained(trained: Trained, classes: int) -> nn.Module:
     Raises:
         UsageError: There is no such model.
     """
+    import torch
+
     from hybridpar.run.data import configured_model
 
-    return configured_model(trained.config, trained.name, classes).eval()
+    model = configured_model(trained.config, trained.name, classes).eval()
+    return model.to(memory_format=torch.channels_last) if channels_last else model
 
 
 def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:

@@ -210,14 +210,14 @@ def load_model_state(path: Path, *, average: bool = False) -> dict[str, torch.Te
         average: Those of the moving average.
 
     Returns:
-        The state dict, on the CPU.
+        The state dict, on the CPU, memory-mapped.
 
     Raises:
         CheckpointError: It is not whole, the file is damaged, or it is of another version.
     """
     name = "model_ema.pt" if average else "model.pt"
     _check(path, read_manifest(path), name)
-    return _read_tensors(path, name)
+    return _read_tensors(path, name, mapped=True)
 
 
 @contextlib.contextmanager
@@ -262,9 +262,9 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_tensors(
-    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None
+    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None, *, mapped: bool = False
 ) -> dict[str, torch.Tensor]:
-    state = _read(path, name, keep)
+    state = _read(path, name, keep, mapped=mapped)
     for key, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -288,9 +288,11 @@ def _check(path: Path, manifest: dict[str, Any], *names: str) -> None:
                 raise Unreadable("its content is not what the manifest says")
 
 
-def _read(path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None) -> dict[str, Any]:
+def _read(
+    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None, *, mapped: bool = False
+) -> dict[str, Any]:
     with _damage(path / name):
-        return read_torch(path / name, keep)
+        return read_torch(path / name, keep, mapped=mapped)
 
 
 @contextlib.contextmanager

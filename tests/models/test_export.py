@@ -172,3 +172,10 @@ def test_weights_alone_are_those_of_the_model(tmp_path):
     assert json.loads(json.JSONDecoder().raw_decode(header.decode("latin-1"))[0]["__metadata__"]["hybridpar"]) == {
         "step": 3
     }
+
+
+def test_buffers_that_are_not_saved_are_those_of_the_models_code(tmp_path):
+    net = trained_net()
+    net.register_buffer("gain", torch.tensor(3.0), persistent=False)
+    net.register_forward_hook(lambda module, _, outputs: outputs * module.gain)
+    export_model(net, torch.rand(2, 3, 8, 8), "safetensors", tmp_path / "net.safetensors")

@@ -38,8 +38,15 @@ def evaluated(run_dir, **options):
 
 
 def evaluated_on_rank(world, run_dir):
-    trained, result = evaluated(run_dir, weights="raw")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybridpar.run.evaluate.broadcast_state", lambda *_: pytest.fail("all see the checkpoint"))
+        trained, result = evaluated(run_dir, weights="raw")
     return None if result is None else (trained.step, result.plain(), result.targets)
+
+
+def evaluated_file_on_rank(world, file):
+    _, result = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
+    return None if result is None else result.accuracy
 
 
 def test_the_accuracy_is_that_of_the_run(run_dir):
@@ -106,6 +113,7 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
         find_trained(file, TrainedOptions(model="tests.small_nets:plain"))
     _, raw = evaluated(run_dir, weights="raw")
     _, same = evaluated(file, model="tests.small_nets:plain", data="synthetic", image_size=8)
+    assert run_ranks(evaluated_file_on_rank, 2, file)[0] == same.accuracy  # sent by worker 0
     assert same.images == 256  # another number of samples, as nothing says how many the run had
     assert raw.classes == same.classes
 
