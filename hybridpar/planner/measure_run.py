@@ -298,37 +298,39 @@ def inputs_in_parts(
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
         if not known:
             yield
-        if asked.unequal:
+        whole = not is_deferred(model)  # else there is nothing to run on a worker: rank 0 measured unit by unit
+        if asked.unequal and whole:
             cluster = world.on_all(_named(partial(_at_speeds, cluster, model, asked, scope, world, cache)))
         if codecs:
             announce("planning: timing ways to compress gradients")
         # By now what codecs need has been built.
         rates = measure_rates(_rated(codecs, world), trained, workers, world.device, world=world, cache=directory)
-        if workers > 1:
-            if codecs and not known:
+        if whole:
+            if workers > 1:
+                if codecs and not known:
+                    yield
+                announce("planning: running some steps of plain data parallelism")
+            rehearse = partial(
+                measure_rehearsal,
+                model,
+                _example(asked, scope.sizes[-1], world),
+                world,
+                cluster,
+                copies=asked.copies,
+                bucket_bytes=asked.bucket_bytes,
+                memory_format=scope.formats[0],
+                compiled=asked.compiled,
+                cache=directory,
+                note=asked.amp,
+            )
+            kept_steps = rehearse(only_kept=True) if known else None
+            if kept_steps is None and known:
+                known = False
                 yield
-            announce("planning: running some steps of plain data parallelism")
-        rehearse = partial(
-            measure_rehearsal,
-            model,
-            _example(asked, scope.sizes[-1], world),
-            world,
-            cluster,
-            copies=asked.copies,
-            bucket_bytes=asked.bucket_bytes,
-            memory_format=scope.formats[0],
-            compiled=asked.compiled,
-            cache=directory,
-            note=asked.amp,
-        )
-        kept_steps = rehearse(only_kept=True) if known else None
-        if kept_steps is None and known:
-            known = False
-            yield
-        with autocast(asked.amp, world.device):
-            took = kept_steps or world.on_all(_named(rehearse)) or ()
-        if not known:
-            yield
+            with autocast(asked.amp, world.device):
+                took = kept_steps or world.on_all(_named(rehearse)) or ()
+            if not known:
+                yield
     return None if kept is None else _inputs(asked, cluster, kept, rates, took)
 
 
@@ -393,6 +395,7 @@ def _key(model: nn.Module, asked: Question, world: World) -> dict[str, object]:
         "amp": asked.amp,
         "copies": asked.copies,
         **({"compiled": True} if asked.compiled else {}),
+        **({"unit by unit": True} if is_deferred(model) else {}),
         **machine_key(world.device),
         "hosts": sorted(Counter(str(one) for one in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
@@ -443,8 +446,9 @@ def _measure(
     if here:
         if world.device.type == "cpu":
             prepare_aside(map(parse_codec, _rated(asked.codecs if _carries_codecs(world) else [], world)))
-        with autocast(asked.amp, world.device):
-            crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
+        if not is_deferred(model):
+            with autocast(asked.amp, world.device):
+                crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
         yield
     found: list[_Kept] = []
     parts = profile_in_parts(

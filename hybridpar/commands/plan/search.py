@@ -110,7 +110,7 @@ def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
 
 
 def _build(request: PlanRequest) -> nn.Module:
-    model = build_to_measure(request, whole=request.cluster is None)
+    model = build_to_measure(request, whole=request.verify > 0)
     require_trained(model, request.model)
     return model
 

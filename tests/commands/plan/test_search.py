@@ -161,3 +161,8 @@ def test_a_large_model_is_planned_without_its_memory(tmp_path, monkeypatch):
     assert profile.source == "measured"
     assert len(seen) > 2 * len(profile.graph)
     assert profile.update_ms is None
+    seen.clear()
+    assert run_plan(PlanRequest(**asked, explain=True, output=output)) == 0  # the machine at hand
+    assert seen
+    assert all(seen)
+    assert read_plan(output).measured.profile == "measured"
