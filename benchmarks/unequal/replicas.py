@@ -191,7 +191,7 @@ def measure(batch_size: int, rounds: int, output: str | None) -> None:
             best = min(others, key=medians.__getitem__)
             alike = next(name for name in others if ALIKE in name)
             fastest = min((name for name in others if name != alike), key=medians.__getitem__)
-            for one, other, most in ((chosen, best, None), (fastest, alike, None), (chosen, alike, MOST_RATIO)):
+            for one, other, most in ((chosen, best, MOST_RATIO), (fastest, alike, None), (chosen, alike, None)):
                 ratios = [mine / theirs for mine, theirs in zip(times[one][3:], times[other][3:], strict=True)]
                 checks.append(
                     Check(

@@ -22,8 +22,6 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridpar.models.random_state import same_random as same_random
-
 #: What objects of these packages and of Python's own hold is left alone, but for tensors: `forward` does not count in
 #: them.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})

@@ -119,7 +119,7 @@ class Planning:
         Raises:
             SyncError: A worker died or did not answer in time.
         """
-        from hybridpar.partition.state import same_random
+        from hybridpar.models.random_state import same_random
 
         begun = time.perf_counter()
         try:
@@ -222,7 +222,7 @@ def plan_run(
     elif option := not_modelled(config):
         found = _unplanned(f"no prediction knows {option}")
     else:
-        from hybridpar.partition.state import same_random
+        from hybridpar.models.random_state import same_random
         from hybridpar.planner.measure import has_tuned_kernels
         from hybridpar.planner.measure_run import Question
 

@@ -109,7 +109,7 @@ def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: Wor
 
     mine = world.on_all(lambda: mine if world.is_main else find())
     alike = all(world.gather(mine is not None))
-    model = world.on_all(lambda: mine or build_trained(trained, classes, channels_last=channels_last))
+    model = world.on_all(lambda: build_trained(trained, classes, channels_last=channels_last) if mine is None else mine)
     # Autocast keeps a copy in its precision of each parameter that requires a gradient.
     model.to(world.device).requires_grad_(False)
     if not alike:
