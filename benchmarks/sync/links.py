@@ -35,6 +35,8 @@ _FIRST, _COUNTED = 3, 2
 def measure(
     quick: bool,
     methods: list[str],
+    model: str,
+    size: int,
     rounds: int,
     keep_busy: bool,
     output: str | None,
@@ -47,6 +49,8 @@ def measure(
     Args:
         quick: A small net.
         methods: Their names.
+        model: What is trained, of torchvision.
+        size: Rows and columns of an image.
         rounds: Rounds to keep.
         keep_busy: Keep rounds in which others used the machine.
         output: Folder for the tables.
@@ -54,7 +58,7 @@ def measure(
         commits: Of each peer's project that is there.
         losses: Table by which it is judged whose loss is good enough.
     """
-    setting = Setting(TINY, 16, 4) if quick else Setting()
+    setting = Setting(TINY, 16, 4) if quick else Setting(model, size)
     # A step of the slowest peer takes 6 s at 100 Mbit/s; four ranks on two cores wait for each other's start as well.
     with process_group(timeout=180) as (rank, ranks):
         place = Workplace(setting, rank, ranks, Path(peers) if peers else None)
@@ -93,7 +97,8 @@ def measure(
                 extra["checkout"] = commits[PEERS[name].project]
             rows.append(row(result, name, baseline, extra=extra, **common))
         good, known = eligible([name for name in made if codec_of(name) is not None], losses)
-        kept = promised_rows(result, good, common, known)
+        # Targets and losses are of the default setting.
+        kept = promised_rows(result, good, common, known) if setting == Setting() else []
         _show(rows, kept)
         if output is not None:
             for file, table in (("links.csv", rows), ("promises.csv", kept)):

@@ -67,6 +67,10 @@ class Options:
     """Only these methods; their names are told in benchmarks/sync/methods.py."""
     codecs: tuple[str, ...] = CODECS
     """Codecs of ours, as `--compress` takes them; each through the trainer, the first and PowerSGD through the hook."""
+    model: str = "resnet18"
+    """Of torchvision, for `links`."""
+    size: int = 32
+    """Rows and columns of an image, for `links`."""
     peers: Path | None = None
     """Folder with checkouts of the peers; see benchmarks/sync/peers.py. Without it they have no rows."""
     rounds: int | None = None
@@ -147,6 +151,8 @@ def _links(options: Options) -> None:
             continue
         told = {
             "methods": _measurable(options, methods_at(options, rate, ranks), ranks, f"{rate}, {ranks} ranks"),
+            "model": options.model,
+            "size": options.size,
             "rounds": options.rounds or (20 if options.quick else ROUNDS.get(bits_per_second(rate) or 0.0, 30)),
             "keep_busy": options.keep_busy or options.quick,
             "output": None if options.quick else str(options.output.resolve()),
