@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 import numpy
 import pytest
 import torch
+
+from tests.ranks import keep_what_is_left, leave_to_the_system
 
 pytest_plugins = ["tests.emulated.fixtures"]
 
@@ -25,15 +28,29 @@ def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections():
+    yield
+    keep_what_is_left()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
+    os.fsync = leave_to_the_system
+    # Tests start many processes that import the package; without its byte code each of them compiles it anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    # What was imported is never garbage. Otherwise each collection goes through millions of objects.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session):
+    gc.disable()  # what is made here stays, and going through it again and again took longer than making it
+    try:
+        return (yield)
+    finally:
+        keep_what_is_left()
+        gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

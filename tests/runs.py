@@ -5,6 +5,7 @@ Every run that a test finishes goes through `check_run`, so the files a user rel
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -113,10 +114,17 @@ def small_disk(place: Path, *, kilobytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(place)], check=True)
 
 
+@functools.cache  # which checks the schema too, once
+def _summary_validator() -> jsonschema.Draft202012Validator:
+    schema = summary_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
 def check_run(run_dir: Path, *, ended: str = "finished", steps: int | None = None) -> dict[str, Any]:
     """Check what a run left behind, and return its summary."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    jsonschema.validate(summary, summary_schema())
+    _summary_validator().validate(summary)
     assert summary["exit"] == ended
     if steps is not None:
         assert summary["steps"] == steps

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -21,25 +19,9 @@ from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import INTERFACE, Network, bits_per_second, missing, sweep
 from hybridpar.errors import LaunchError, UsageError
+from tests.waiting import eventually, running
 
 ROOT = Path(__file__).parents[2]
-
-
-def running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def namespaces_of(pid: int) -> list[str]:
@@ -160,7 +142,7 @@ path.with_suffix(".tmp").rename(path)
 
 
 def pids_in(folder: Path, ranks: int = 2) -> list[int]:
-    assert eventually(lambda: all((folder / str(rank)).exists() for rank in range(ranks)))
+    eventually(lambda: all((folder / str(rank)).exists() for rank in range(ranks)))
     return [int(pid) for rank in range(ranks) for pid in (folder / str(rank)).read_text().split()]
 
 
@@ -174,14 +156,14 @@ def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path, end
     with Network(2) as network, pytest.raises(LaunchError, match=rf"rank 1 \(.*{status}\)") as caught:
         launch(["-c", code], network, environment={"TO": str(tmp_path)})
     assert ("boom" in str(caught.value)) == ("boom" in end)
-    assert eventually(lambda: not any(map(running, pids_in(tmp_path))))
+    eventually(lambda: not any(map(running, pids_in(tmp_path))))
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     code = f"{SLEEPER}\nif os.environ['RANK'] == '1': time.sleep(300)"
     with Network(2) as network, pytest.raises(LaunchError, match="rank 1 still running after 3 s"):
         launch(["-c", code], network, timeout=3, environment={"TO": str(tmp_path)})
-    assert eventually(lambda: not any(map(running, pids_in(tmp_path))))
+    eventually(lambda: not any(map(running, pids_in(tmp_path))))
 
 
 # An owner of a network whose ranks wait; it is what the tests below end in all ways.
@@ -208,7 +190,7 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None
     ranks = pids_in(tmp_path)[::2]
     owner.kill()
     owner.wait()
-    assert eventually(lambda: not any(map(running, ranks)))
+    eventually(lambda: not any(map(running, ranks)))
 
 
 # ---------------------------------------------------------------------------------------------------- with root
@@ -327,7 +309,7 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, 
     owner.send_signal(number)
     assert owner.wait(timeout=60) == status
     assert namespaces_of(owner.pid) == []
-    assert eventually(lambda: not any(map(running, pids)))
+    eventually(lambda: not any(map(running, pids)))
 
 
 @pytest.mark.root
@@ -341,4 +323,4 @@ def test_what_a_killed_owner_left_is_gone_after_the_next_start(tmp_path: Path) -
     with Network(2, "1gbit"):
         assert namespaces_of(owner.pid) == []
     # The ranks' children too, which nothing but the namespace ties to their owner.
-    assert eventually(lambda: not any(map(running, pids)))
+    eventually(lambda: not any(map(running, pids)))

@@ -21,7 +21,8 @@ from benchmarks.rig.launch import launch, rank_environment
 from benchmarks.rig.network import Link, Network, missing, parse_link
 from benchmarks.rig.relay import LONGEST_QUEUE, DelayLine, burst, relay
 from hybridpar.errors import LaunchError, UsageError
-from tests.benchmarks.test_rig_network import eventually, namespaces_of, pids_in, running, start_owner
+from tests.benchmarks.test_rig_network import namespaces_of, pids_in, start_owner
+from tests.waiting import eventually, running
 
 # ---------------------------------------------------------------------------------------------------- without root
 
@@ -394,7 +395,7 @@ def test_no_relay_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> 
     (carrier,) = relays_of(owner.pid)
     owner.send_signal(number)
     owner.wait(timeout=60)
-    assert eventually(lambda: not running(carrier))
+    eventually(lambda: not running(carrier))
     if number == signal.SIGKILL:
         network_module.sweep()
     assert namespaces_of(owner.pid) == []

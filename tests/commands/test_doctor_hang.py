@@ -14,6 +14,7 @@ from hybridpar.cli import main
 from hybridpar.comm.flight import FLIGHT, FOLDER, Channel, Flight, Note, process_fields, process_start, read_flights
 from hybridpar.commands.doctor.hang import examine, text_lines
 from tests.ranks import start_processes
+from tests.waiting import eventually
 
 NOW = 1000.0
 ALL = Channel((0, 1, 2))
@@ -142,14 +143,13 @@ def stops(rank: int, directory: str, run: str, answers: Any) -> None:
 
 def test_a_worker_that_was_stopped_is_found(tmp_path, capsys):
     with start_processes(stops, 2, str(tmp_path)) as answers:
-        deadline = time.monotonic() + 90
-        while True:
-            flights = {one.rank: one for one in read_flights(tmp_path / FOLDER)}
-            if len(flights) == 2 and flights[0].open_notes("MainThread") and process_fields(flights[1].pid)[0] == "T":
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        stopped = flights[1].pid
+
+        def flights() -> dict[int, Any]:
+            return {one.rank: one for one in read_flights(tmp_path / FOLDER)}
+
+        eventually(lambda: len(flights()) == 2 and flights()[0].open_notes("MainThread"))
+        stopped = flights()[1].pid
+        eventually(lambda: process_fields(stopped)[0] == "T")
         found = examine(read_flights(tmp_path / FOLDER), time.time() + 60)
         assert [(wait.rank, wait.absent) for wait in found.waits] == [(0, (1,))]
         assert f"`kill -CONT {stopped}` lets it go on" in found.conclusion[0]

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from hybridpar.machine.launch import StopRequest, error_text, failure_recorded, 
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, command, small_arguments, train_rank
+from tests.waiting import eventually
 
 #: How long a test waits for a job on a busy machine before it gives up.
 PATIENCE = 150
@@ -78,17 +78,15 @@ def start() -> Iterator[Callable[..., Job]]:
         job.kill()
 
 
-def wait_until(condition: Callable[[], bool], job: Job | None = None) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        assert job is None or job.process.poll() is None, job.process.communicate()[1]
-        time.sleep(0.02)
+def wait_for_steps(job: Job, run_dir: Path, steps: int = 3) -> None:
+    """Until the job has trained for some steps; fails if it ends before."""
 
+    def trained() -> bool:
+        assert job.process.poll() is None, job.process.communicate()[1]
+        metrics = run_dir / "metrics.jsonl"
+        return metrics.exists() and metrics.read_bytes().count(b"\n") >= steps
 
-def has_trained(run_dir: Path, steps: int = 3) -> Callable[[], bool]:
-    metrics = run_dir / "metrics.jsonl"
-    return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps
+    eventually(trained, PATIENCE)
 
 
 def shared_memory() -> set[str]:
@@ -121,7 +119,7 @@ def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
 
 def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
     job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2", model="tests.small_nets:dropping"))
-    wait_until(has_trained(tmp_path / "job"), job)
+    wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(signal.SIGINT)
     code, output, error = job.finish()
     assert code == 130
@@ -153,7 +151,7 @@ def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
     job = start(
         small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"), SMALL_NET_FAULT="STOP@1:4", TMPDIR=str(temporary)
     )
-    wait_until(has_trained(tmp_path / "job"), job)
+    wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         job.process.wait(1)  # the first one waits for the step
@@ -168,12 +166,12 @@ def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_job_whose_launcher_is_stopped_saves_and_leaves_no_process(start, tmp_path, number):
     job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"))
-    wait_until(has_trained(tmp_path / "job"), job)
+    wait_for_steps(job, tmp_path / "job")
     job.process.send_signal(number)
     code, _, error = job.finish()
     assert code == (143 if number == signal.SIGTERM else -9)
     assert "Traceback" not in error
-    wait_until(lambda: not job.members())
+    eventually(lambda: not job.members())
     stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
     assert load_checkpoint(tmp_path / "job").step == stopped
 

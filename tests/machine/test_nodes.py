@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,9 @@ from hybridpar.commands.train import without_options
 from hybridpar.errors import UsageError
 from hybridpar.machine.node import VERDICT_MARK, children_of
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script, torchrun_arguments
-from tests.runs import ROOT, check_run, small_arguments
+from tests.ranks import run_ranks
+from tests.runs import ROOT, check_run, small_arguments, train_rank
+from tests.waiting import eventually
 
 TRAIN = ["train", "resnet18", "--data", "digits"]
 
@@ -233,8 +234,12 @@ def test_torchrun_gets_what_was_asked_for():
 @pytest.mark.root
 @pytest.mark.skipif(bool(missing()), reason=missing() or "can make namespaces")
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
-def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_path):
-    """Trains on two namespaces that share a run directory, then goes on where only the first one has it."""
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_path, shared):
+    """Two namespaces go on with a run that only the first one has; before, they may have trained it on a shared disk.
+
+    Else two workers here trained it, to whom a directory looks just as a shared one does.
+    """
     runs = tmp_path / "runs"
     for name in ("runs", "disk0", "disk1"):
         (tmp_path / name).mkdir()
@@ -265,7 +270,10 @@ def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_pa
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 
-        assert "checkpoint saved at step 6" in launch("--epochs=1")
+        if shared:
+            assert "checkpoint saved at step 6" in launch("--epochs=1")
+        else:
+            run_ranks(train_rank, 2, runs / "one", "plain", None, {"plan": "none", "epochs": 1})
         assert check_run(runs / "one", steps=6)["workers"] == 2
         shutil.copytree(runs / "one", tmp_path / "disk0" / "one")
         said = launch("--epochs=2", "--resume", OWN_DISKS="1")
@@ -274,10 +282,6 @@ def test_two_machines_with_a_shared_directory_and_with_disks_of_their_own(tmp_pa
         assert sorted(one.name for one in (tmp_path / "disk1" / "one" / "checkpoints").iterdir()) == ["step-6"]
         parts = tmp_path / "disk0" / "one" / "checkpoints" / "step-12"
         assert {"rank-0.pt", "rank-1.pt"} <= {one.name for one in parts.iterdir()}
-        deadline = time.monotonic() + 30
-        while any(
-            subprocess.run(["ip", "netns", "pids", network.command(n, [])[3]], capture_output=True).stdout
-            for n in range(2)
-        ):
-            assert time.monotonic() < deadline, "a process was left on a machine"
-            time.sleep(0.1)
+        machines = [network.command(n, [])[3] for n in range(2)]
+        # No process is left on a machine.
+        eventually(lambda: not any(subprocess.check_output(["ip", "netns", "pids", one]) for one in machines))

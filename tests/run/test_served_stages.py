@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from hybridpar.server.place import Place
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 from tests.server.jobs import ends, job, pids, store, train_process
+from tests.waiting import eventually, saved
 
 STAGES = {"stages": 2, "micro_batches": 2}
 
@@ -77,10 +77,7 @@ def test_kill_9_of_a_worker_is_an_error_on_all_that_wait_for_it(tmp_path):
     options = {"sync": "ps", "epochs": 500, "checkpoint_every": "2", "timeout": 20, **STAGES}
     with job(3, tmp_path / "run", model="plain", **options) as answers:
         started = pids(answers, 3)
-        deadline = time.monotonic() + 60
-        while not list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: saved(tmp_path / "run"))
         os.kill(started[1], signal.SIGKILL)
         found = ends(answers, 2)
     assert found.keys() == {0, 2}

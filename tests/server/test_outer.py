@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
 import torch
 
@@ -20,6 +17,7 @@ from tests.runs import assert_same_state, check_run, train, train_rank
 from tests.server.jobs import ends, job, pids, placed, store
 from tests.server.serving import Worker, copies, serving, together
 from tests.server.test_runs import run
+from tests.waiting import eventually, running
 
 NESTEROV = OuterStep("nesterov", 0.7, 0.9)
 
@@ -231,23 +229,12 @@ def test_kill_9_in_mid_interval_leaves_the_others_training_and_the_worker_may_co
     options = {"sync": "outer:5,ps-async", "outer_pace": "auto", **NESTEROV_RUN, "epochs": 40, "timeout": 20}
     with store() as port, job(3, tmp_path / "run", port=port, **options, fault="KILL@1:7") as answers:
         dead = pids(answers, 3)[1]
-        deadline = time.monotonic() + 60
-        while os.path.exists(f"/proc/{dead}") and "Z" not in _state_of(dead):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not running(dead))
         with placed(1, 3, port, joins=True):
             assert train(tmp_path / "run", "plain", **options) == 0
         assert ends(answers, 2) == {0: 0, 2: 0}
     summary = check_run(tmp_path / "run", steps=240)
     assert summary["staleness"]["most"] >= 1, "it was not alone all the time"
-
-
-def _state_of(process):
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
 
 
 @pytest.mark.parametrize(

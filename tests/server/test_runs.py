@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, command, saved_state, small_arguments, train, train_rank
 from tests.server.jobs import ends, job, pids, store, train_process
 from tests.small_nets import FAULT_VARIABLE
+from tests.waiting import eventually, saved
 
 
 def run(run_dir: Path, size: int, model: str = "plain", **options):
@@ -183,10 +183,7 @@ def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_p
     options = {"sync": "ps-async", "servers": 1, "checkpoint_every": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
-        deadline = time.monotonic() + 60
-        while not list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: saved(tmp_path / "run"))
         os.kill(server, signal.SIGKILL)
         found = ends(answers, 2)
     for rank in (0, 1):

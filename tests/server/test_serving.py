@@ -24,6 +24,7 @@ from hybridpar.server import Rules
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.serve import ShardServer
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
+from tests.waiting import eventually
 
 OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -470,16 +471,10 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
         server, other = served.servers[0], team[1 - silent]
         waits = ThreadPoolExecutor(1).submit(exchange, other.links.links[0], "save/0", "here")
 
-        def until(happened) -> None:
-            deadline = time.monotonic() + 20
-            while not happened():
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-
-        until(lambda: server._waiting_since is not None)
+        eventually(lambda: server._waiting_since is not None)
         clock.seconds += 21
         if silent == 0:
-            until(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
+            eventually(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
             assert not waits.done()
             clock.seconds += 180
         assert waits.result(20) == ([other.number], ["here"])
