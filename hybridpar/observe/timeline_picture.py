@@ -89,13 +89,12 @@ class Line:
     boxes: tuple[Box, ...]
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = None, unit: str = "ms") -> None:
-    """Draw one step into an SVG, PNG or PDF file: the prediction above what was measured.
+def draw_timeline(timeline: Timeline, path: str | Path, *, unit: str = "ms") -> None:
+    """Draw the step of median length into an SVG, PNG or PDF file: the prediction above what was measured.
 
     Args:
         timeline: What ran, what was predicted, or both.
         path: File to write; the ending chooses the format.
-        step: Which step; default: the one of median length.
         unit: Unit of time, for the axis.
 
     Raises:
@@ -106,7 +105,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    step = timeline.typical_step() if step is None else step
+    step = timeline.typical_step()
     panels = [rows for predicted in (True, False) if (rows := timeline.at(step, predicted=predicted))]
     lines = [list(picture_lines(rows, timeline.replicas)) for rows in panels]
     end = max(box.end for panel in lines for line in panel for box in line.boxes)
