@@ -24,6 +24,7 @@ from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
 from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.speeds import stage_speeds
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -162,7 +163,7 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
 
 def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
     shape, layout = candidate.shape, evaluator.layout(candidate)
-    kind = evaluator.space.inputs.cluster.by_worker[0][1].kind
+    kind = evaluator.space.inputs.by_worker[0][1].kind
     if shape.homes is not None:
         placement = Placement.of_homes(shape.homes, kind)
     else:
@@ -178,7 +179,7 @@ def _placed(placement: Placement) -> tuple[object, ...]:
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     candidate, samples = outcome.candidate, evaluator.samples(outcome.candidate.shape)
     graph = evaluator.space.inputs.profile.timed(candidate.variant, samples)
-    stages = plan_stages(graph, candidate.cut.stage_of, evaluator.space.stage_speeds(candidate.shape))
+    stages = plan_stages(graph, candidate.cut.stage_of, stage_speeds(evaluator.space.inputs, candidate.shape))
     if len(stages) == 1:  # it holds everything
         stages = (stages[0].model_copy(update={"units": ()}),)
     times = [stage.ms or 0.0 for stage in stages]
