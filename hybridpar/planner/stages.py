@@ -174,7 +174,7 @@ def _measure_halves(
         for stage in stages:
             stage.train()
         inputs = {stages[0].model_inputs[0]: example}
-        return tuple(measure_backward(stages, inputs, None, any_loss))
+        return tuple(measure_backward(stages, inputs, any_loss))
 
     costs = world.from_main(measure)
     if world.is_main and not may_split(costs):
