@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridpar.errors import LaunchError
+from hybridpar.formats.cache import cache_directory, measurement_file
 from hybridpar.machine import probe
-from hybridpar.machine.cluster import Cluster, Device, Link, cluster_path
+from hybridpar.machine.cluster import KIND, Device, Link, read_cluster
 from hybridpar.machine.probe import Programs, probe_cluster, probe_devices, probe_link
 
 CPU = Device(
@@ -180,9 +181,9 @@ def test_a_machine_is_measured_once(fake):
 
 def test_a_damaged_cache_is_measured_again_and_mended(fake):
     known = probe_cluster()
-    cluster_path(known.host).write_text("{")
+    measurement_file(KIND, known.host, cache_directory()).write_text("{")
     assert probe_cluster().devices == known.devices
-    assert Cluster.model_validate_json(cluster_path(known.host).read_text()).devices == known.devices
+    assert read_cluster(known.host).devices == known.devices
 
 
 def test_several_gpus_are_linked_with_nccl(fake):
