@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.partition.draw import save_picture
+from hybridpar.formats.output_files import save_picture
 from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.search import Answer, Progress, find_plan
