@@ -379,16 +379,16 @@ class Executor:
             self._copy(action, step.events[action], self.stages[action.stage].run.park)
 
     def _release(self, forward: Action) -> None:
-        assert forward.index is not None
-        stage = self.stages[forward.stage]
+        index, stage = forward.index, self.stages[forward.stage]
+        assert index is not None
         stage.lane.wait(self._copied.pop(forward))
-        stage.lane.submit(partial(stage.run.release, forward.index))
+        stage.lane.submit(lambda: stage.run.parked(index).release())
 
     def _fetch(self, forward: Action) -> None:
-        assert forward.index is not None
-        stage = self.stages[forward.stage]
-        stage.lane.submit(partial(stage.run.make_room, forward.index, stage.lane.device))
-        self._copy(forward, stage.lane.record(), stage.run.fetch)
+        index, stage = forward.index, self.stages[forward.stage]
+        assert index is not None
+        stage.lane.submit(lambda: stage.run.parked(index).make_room(stage.lane.device))
+        self._copy(forward, stage.lane.record(), lambda index: stage.run.parked(index).fetch())
 
     def _copy(self, forward: Action, after: Event, work: Callable[[int], None]) -> None:
         """Copy what a forward pass has saved, to the host or back, once its lane has come to an event."""
