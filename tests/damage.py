@@ -37,8 +37,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.formats import cache
-from hybridpar.machine import cluster
-from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster, write_cluster
+from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
 from hybridpar.observe import plots
 from hybridpar.observe.curves import charts_of
@@ -156,11 +155,6 @@ def _measured() -> Cluster:
     return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
 
 
-def _show_measured(path: Path) -> None:
-    with mock.patch.object(cluster, "cluster_path", return_value=path):
-        read_cluster(HOST)
-
-
 def _with_folder(path: Path, read: Callable[[], object]) -> None:
     with (
         mock.patch.object(cache, "measurements_directory", return_value=path.parent),
@@ -169,12 +163,8 @@ def _with_folder(path: Path, read: Callable[[], object]) -> None:
         read()
 
 
-def kinds(folder: Path) -> list[Kind]:
-    """All kinds of files but checkpoints.
-
-    Args:
-        folder: Where good ones may be written.
-    """
+def kinds() -> list[Kind]:
+    """All kinds of files but checkpoints."""
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
@@ -182,9 +172,7 @@ def kinds(folder: Path) -> list[Kind]:
     rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
     kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
     link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
-    with mock.patch.object(cluster, "cluster_path", return_value=folder / "measured.json"):
-        write_cluster(_measured())
-
+    measured = json.dumps({"key": HOST, "data": _measured().model_dump(mode="json")}).encode()
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
@@ -206,7 +194,7 @@ def kinds(folder: Path) -> list[Kind]:
             lambda path: _with_folder(path, lambda: store._figures("rehearsal", STORE_KEY, path)),
         ),
         Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
-        Kind("measured.json", (folder / "measured.json").read_bytes(), _show_measured),
+        Kind("cluster-1.json", measured, lambda path: _with_folder(path, lambda: read_cluster(HOST))),
     ]
 
 
@@ -452,7 +440,7 @@ def complaints(name: str, mutants: int, seed: int = 0) -> list[str]:
     with tempfile.TemporaryDirectory(dir=memory) as temporary, _silent():
         folder = Path(temporary)
         checkpoints = Checkpoints(folder) if name == "checkpoint" else None
-        kind = next((one for one in kinds(folder) if one.name == name), None)
+        kind = next((one for one in kinds() if one.name == name), None)
         path = folder / "files" / name
         path.parent.mkdir()
 
@@ -490,8 +478,7 @@ def _silent() -> Iterator[None]:
 
 def names() -> list[str]:
     """Of all kinds."""
-    with tempfile.TemporaryDirectory() as folder:
-        return ["checkpoint", *(kind.name for kind in kinds(Path(folder)))]
+    return ["checkpoint", *(kind.name for kind in kinds())]
 
 
 def main() -> int:

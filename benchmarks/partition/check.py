@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.partition.dry_run import StageRunner
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.run import StageRunner, run_stages
 from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import run_stages
 from hybridpar.partition.units import ModelUnits
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.partition.common import setting
+from benchmarks.partition.dry_run import StageTimes, dry_run_partitions
 from benchmarks.partition.models import table_model
 from benchmarks.rig.records import append_dicts
 from hybridpar.partition.balance import Balance, balance_graph
@@ -23,7 +24,6 @@ from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import UnitTimes, measure_units
-from hybridpar.partition.run import StageTimes, dry_run_partitions
 from hybridpar.partition.split import split_model
 from hybridpar.partition.strategies import STRATEGIES
 from hybridpar.partition.trace import trace_model

@@ -137,7 +137,8 @@ def measure(batch_size: int, rounds: int, output: str | None) -> None:
             # Between what a half of the model needs, as a stage, and what the whole one needs.
             free = Evaluator(Space(inputs_of(None)))
             beside = [one for one in free.space.candidates() if one.shape.homes is not None]
-            halves = [free.least_memory(one, make_order=True, replica=one.shape.replicas - 1) for one in beside]
+            last = [free.least_needs(one, make_order=True, replica=one.shape.replicas - 1) for one in beside]
+            halves = [max(need for need, _ in needs) for needs in last]
             inputs = inputs_of(round(1.05 * min(halves)))
             answer = find_plan(inputs, prune=False)
             apart = next(one for one in answer.ranked if one.candidate.shape.homes is not None)

@@ -67,9 +67,9 @@ def run_show(path: Path, draw: Path | None = None, console: Console | None = Non
 
     console = console or Console()
     if draw is not None:
-        from hybridpar.observe.timeline_picture import require_drawing
+        from hybridpar.formats.output_files import check_picture
 
-        require_drawing(draw)
+        check_picture("--draw", draw)
     timeline: Timeline | None
     if path.is_dir():
         plan = _show_run(path, console)

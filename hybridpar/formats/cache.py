@@ -1,7 +1,7 @@
 """The directory in which measurements and compiled kernels are kept, and the files of measurements in it.
 
-A measurement is one JSON file, named after everything that it depends on. A damaged file is as none, and a directory
-that cannot be written is only a warning: the cache never makes a run fail.
+A measurement is one JSON file, named after everything that it depends on. A damaged file, and a directory that cannot
+be written, are only a warning: the cache never makes a run fail.
 """
 
 from __future__ import annotations
@@ -51,15 +51,18 @@ def measurement_file(kind: str, key: Mapping[str, Any], directory: Path | None =
 
 
 def load_measurement(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Any | None:
-    """What was kept under a key; None where there is nothing that can be used.
+    """What was kept under a key; None where there is nothing that can be used, which a warning says of a damaged file.
 
     Args:
         kind: As for `measurement_file`.
         key: Likewise.
         directory: Likewise.
     """
-    entry = _entry(measurement_file(kind, key, directory))
-    return entry.get("data") if entry.get("key") == json.loads(json.dumps(key)) else None
+    path = measurement_file(kind, key, directory)
+    entry = _entry(path)
+    if entry is None and path.exists():
+        _log.warning("%s is damaged; measuring again", path)
+    return entry["data"] if entry is not None and entry["key"] == json.loads(json.dumps(key)) else None
 
 
 def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
@@ -112,15 +115,14 @@ def stored_measurements(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
         kind: What sort of thing it is.
     """
     for path in sorted(measurements_directory().glob(f"{kind}-*.json")):
-        entry = _entry(path)
-        if "data" in entry:
+        if (entry := _entry(path)) is not None:
             yield entry["key"], entry["data"]
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where that is no entry."""
+def _entry(path: Path) -> dict[str, Any] | None:
+    """What a file holds; None where that is no entry."""
     try:
         found = read_json(path, "the measurement", UsageError)
     except UsageError:
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("key"), dict) else {}
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("key"), dict) and "data" in found else None

@@ -1,11 +1,16 @@
-"""Checks that files can be written, before the work whose result they are to hold."""
+"""Checks that files can be written, before the work whose result they are to hold, and writes pictures."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -28,16 +33,46 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Refuse the name of a picture that says no format.
+    """Refuse a picture that could not be drawn.
 
     Args:
         option: That names it.
         path: The file.
 
     Raises:
-        UsageError: It does not end in .svg, .png or .pdf.
+        UsageError: It does not end in .svg, .png or .pdf, or matplotlib is missing.
     """
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise UsageError(
             f"{option} {path}", "A picture ends in .svg, .png or .pdf.", f"Use {option} {path.with_suffix('.svg')}."
         )
+    require_matplotlib()
+
+
+def require_matplotlib() -> None:
+    """Raise a `UsageError` with the command that installs matplotlib where it is missing.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a figure; the same figure gives the same file.
+
+    Args:
+        figure: Of matplotlib.
+        path: File to write; the ending chooses the format.
+
+    Raises:
+        UsageError: The file cannot be written in the format its name asks for.
+    """
+    try:
+        # No date; ids in SVG are fixed by `svg.hashsalt`.
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
+        ) from error

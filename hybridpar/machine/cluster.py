@@ -1,32 +1,30 @@
 """`Cluster`: the devices and links of this machine as they were measured, and the cache that keeps them.
 
 A `Cluster` is devices with their memory bandwidth and matrix rates, and links between workers with latency and
-bandwidth. `hybridpar.machine.probe` measures it; this module says what it is and keeps it as JSON in the user's cache
-directory, one file per host, set of devices and set of versions. A file that cannot be read is measured again; a
-directory that cannot be written only costs the measurement.
+bandwidth. `hybridpar.machine.probe` measures it; this module says what it is and keeps it in the user's cache
+directory, one file per host, set of devices and set of versions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hybridpar.errors import UsageError
-from hybridpar.formats.cache import cache_directory
-from hybridpar.formats.file_reader import read_json
+from hybridpar.formats.cache import cache_directory, load_measurement, measurement_file, store_measurement
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
 CLUSTER_VERSION: Literal[1] = 1
+
+#: Name of the measurement in the cache.
+KIND = "cluster"
 
 #: Where Linux shows a driver that torch's `cuda` devices need: NVIDIA's, the one of WSL, AMD's.
 _GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -156,43 +154,21 @@ def read_cluster(host: dict[str, str]) -> Cluster | None:
     Returns:
         None where nothing was kept. Also where the file cannot be read, which one log line says.
     """
-    path = cluster_path(host)
+    data = load_measurement(KIND, host, cache_directory())
     try:
-        known = Cluster.model_validate(read_json(path, "the measurement", UsageError))
-    except UsageError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            _log.warning("%s; measuring again", error.what)
-        return None
+        return None if data is None else Cluster.model_validate(data)
     except ValueError:  # not a cluster of this version
-        _log.warning("%s is damaged; measuring again", path)
+        _log.warning("%s is damaged; measuring again", measurement_file(KIND, host, cache_directory()))
         return None
-    if known.host != host:
-        _log.warning("%s was measured on another host; measuring again", path)
-        return None
-    return known
 
 
 def write_cluster(cluster: Cluster) -> None:
-    """Keep a cluster for the next time: readable for the user alone, replaced as a whole or not at all.
-
-    A directory that cannot be written costs only the next measurement, so it is no error.
+    """Keep a cluster for the next time, where the directory can be written.
 
     Args:
         cluster: What was measured.
     """
-    path = cluster_path(cluster.host)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(cluster.model_dump_json(indent=2) + "\n")
-            os.replace(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
-    except OSError as error:
-        _log.info("cannot keep measurements in %s: %s", path.parent, error.strerror)
+    store_measurement(KIND, cluster.host, cluster.model_dump(mode="json"), cache_directory())
 
 
 def machine_load() -> float:
@@ -226,15 +202,6 @@ def cpu_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def cluster_path(host: dict[str, str]) -> Path:
-    """The cache file of one host.
-
-    Args:
-        host: Facts by which the host is told from others.
-    """
-    return cache_directory() / f"cluster-{_digest(json.dumps(host, sort_keys=True))}.json"
 
 
 def _digest(text: str) -> str:

@@ -17,15 +17,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridpar.errors import LaunchError
 from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, machine_load, read_cluster, write_cluster
 from hybridpar.machine.process import available_cores, worker_environment
 from hybridpar.machine.steady import MOST_NOISE
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _log = logging.getLogger(__name__)
 
@@ -101,26 +97,13 @@ def probe_devices(seconds: float = PROBE_SECONDS) -> tuple[list[Device], list[st
     return [Device.model_validate(device) for device in answer["devices"]], list(answer["problems"])
 
 
-def probe_link(
-    world_size: int = 2,
-    backend: str = "gloo",
-    *,
-    group: ProcessGroup | None = None,
-    seconds: float = PROBE_SECONDS,
-    timeout: float = PROBE_TIMEOUT,
-) -> Link:
-    """Measure the link between workers.
-
-    In a process that has joined a process group, measures over that group; every rank must then call this, and every
-    rank gets the same answer. Elsewhere, starts fresh local workers, which talk over the loopback interface or, with
-    NCCL, between the GPUs.
+def probe_link(world_size: int = 2, backend: str = "gloo", seconds: float = PROBE_SECONDS) -> Link:
+    """Measure the link between fresh local workers, over the loopback interface or, with NCCL, between the GPUs.
 
     Args:
         world_size: Local workers to start.
         backend: `gloo` between CPU workers, `nccl` between one worker per GPU.
-        group: Group to measure over, where there are several; default: the default group.
         seconds: Time to spend on latency, and again on bandwidth.
-        timeout: Seconds after which local workers that have not answered are stopped.
 
     Returns:
         Latency in seconds and bandwidth in bytes per second.
@@ -129,24 +112,14 @@ def probe_link(
         LaunchError: The local workers could not be started or did not find each other.
         ValueError: There are less than two workers.
     """
-    # Torch is looked up, not imported: a process that has joined a group has it.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        from hybridpar.machine.probe_worker import measure_link
-
-        return measure_link(group, seconds)
     if world_size < 2:
         raise ValueError(f"a link needs two workers, not {world_size}")
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         store = str(Path(directory) / "store")
-        programs = [
-            _worker_program(
-                "link", rank=rank, world_size=world_size, backend=backend, store=store, seconds=seconds, timeout=timeout
-            )
-            for rank in range(world_size)
-        ]
+        told = {"backend": backend, "store": store, "seconds": seconds, "timeout": PROBE_TIMEOUT}
+        programs = [_worker_program("link", rank=rank, world_size=world_size, **told) for rank in range(world_size)]
         what = f"measuring the link between {world_size} workers over {backend}"
-        with Programs(programs, what, workers=world_size, timeout=timeout) as probe:
+        with Programs(programs, what, workers=world_size) as probe:
             return Link.model_validate_json(probe.answer())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import IO, Self
+from typing import Self
 
 from hybridpar.observe.text import format_duration
 
@@ -19,13 +19,12 @@ class Counter:
     Args:
         what: What is counted, in the plural: "images".
         total: How many there are.
-        shown: Whether anything is shown.
-        stream: Where to; default: standard error.
+        shown: Whether anything is shown, on standard error.
     """
 
-    def __init__(self, what: str, total: int, *, shown: bool = True, stream: IO[str] | None = None) -> None:
+    def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self._what, self._total, self._shown = what, total, shown
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = sys.stderr
         self._terminal = self._stream.isatty()
         self._began = self._last = time.monotonic()
         self._done = 0

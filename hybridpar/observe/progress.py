@@ -76,20 +76,20 @@ class Progress:
         self.close()
 
 
+#: Seconds between lines within an epoch.
+_LINE_SECONDS = 10.0
+
+
 class PlainProgress(Progress):
     """Plain lines: one per epoch, and one whenever nothing was printed for a while.
 
     Args:
         stream: Where to; default: standard output.
-        every: Seconds between lines within an epoch.
         clock: Seconds; tests bring their own.
     """
 
-    def __init__(
-        self, stream: IO[str] | None = None, *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: IO[str] | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stdout if stream is None else stream
-        self._every = every
         self._clock = clock
         self._printed = clock()
         self._epochs = 0
@@ -115,7 +115,7 @@ class PlainProgress(Progress):
         """Print a line where the last one is old."""
         now = self._clock()
         self._figures.add_step(record, now)
-        if now - self._printed >= self._every:
+        if now - self._printed >= _LINE_SECONDS:
             self._printed = now
             self.message(self._line())
 

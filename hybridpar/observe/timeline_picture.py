@@ -6,14 +6,12 @@ rows for transfers and sums of gradients. What a receive or a sum spends on wait
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import UsageError
-from hybridpar.formats.output_files import check_picture
+from hybridpar.formats.output_files import check_picture, save_picture
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.observe.timeline_text import headline
 from hybridpar.schedule.actions import COMPUTE, Action, Kind
@@ -89,24 +87,23 @@ class Line:
     boxes: tuple[Box, ...]
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = None, unit: str = "ms") -> None:
-    """Draw one step into an SVG, PNG or PDF file: the prediction above what was measured.
+def draw_timeline(timeline: Timeline, path: str | Path, *, unit: str = "ms") -> None:
+    """Draw the step of median length into an SVG, PNG or PDF file: the prediction above what was measured.
 
     Args:
         timeline: What ran, what was predicted, or both.
         path: File to write; the ending chooses the format.
-        step: Which step; default: the one of median length.
         unit: Unit of time, for the axis.
 
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written in the format that its name asks for.
     """
-    require_drawing(Path(path))
+    check_picture("--draw", Path(path))
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    step = timeline.typical_step() if step is None else step
+    step = timeline.typical_step()
     panels = [rows for predicted in (True, False) if (rows := timeline.at(step, predicted=predicted))]
     lines = [list(picture_lines(rows, timeline.replicas)) for rows in panels]
     end = max(box.end for panel in lines for line in panel for box in line.boxes)
@@ -124,27 +121,7 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
             axes.set_title(panel_title(timeline, rows, panel, name, unit), fontsize=10, loc="left", pad=4)
         all_axes[-1].set_xlabel("milliseconds" if unit == "ms" else unit)
         _draw_legend(figure, lines)
-        try:
-            # Fixed ids, no date: the same timeline gives the same file.
-            figure.savefig(path, dpi=110, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"cannot draw into {path}: {error}", fix="Name a file in a directory that you can write."
-            ) from error
-
-
-def require_drawing(path: Path) -> None:
-    """Refuse a picture that could not be drawn.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UsageError: matplotlib is missing, or the name does not end in a format.
-    """
-    check_picture("--draw", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
+        save_picture(figure, Path(path))
 
 
 def _title(timeline: Timeline, step: int) -> str:

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from hybridpar.partition.profile import Roofline as Roofline
     from hybridpar.partition.profile import measure_co_run as measure_co_run
     from hybridpar.partition.profile import measure_units as measure_units
-    from hybridpar.partition.run import StageRunner as StageRunner
-    from hybridpar.partition.run import dry_run_stages as dry_run_stages
-    from hybridpar.partition.run import run_stages as run_stages
     from hybridpar.partition.split import split_model as split_model
     from hybridpar.partition.stage import Stage as Stage
+    from hybridpar.partition.stage import run_stages as run_stages
     from hybridpar.partition.table import print_partition as print_partition
     from hybridpar.partition.trace import TracedModel as TracedModel
     from hybridpar.partition.trace import trace_model as trace_model

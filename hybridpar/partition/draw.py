@@ -6,11 +6,10 @@ residual and dense branches. Lines between rows are the tensors that are sent, w
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import require_matplotlib, save_picture
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.layout import Block, Layout, Wire, lay_out, readable_bytes
 from hybridpar.plan import Plan
@@ -45,35 +44,6 @@ def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
     _draw_rows(axes, layout, plan)
     _draw_bars(bars, plan)
     save_picture(figure, Path(path))
-
-
-def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure; the same figure gives the same file.
-
-    Args:
-        figure: Of matplotlib.
-        path: File to write; the ending chooses the format.
-
-    Raises:
-        UsageError: The file cannot be written in the format its name asks for.
-    """
-    try:
-        # No date; ids in SVG are fixed by `svg.hashsalt`.
-        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
-        ) from error
-
-
-def require_matplotlib() -> None:
-    """Raise a `UsageError` with the command that installs matplotlib where it is missing.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
 
 
 def _title(plan: Plan) -> str:

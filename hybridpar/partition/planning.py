@@ -19,7 +19,7 @@ from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, Roofline, UnitTimes, device_roofline, estimate_units, measure_co_run
+from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_co_run
 from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -60,7 +60,6 @@ def partition_model(
     passes: int = 5,
     threads: int | None = None,
     cache: Path | None = None,
-    roofline: Roofline | None = None,
     name: str | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
@@ -77,7 +76,6 @@ def partition_model(
         passes: Passes of the measurement.
         threads: Intra-op threads on CPU; None keeps the present number.
         cache: Directory of profiles measured before; None measures always.
-        roofline: The device for `measure=False`; None asks the device of the inputs.
         name: What to call the model in the plan.
         progress: Told after every pass of the measurement.
         announce: Told in one line what is being done.
@@ -104,7 +102,7 @@ def partition_model(
         if not is_deferred(model):
             problem = _with_co_run(model, given, problem, say)
     else:
-        times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
+        times = estimate_units(units.graph, device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
     say("balancing")
     problem = replace(problem, noise=max(problem.noise, times.noise))

@@ -141,13 +141,12 @@ def measure_units(
     return _summarise(torch.tensor(rows, dtype=torch.float64), statistics.median(steps))
 
 
-def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], passes: int = 3) -> float:
-    """Time of the backward pass of a whole model, in milliseconds; the minimum over passes counts.
+def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> float:
+    """Time of the backward pass of a whole model, in milliseconds; the minimum of three counts, after one more.
 
     Args:
         model: The model, on the device and with the threads that it will be trained with. It is left as it was.
         inputs: One micro-batch, at the dtype and memory format of the training.
-        passes: Measured passes, after one that is not counted.
 
     Raises:
         UsageError: The model's training step fails.
@@ -159,7 +158,7 @@ def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], 
         why = "What gradient sync can hide behind is measured by a backward pass of the model as it is."
         fix = "Mend the model or the example of its inputs, or name a codec instead of `auto`."
         _first_step(model, inputs, clock, why, fix)
-        return min(whole_backward_ms(model, inputs, clock) for _ in range(passes))
+        return min(whole_backward_ms(model, inputs, clock) for _ in range(3))
 
 
 def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:

@@ -8,7 +8,7 @@ tensors, listed by name in its borders, so any loop can feed it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -124,6 +124,23 @@ class Stage(fx.GraphModule):
             modes[mode] = StageGraph(inside, graph.inputs, graph.outputs)
         twin._modes = modes
         return twin
+
+
+def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
+    """Run all stages one after another in one autograd graph.
+
+    Args:
+        stages: The stages of one model, in order.
+        inputs: What the model takes.
+
+    Returns:
+        What the model returns.
+    """
+    values = dict(zip(stages[0].model_inputs, inputs, strict=True))
+    for stage in stages[:-1]:
+        outputs = stage(*(values[tensor.name] for tensor in stage.inputs))
+        values.update(zip((tensor.name for tensor in stage.outputs), outputs, strict=True))
+    return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
 
 
 def _targets(stage_graph: StageGraph) -> list[str]:

@@ -275,25 +275,19 @@ class PipelineEngine:
             if options.devices:
                 run.move_to(local.lane.device)
             self.stages[index] = local
-        on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
         self._executor = Executor(
             self.stages,
             self.borders,
             self._make_program,
-            self.position,
-            self.grid.ranks if self.grid is not None else [0],
+            self.grid,
             self.world,
             None if apart else replicas,
             lanes,
             mailbox,
-            self.grid.senders if self.grid is not None else {},
-            self.grid.receivers if self.grid is not None else {},
             self.micro_batches,
+            options,
             sync_lanes=max(1, len(sync_lanes)),
             whole=self.is_whole,
-            on_device=on_device,
-            record=options.record and not options.devices,
-            offload=() if self.is_whole else options.offload,
         )
 
     # ------------------------------------------------------------------ a step

@@ -12,13 +12,14 @@ backward pass issue the sums of gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 
+from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
@@ -28,7 +29,7 @@ from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.offload import moves
 from hybridpar.pipeline.stage_run import Mailbox
-from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
+from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, FORWARDS, SENDS, Action, Edge, Kind
 from hybridpar.schedule.program import Program
 from hybridpar.sync.reducer import Flight
@@ -67,20 +68,15 @@ class Executor:
         borders: What crosses the borders of all stages.
         make_program: Makes the program for a number of micro-batches, what flows between stages for a full-sized one,
             and the number of gradient buckets of every stage of this worker.
-        position: This worker's place among those of its replica.
-        ranks: The workers of its replica, by their place.
+        grid: This worker's place among those of its replica, and its connections to them; None where it is alone.
         world: All workers.
         replicas: Those that hold the same stages, all of them; None where each stage has others.
         lanes: The lanes of this worker.
         mailbox: Where its stages leave tensors for each other.
-        senders: Where messages to other positions go.
-        receivers: Where those from other positions come from.
         micro_batches: Usual number of a replica and step.
+        options: How the model is trained.
         sync_lanes: Number of lanes that gradients are summed on.
         whole: The model is not cut: the stage's lane is the caller's.
-        on_device: Leave the decision on the device, where the optimizers read it.
-        record: Note when every action ran also where that takes events.
-        offload: Stages whose activations wait in the host's memory.
     """
 
     def __init__(
@@ -88,45 +84,44 @@ class Executor:
         stages: Mapping[int, LocalStage],
         borders: BorderTable,
         make_program: Callable[[int, tuple[Edge, ...], Mapping[int, int]], Program],
-        position: int,
-        ranks: Sequence[int],
+        grid: Grid | None,
         world: World,
         replicas: World | None,
         lanes: Lanes,
         mailbox: Mailbox,
-        senders: Mapping[int, SendEnd],
-        receivers: Mapping[int, ReceiveEnd],
         micro_batches: int,
+        options: PipelineOptions,
         *,
-        sync_lanes: int = 1,
-        whole: bool = False,
-        on_device: bool = False,
-        record: bool = False,
-        offload: Collection[int] = (),
+        sync_lanes: int,
+        whole: bool,
     ) -> None:
         self.stages = stages
         self.borders = borders
         self._make_program = make_program
-        self._position, self._ranks = position, ranks
+        self._position, self._ranks = (0, [0]) if grid is None else (grid.position, grid.ranks)
         self._world = world
         self._replicas = replicas
         self._micro_batches = micro_batches
         self._lanes = lanes
         self._mailbox = mailbox
-        self._senders = {peer: (end, lanes.open(f"send to {peer}", priority=-1)) for peer, end in senders.items()}
-        self._receivers = {
-            peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
-        }
-        moved = {stages[index].lane: None for index in sorted(stages.keys() & set(offload))}
-        self._offload = offload
+        self._senders: dict[int, tuple[SendEnd, Lane]] = {}
+        self._receivers: dict[int, tuple[ReceiveEnd, Lane]] = {}
+        if grid is not None:
+            for peer, sender in grid.senders.items():
+                self._senders[peer] = sender, lanes.open(f"send to {peer}", priority=-1)
+            for peer, receiver in grid.receivers.items():
+                self._receivers[peer] = receiver, lanes.open(f"receive from {peer}", priority=-1)
+        self._offload = () if whole else options.offload
+        moved = {stages[index].lane: None for index in sorted(stages.keys() & set(self._offload))}
         self._copiers = {lane: lanes.open(f"copy of {lane.name}", device=lane.device) for lane in moved}
         self._copied: dict[Action, Event] = {}  # by the forward pass: when it left, or came back
         self._agreement = Agreement(stages, world, lanes, whole=whole)
         self._whole = whole
         self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
-        self._on_device = on_device
-        self._record = record or None  # None leaves it to the kind of device
+        # The decision then stays on the device, where the optimizers read it.
+        self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
+        self._record = (options.record and not options.devices) or None  # None leaves it to the kind of device
         self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue]]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
@@ -384,16 +379,16 @@ class Executor:
             self._copy(action, step.events[action], self.stages[action.stage].run.park)
 
     def _release(self, forward: Action) -> None:
-        assert forward.index is not None
-        stage = self.stages[forward.stage]
+        index, stage = forward.index, self.stages[forward.stage]
+        assert index is not None
         stage.lane.wait(self._copied.pop(forward))
-        stage.lane.submit(partial(stage.run.release, forward.index))
+        stage.lane.submit(lambda: stage.run.parked(index).release())
 
     def _fetch(self, forward: Action) -> None:
-        assert forward.index is not None
-        stage = self.stages[forward.stage]
-        stage.lane.submit(partial(stage.run.make_room, forward.index, stage.lane.device))
-        self._copy(forward, stage.lane.record(), stage.run.fetch)
+        index, stage = forward.index, self.stages[forward.stage]
+        assert index is not None
+        stage.lane.submit(lambda: stage.run.parked(index).make_room(stage.lane.device))
+        self._copy(forward, stage.lane.record(), lambda index: stage.run.parked(index).fetch())
 
     def _copy(self, forward: Action, after: Event, work: Callable[[int], None]) -> None:
         """Copy what a forward pass has saved, to the host or back, once its lane has come to an event."""

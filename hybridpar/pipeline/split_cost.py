@@ -20,6 +20,8 @@ from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.schedule.actions import Action, Kind, Schedule, make_schedule
 from hybridpar.sync.batchnorm import BufferRollback
 
+#: Measured passes of each kind, after one that is not counted.
+_PASSES = 3
 #: The most that the halves may cost together, over the whole.
 MOST_SPLIT_COST = 1.1
 
@@ -47,18 +49,14 @@ class BackwardCost:
 def measure_backward(
     stages: Sequence[StageModule],
     inputs: Mapping[str, Tensor],
-    target: Any,
     loss: Callable[[Any, Any], Tensor],
-    passes: int = 3,
 ) -> list[BackwardCost]:
     """Measure the backward pass of every stage, whole and in halves, in turns; the minimum counts.
 
     Args:
         stages: All stages of a model, in order; their state is put back, and their gradients are None afterwards.
         inputs: One micro-batch of the model's inputs by name.
-        target: What the loss compares the output with.
-        loss: Mean loss.
-        passes: Measured passes of each kind, after one that is not counted.
+        loss: Mean loss, of the output and None.
 
     Returns:
         The costs, by stage.
@@ -74,9 +72,9 @@ def measure_backward(
         for index, stage in enumerate(stages)
     ]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for turn in range(2 * (passes + 1)):
+        for turn in range(2 * (_PASSES + 1)):
             for run in runs:
-                run.forward(0, dict(inputs), target, lambda: 1.0, _keep)
+                run.forward(0, dict(inputs), None, lambda: 1.0, _keep)
             for index in range(last, -1, -1):
                 run = runs[index]
                 halves = (run.backward_input, run.backward_weight) if turn % 2 else (run.backward,)

@@ -420,35 +420,14 @@ class StageRun:
         Args:
             index: The micro-batch.
         """
-        flight = self._flights[index]
-        self._parked(index).park(flight.outputs.values())
+        self.parked(index).park(self._flights[index].outputs.values())
 
-    def release(self, index: int) -> None:
-        """Free the memory of what was copied to the host; on the stage's lane.
-
-        Args:
-            index: The micro-batch.
-        """
-        self._parked(index).release()
-
-    def make_room(self, index: int, device: torch.device) -> None:
-        """Allocate memory for what comes back from the host; on the stage's lane.
-
-        Args:
-            index: The micro-batch.
-            device: Of the lane.
-        """
-        self._parked(index).make_room(device)
-
-    def fetch(self, index: int) -> None:
-        """Start to copy what a forward pass has saved back from the host; on a copy lane.
+    def parked(self, index: int) -> Parked:
+        """What a forward pass has saved, of a micro-batch that moves.
 
         Args:
             index: The micro-batch.
         """
-        self._parked(index).fetch()
-
-    def _parked(self, index: int) -> Parked:
         parked = self._flights[index].parked
         assert parked is not None
         return parked

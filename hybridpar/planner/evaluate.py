@@ -7,41 +7,29 @@ links of a grid, the prices of buckets, a schedule) is computed once.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
-from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
-from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.compress import Collective
 from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
+from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes, least_saved
 from hybridpar.planner.network import Network
-from hybridpar.planner.space import Candidate, Shape, Space, paces
-from hybridpar.schedule.actions import Layout, Schedule
+from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
+from hybridpar.schedule.actions import Layout, Schedule, Shape
 from hybridpar.schedule.costs import BucketCost, Costs, Link
-from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make, order_of_replica
-from hybridpar.schedule.shares import WorkCost, best_division, longest_time
+from hybridpar.schedule.shares import WorkCost, best_division
 from hybridpar.schedule.simulate import Simulation, simulate
-from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
 from hybridpar.sync.shards import largest_share
-
-#: What a pass takes at least, so that what it keeps is kept for some time.
-_LEAST_MS = 1e-6
 
 #: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
 _SEND_PART = 0.5
-
-#: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
-_PROCESS_BYTES = 30 << 20
-#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
-#: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
-_WORKING_TENSORS = {"cuda": 2, "cpu": 4}
 
 
 @dataclass(frozen=True)
@@ -107,7 +95,7 @@ class Evaluator:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._inputs = space.inputs
-        self._workers = space.inputs.cluster.by_worker
+        self._workers = space.inputs.by_worker
         #: For every number of workers the least of the devices, and of the hosts, that they use.
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
         self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
@@ -117,7 +105,7 @@ class Evaluator:
         self._figures = space.library.figures
         self._layout = cache(self._make_layout)
         self._transfers = cache(self._make_transfers)
-        self._network = cache(self._make_network)
+        self._network = cache(partial(Network, self._inputs.cluster))
         self._prices = cache(self._make_prices)
         self._buckets = cache(self._make_buckets)
         self._gradients = cache(self._make_gradients)
@@ -195,7 +183,7 @@ class Evaluator:
                 for time, speed, moved in zip(figures.forward_ms, throughput, moving, strict=True)
             ),
             backward_ms=tuple(
-                max(max(_LEAST_MS, time + extra * part) / speed, moved)
+                max(max(LEAST_MS, time + extra * part) / speed, moved)
                 for time, part, speed, moved in zip(
                     figures.backward_ms, self._parts_of_model(figures), throughput, moving, strict=True
                 )
@@ -304,7 +292,7 @@ class Evaluator:
             for replica in kinds
             for pair in zip(
                 self.needs(candidate, results[replica].peak_saved_bytes, replica),
-                self.limits(candidate.shape, replica),
+                device_limits(self._inputs, candidate.shape, replica),
                 strict=True,
             )
         ]
@@ -356,105 +344,41 @@ class Evaluator:
             update,
         )
 
-    def memory(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> float:
-        """The most bytes that a device needs, with the margin; see `needs`.
-
-        Args:
-            candidate: The candidate.
-            saved: For every worker the most that waits for backward passes at one time.
-            replica: Of which replica, where they differ.
-        """
-        return max(self.needs(candidate, saved, replica))
-
     def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
-        """The bytes that the device of every worker needs, with the margin.
-
-        A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are
-        exchanged, the buckets that gradients are copied into and with a codec residuals; to that come the activations
-        that wait, and of stages that compute theirs again those of one pass of each lane, of those whose activations
-        wait in the host's memory those of three. Where replicas divide the optimizer's state, each has its part, and in
-        place of activations what is handed round after a step. A pass works in some tensors of its own, and adds
-        gradients of one parameter after the other to those of the micro-batches before. On a CPU a process grows by
-        what libraries need, and has a part of what workers share, or what arrives over sockets. Where workers of a
-        pipeline hold the whole model, the first one gathers the optimizer state of all for a checkpoint.
+        """The bytes that the device of every worker needs, with the margin; see `planner.memory`.
 
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
             replica: Of which replica, where they differ.
         """
-        inputs, layout, shape = self._inputs, self.layout(candidate, replica), candidate.shape
-        figures = self.figures(candidate, replica)
-        gradients = self._gradients(candidate.cut, candidate.variant, shape)
-        owned = self._owned(candidate) if candidate.sharded else figures.parameter_bytes
-        divided = inputs.optimizer_copies - inputs.averages
-        lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
-        again, added, working = ([0] * layout.lanes for _ in range(3))
-        whole = figures.model_bytes
-        holds_all = (inputs.whole_model or shape.homes is not None) and layout.workers > 1
-        if holds_all or layout.workers == 1:
-            lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
-        for stage, size in enumerate(figures.parameter_bytes):
-            home, lane = layout.home(stage), layout.lane_of[stage]
-            state[home] += divided * owned[stage]
-            # From one step to the next.
-            lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
-            buckets[home] += gradients[stage] - size  # until they are summed
-            working[lane] = max(working[lane], figures.largest_bytes[stage])
-            if shape.micro_batches > 1:
-                added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
-            # One pass's leave while the next one computes, and others come back.
-            beside = min(3, shape.micro_batches * len(layout.stages_on(lane))) if candidate.cut.offload else 1
-            again[lane] = max(again[lane], beside * figures.again_bytes[stage])
-            if candidate.sharded:
-                stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
-            if self.space.codec_choices[candidate.codec].every > 1:  # weights of the last exchange, and what is sent
-                lasting[home] += 2 * size
+        shape, figures = candidate.shape, self.figures(candidate, replica)
         shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
-        # A faster replica has larger micro-batches.
-        larger = 1.0 if shares is None else max(shares) * shape.replicas / sum(shares)
-        held, kind = list(saved), self._workers[0][1].kind
-        for lane, home in enumerate(layout.worker_of):
-            held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
-            lasting[home] += added[lane]
-        needs = [
-            kept + mine + max(larger * size + copied, handed)
-            for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
-        ]
-        if kind == "cpu":
-            beside = _PROCESS_BYTES + self._shared_bytes(layout, candidate)
-            needs = [need + beside for need in needs]
-        gathers = holds_all and not candidate.sharded
-        if gathers:
-            needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
-        return [inputs.memory_margin * need for need in needs]
-
-    def _shared_bytes(self, layout: Layout, candidate: Candidate) -> int:
-        """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
-
-        Between hosts each lane has memory in which a bucket arrives.
-        """
-        shape = candidate.shape
-        if self._network(shape.positions, shape.replicas, shape.homes).grouping.hosts > 1:
-            stages = self.figures(candidate).parameters
-            buckets = [bucket for own in stages for bucket in stage_buckets(own, self._inputs.bucket_bytes)]
-            sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
-            return sum(sizes[: self._inputs.sync_lanes]) if shape.replicas > 1 else 0
-        adding = shape.replicas > 1 and not self._inputs.rates  # codecs need process groups
-        sums = self._inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
-        return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
+        return device_bytes(
+            self._inputs,
+            candidate,
+            self.layout(candidate, replica),
+            figures,
+            saved,
+            gradients=self._gradients(candidate.cut, candidate.variant, shape),
+            owned=self._owned(candidate) if candidate.sharded else figures.parameter_bytes,
+            is_outer=self.space.codec_choices[candidate.codec].every > 1,
+            # A faster replica has larger micro-batches.
+            larger=1.0 if shares is None else max(shares) * shape.replicas / sum(shares),
+            hosts=self._network(shape.positions, shape.replicas, shape.homes).grouping.hosts,
+        )
 
     def may_fit(self, candidate: Candidate, *, make_order: bool = False) -> bool:
         """Whether a candidate may fit into memory, by what its schedule keeps at least.
 
         Args:
             candidate: The candidate.
-            make_order: As for `least_memory`.
+            make_order: As for `least_needs`.
         """
         return all(
             need <= limit
             for replica in candidate.shape.kinds
-            for need, limit in self._least_needs(candidate, make_order, replica)
+            for need, limit in self.least_needs(candidate, make_order=make_order, replica=replica)
         )
 
     def missing(self, candidate: Candidate) -> float:
@@ -466,68 +390,29 @@ class Evaluator:
         return max(
             need - limit
             for replica in candidate.shape.kinds
-            for need, limit in self._least_needs(candidate, False, replica)
+            for need, limit in self.least_needs(candidate, replica=replica)
         )
 
-    def least_memory(self, candidate: Candidate, *, make_order: bool = False, replica: int = 0) -> float:
-        """What a candidate needs at least, without simulating it; see `_make_peaks`.
+    def least_needs(
+        self, candidate: Candidate, *, make_order: bool = False, replica: int = 0
+    ) -> list[tuple[float, float]]:
+        """What the device of every worker needs at least, without a simulation, and what it has.
 
         Args:
             candidate: The candidate.
             make_order: Also for a schedule that simulates several orders to find one.
             replica: Of which replica, where they differ.
         """
-        return max(need for need, _ in self._least_needs(candidate, make_order, replica))
-
-    def _least_needs(self, candidate: Candidate, make_order: bool, replica: int) -> list[tuple[float, float]]:
-        """What the device of every worker needs at least, and what it has."""
         name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
         peaks = self._peaks(name, candidate.shape, candidate.cut, candidate.variant, replica)
-        return list(zip(self.needs(candidate, peaks, replica), self.limits(candidate.shape, replica), strict=True))
-
-    def limits(self, shape: Shape, replica: int = 0) -> list[float]:
-        """The memory of every worker of a replica, of several that are alike of the smallest one.
-
-        Args:
-            shape: How workers are divided.
-            replica: Of which replica, where they differ.
-        """
-        others = [shape.ranks(each) for each in (range(shape.replicas) if shape.homes is None else [replica])]
-        sizes = [[self._workers[rank][1].memory for rank in column] for column in zip(*others, strict=True)]
-        return [min(math.inf if size is None else float(size) for size in column) for column in sizes]
+        limits = device_limits(self._inputs, candidate.shape, replica)
+        return list(zip(self.needs(candidate, peaks, replica), limits, strict=True))
 
     # ---------------------------------------------------------------- made once
 
     def _make_throughput(self, shape: Shape, coded: bool | None, replica: int) -> tuple[float, ...]:
-        """Of the device of every stage, in the slowest replica. Workers of one host may slow each other down.
-
-        With shares replicas take equally long, as many devices of one speed in between would with equal parts.
-        """
-        used = self._workers[: shape.workers]
-        beside = max(Counter(host for host, _ in used).values())
-        profile = self._inputs.profile
-        slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
-        if shape.homes is not None:
-            return tuple(self._workers[rank][1].throughput / slower for rank in shape.homes[replica])
-        speeds, layout = self.space.speeds(shape), shape.layout()
-        own = [speeds[layout.home(stage)] for stage in range(shape.stages)]
-        shares = self.shares(shape)
-        if shares is None:
-            return tuple(speed / slower for speed in own)
-        fixed, sample = self._work(shape)
-        equal = fixed + sample * self._inputs.batch / shape.replicas
-        whole = equal / longest_time(self._costs_of_replicas(shape), shares) / slower
-        mean = sum(speeds) / len(speeds)
-        return tuple(whole * (speed / mean) for speed in own)
-
-    def speeds(self, shape: Shape) -> list[float]:
-        """Of each replica the throughput, as that of one of its workers.
-
-        Args:
-            shape: How workers are divided.
-        """
-        rows = [[self._workers[rank][1].throughput for rank in shape.ranks(each)] for each in range(shape.replicas)]
-        return [min(row) for row in rows] if shape.homes is not None else paces(rows, self.space.speeds(shape))
+        shares = self.shares(shape) if shape.homes is None else None
+        return stage_throughputs(self._inputs, shape, shares, coded, replica)
 
     def _make_shares(self, shape: Shape) -> tuple[float, ...] | None:
         """Samples of each replica, where they differ in speed; None for equal parts.
@@ -536,11 +421,7 @@ class Evaluator:
         """
         if self._inputs.profile.batch_norm:
             return None
-        if shape.homes is not None:
-            return self._unequal_shares(shape)
-        if len(set(self.speeds(shape))) == 1:
-            return None
-        return tuple(round(part, 2) for part in best_division(self._costs_of_replicas(shape), self._inputs.batch))
+        return shares_by_speed(self._inputs, shape) if shape.homes is None else self._unequal_shares(shape)
 
     def _unequal_shares(self, shape: Shape) -> tuple[float, ...]:
         """Samples of replicas of different numbers of workers, by what a step is predicted to take each of them."""
@@ -552,7 +433,7 @@ class Evaluator:
             times = [self._time_of_part(candidate, replica, part) for replica, part in enumerate(parts)]
             halves = [self._time_of_part(candidate, replica, part / 2) for replica, part in enumerate(parts)]
             known = [
-                WorkCost(max(0.0, 2 * half - time), max(_LEAST_MS, 2 * (time - half) / part))
+                WorkCost(max(0.0, 2 * half - time), max(LEAST_MS, 2 * (time - half) / part))
                 for time, half, part in zip(times, halves, parts, strict=True)
             ]
             parts = [max(1.0, part) for part in best_division(known, batch)]
@@ -569,18 +450,6 @@ class Evaluator:
         )
         schedule = make(order_of_replica(candidate.schedule, layout), request)
         return simulate(lower(schedule, layout), costs).step_ms
-
-    def _costs_of_replicas(self, shape: Shape) -> list[WorkCost]:
-        fixed, sample = self._work(shape)
-        return [WorkCost(fixed / speed, sample / speed) for speed in self.speeds(shape)]
-
-    def _work(self, shape: Shape) -> WorkCost:
-        """What a step takes the device of the profile, whatever its samples are, and for each of them."""
-        profile, count = self._inputs.profile, shape.micro_batches
-        samples = self._inputs.batch / (shape.replicas * count)
-        whole, half = (sum(map(sum, profile.variants[0].unit_ms(part * samples))) for part in (1.0, 0.5))
-        sample = max((whole - half) / (0.5 * samples), _LEAST_MS)
-        return WorkCost(count * max(0.0, whole - sample * samples) + (profile.update_ms or 0.0), sample)
 
     def _core_seconds(self, workers: int) -> tuple[float, float]:
         """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
@@ -640,9 +509,6 @@ class Evaluator:
         ranks = shape.ranks(replica) if shape.homes is not None else ()
         return network.transfers((pair for pair in pairs if pair[0] != pair[1]), ranks)
 
-    def _make_network(self, positions: int, replicas: int, homes: tuple[tuple[int, ...], ...] | None = None) -> Network:
-        return Network(self._inputs.cluster, positions, replicas, homes)
-
     def _make_prices(
         self, positions: int, replicas: int, homes: tuple[tuple[int, ...], ...] | None, throughput: float
     ) -> BucketPrices:
@@ -681,24 +547,13 @@ class Evaluator:
         return tuple(made)
 
     def _make_gradients(self, cut: Cut, variant: int, shape: Shape) -> tuple[int, ...]:
-        """For every stage the most that its gradients take.
-
-        Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
-        last micro-batch. Where there is one micro-batch only, so few wait to be copied as a bucket has.
-        """
-        sizes = []
-        for parameters in self._figures(cut, variant, self.samples(shape)).parameters:
-            buckets = stage_buckets(parameters, self._inputs.bucket_bytes) if shape.replicas > 1 else []
-            copied = [4 * sum(one.count for one in bucket) for bucket in buckets if len(bucket) > 1]
-            waiting = sum(copied) if shape.micro_batches > 1 else max(copied, default=0)
-            sizes.append(4 * sum(one.count for one in parameters) + waiting)
-        return tuple(sizes)
+        return gradient_bytes(self._figures(cut, variant, self.samples(shape)), shape, self._inputs.bucket_bytes)
 
     def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Schedule:
         """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
         figures = self._figures(cut, variant, self.samples(shape, replica))
         layout = self._layout(shape, cut, variant, replica)
-        parts = self.space.stage_speeds(shape)
+        parts = stage_speeds(self._inputs, shape)
         request = ScheduleRequest(
             layout,
             shape.micro_batches,
@@ -710,22 +565,9 @@ class Evaluator:
         return make(name if shape.homes is None else order_of_replica(name, layout), request)
 
     def _make_peaks(self, name: str | None, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> tuple[int, ...]:
-        """For every worker what its activations take at least, whatever the times of its actions are.
-
-        A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
-        on a worker the fullest counts. Where no schedule is named: each keeps one micro-batch of each stage, at
-        different times.
-        """
         figures = self._figures(cut, variant, self.samples(shape, replica))
-        layout, sizes = self._layout(shape, cut, variant, replica), figures.saved_bytes
-        homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
-        if name is not None:
-            schedule = self._schedule(name, shape, cut, variant, replica)
-            homes, held = list(layout.worker_of), most_held(schedule, layout, sizes).lane_bytes
-        peaks = [0] * layout.workers
-        for home, size in zip(homes, held, strict=True):
-            peaks[home] = max(peaks[home], size)
-        return tuple(peaks)
+        schedule = None if name is None else self._schedule(name, shape, cut, variant, replica)
+        return least_saved(self._layout(shape, cut, variant, replica), figures, schedule)
 
 
 def _running_least(values: Iterable[float | None]) -> list[float]:

@@ -16,7 +16,9 @@ from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
 from hybridpar.planner.search import Answer, find_plan, least_workers
-from hybridpar.planner.space import Candidate, Shape
+from hybridpar.planner.space import Candidate
+from hybridpar.planner.speeds import replica_speeds, stage_speeds
+from hybridpar.schedule.actions import Shape
 
 #: Parts of a step, as they are told.
 PARTS = {
@@ -285,7 +287,7 @@ def offloading(answer: Answer) -> list[str]:
     if not one.cut.offload:
         return []
     size, longer = evaluator.moved(one)
-    used = evaluator.space.inputs.cluster.by_worker[: one.shape.workers]
+    used = evaluator.space.inputs.by_worker[: one.shape.workers]
     speed = min(host.host_link for _, host in used if host.host_link is not None)
     return [
         f"activations in the host's memory: a device moves up to {size / 1e6:,.1f} MB a step there and back, at "
@@ -313,7 +315,7 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
             continue
         part = sum(_part_of(answer, shares, rank) for rank in ranks)
         lines.append(f"{told}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}, {100 * part:.0f} % of the work of a step")
-    planned = evaluator.space.stage_speeds(shape)
+    planned = stage_speeds(inputs, shape)
     if len(set(planned)) > 1:
         layout = evaluator.layout(answer.chosen.candidate)
         told = ", ".join(
@@ -321,7 +323,7 @@ def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
             for stage, speed in enumerate(planned)
         )
         lines.append(f"stages are cut by the speeds of their devices, over that of the fastest: {told}")
-    speeds = evaluator.speeds(shape)
+    speeds = replica_speeds(inputs, shape)
     if inputs.profile.batch_norm and min(speeds) < max(speeds):
         gain = sum(speeds) / len(speeds) / min(speeds)
         lines.append(

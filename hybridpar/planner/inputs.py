@@ -18,7 +18,7 @@ from hybridpar.compress.auto import FIDELITIES
 from hybridpar.compress.rates import CodecRate
 from hybridpar.errors import PlanError, UsageError, nearest, shortened
 from hybridpar.formats.file_reader import first_problem
-from hybridpar.machine.cluster_file import ClusterSpec
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts
 from hybridpar.plan import Plan
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
@@ -100,6 +100,11 @@ class PlannerInputs:
     def workers(self) -> int:
         """Workers that can be used: each has at least one sample of a step."""
         return min(self.cluster.workers, self.batch)
+
+    @cached_property
+    def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
+        """For every worker of the cluster the number of its host and what that is."""
+        return self.cluster.by_worker
 
     @cached_property
     def codec_rates(self) -> dict[str, CodecRate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
@@ -16,6 +17,7 @@ from hybridpar.plan import (
     Placement,
     Plan,
     Predicted,
+    StagePlacement,
     Sync,
     SyncRule,
 )
@@ -24,6 +26,7 @@ from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
 from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.speeds import stage_speeds
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -35,27 +38,13 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     """
     outcome = outcome or answer.chosen
     candidate, evaluator = outcome.candidate, answer.evaluator
-    inputs, shape = evaluator.space.inputs, candidate.shape
+    inputs = evaluator.space.inputs
     profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
     link = inputs.cluster.outer
     return Plan(
         model=profile.info,
         partition=_partition(evaluator, outcome),
-        placement=_placement(candidate, evaluator),
-        pipeline=Pipeline(
-            schedule=candidate.schedule,
-            micro_batches=shape.micro_batches,
-            recompute=tuple(range(shape.stages)) if candidate.cut.recompute else (),
-            offload=tuple(range(shape.stages)) if candidate.cut.offload else (),
-        ),
-        sync=Sync(
-            lanes=inputs.sync_lanes,
-            bucket_bytes=inputs.bucket_bytes,
-            policy=_rules(evaluator.space.codec_choices[candidate.codec]),
-            outer=_outer(evaluator.space.codec_choices[candidate.codec]),
-            shard_optimizer=candidate.sharded,
-        ),
-        kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
+        **_sections(candidate, evaluator),
         measured=Measured(
             device=profile.device,
             threads=profile.threads,
@@ -78,6 +67,29 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     )
 
 
+def _sections(candidate: Candidate, evaluator: Evaluator) -> dict[str, Any]:
+    """The sections of a plan that are the same for every cut of a shape."""
+    shape, inputs = candidate.shape, evaluator.space.inputs
+    choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(shape.stages))
+    return {
+        "placement": _placement(candidate, evaluator),
+        "pipeline": Pipeline(
+            schedule=candidate.schedule,
+            micro_batches=shape.micro_batches,
+            recompute=everything if candidate.cut.recompute else (),
+            offload=everything if candidate.cut.offload else (),
+        ),
+        "sync": Sync(
+            lanes=inputs.sync_lanes,
+            bucket_bytes=inputs.bucket_bytes,
+            policy=_rules(choice),
+            outer=choice.every if choice.every > 1 else None,
+            shard_optimizer=candidate.sharded,
+        ),
+        "kernels": Kernels(database="auto") if inputs.profile.variants[candidate.variant].kernels != "stock" else None,
+    }
+
+
 def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
     """The candidate that a plan says, so that it can be predicted again.
 
@@ -88,11 +100,21 @@ def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
     Raises:
         PlanError: No candidate of the space is like it.
     """
-    said = _said(plan)
+    part, measured = plan.partition, plan.measured or Measured()
+    said = _told(
+        len(part.stages),
+        part.strategy,
+        measured.memory_format,
+        plan.placement or Placement(stages=(StagePlacement(stage=0),)),
+        plan.pipeline or Pipeline(),
+        plan.sync or Sync(),
+        plan.kernels,
+    )
     space = evaluator.space
-    for candidate in itertools.chain(space.candidates(), space.candidates(saving=True)):
-        if _said_by(candidate, evaluator) == said:
-            return candidate
+    for one in itertools.chain(space.candidates(), space.candidates(saving=True)):
+        form = space.inputs.profile.variants[one.variant].memory_format
+        if _told(one.shape.stages, one.cut.name, form, **_sections(one, evaluator)) == said:
+            return one
     raise PlanError(
         "the plan is not one of the plans that its recorded inputs leave open",
         "What is predicted is a candidate of the search that the plan records.",
@@ -121,48 +143,28 @@ def is_as_recorded(plan: Plan) -> bool:
     return sorted(placed) == sorted(said) or (candidate.shape.stages == 1 and not said)
 
 
-def _said(plan: Plan) -> tuple[object, ...]:
+def _told(
+    stages: int,
+    strategy: str,
+    memory_format: str,
+    placement: Placement,
+    pipeline: Pipeline,
+    sync: Sync,
+    kernels: Kernels | None,
+) -> tuple[object, ...]:
     """What tells a plan from the others of its space."""
-    placement, pipeline, measured, sync = plan.placement, plan.pipeline, plan.measured, plan.sync
-    stages = len(plan.partition.stages)
     return (
-        stages,
-        _placed(placement) if placement is not None else (1, None, None, [(0, 0)]),
-        placement.kind if placement is not None and stages > 1 else "linear",
-        pipeline.micro_batches if pipeline is not None else 1,
-        pipeline.schedule if pipeline is not None else "accumulate",
-        plan.partition.strategy,
-        measured.memory_format if measured is not None else "contiguous",
-        plan.kernels is not None,
-        sync.policy if sync is not None else (SyncRule(),),
-        sync.outer if sync is not None else None,
-        sync is not None and sync.shard_optimizer,
-        pipeline is not None and (bool(pipeline.recompute), bool(pipeline.offload)),
-    )
-
-
-def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
-    shape, space = candidate.shape, evaluator.space
-    variant = space.inputs.profile.variants[candidate.variant]
-    return (
-        shape.stages,
-        _placed(_placement(candidate, evaluator)),
-        shape.placement,
-        shape.micro_batches,
-        candidate.schedule,
-        candidate.cut.name,
-        variant.memory_format,
-        variant.kernels != "stock",
-        _rules(space.codec_choices[candidate.codec]),
-        _outer(space.codec_choices[candidate.codec]),
-        candidate.sharded,
-        (candidate.cut.recompute, candidate.cut.offload),
+        (stages, strategy, memory_format, kernels is not None),
+        (placement.replicas, placement.shares, placement.homes, placement.kind if stages > 1 else "linear"),
+        [placement.lanes[lane] for lane in placement.lane_of],
+        (pipeline.micro_batches, pipeline.schedule, bool(pipeline.recompute), bool(pipeline.offload)),
+        (sync.policy, sync.outer, sync.shard_optimizer),
     )
 
 
 def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
     shape, layout = candidate.shape, evaluator.layout(candidate)
-    kind = evaluator.space.inputs.cluster.by_worker[0][1].kind
+    kind = evaluator.space.inputs.by_worker[0][1].kind
     if shape.homes is not None:
         placement = Placement.of_homes(shape.homes, kind)
     else:
@@ -170,15 +172,10 @@ def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
     return placement.model_copy(update={"shares": evaluator.shares(shape)})
 
 
-def _placed(placement: Placement) -> tuple[object, ...]:
-    """Replicas with their shares, and for every stage its worker and lane."""
-    return placement.replicas, placement.shares, placement.homes, [placement.lanes[lane] for lane in placement.lane_of]
-
-
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     candidate, samples = outcome.candidate, evaluator.samples(outcome.candidate.shape)
     graph = evaluator.space.inputs.profile.timed(candidate.variant, samples)
-    stages = plan_stages(graph, candidate.cut.stage_of, evaluator.space.stage_speeds(candidate.shape))
+    stages = plan_stages(graph, candidate.cut.stage_of, stage_speeds(evaluator.space.inputs, candidate.shape))
     if len(stages) == 1:  # it holds everything
         stages = (stages[0].model_copy(update={"units": ()}),)
     times = [stage.ms or 0.0 for stage in stages]
@@ -190,10 +187,6 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
     )
-
-
-def _outer(choice: CodecChoice) -> int | None:
-    return choice.every if choice.every > 1 else None
 
 
 def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:

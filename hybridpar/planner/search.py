@@ -24,8 +24,8 @@ from hybridpar.errors import PlanError
 from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.space import DATA_PARALLEL, Candidate, Shape, Space
-from hybridpar.schedule.actions import Edge, Kind, Layout
+from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
+from hybridpar.schedule.actions import Edge, Kind, Layout, Shape
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.schedules import SCHEDULES
 

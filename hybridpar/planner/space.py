@@ -11,18 +11,18 @@ that rule: casts and codecs are what they add.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise, permutations
+from itertools import chain, groupby, permutations
 from typing import Literal
 
 from hybridpar.planner.codecs import CodecChoice, codec_choices
-from hybridpar.planner.cuts import Cut, CutLibrary, StageDevice
+from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
-from hybridpar.schedule.actions import Shape as Shape
+from hybridpar.planner.speeds import stage_devices, worker_kinds
+from hybridpar.schedule.actions import Shape
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
@@ -118,7 +118,7 @@ class Space:
             ways = [(True, one.cut)] if may_shard else []
             if one.shape.stages > 1:
                 cuts = [replace(one.cut, recompute=True)]
-                if all(host.host_link is not None for _, host in self.inputs.cluster.by_worker[: one.shape.workers]):
+                if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.shape.workers]):
                     cuts.append(replace(one.cut, offload=True))
                 ways += [(shard, cut) for cut in cuts for shard in {bool(sharded), bool(sharded) or may_shard}]
             for shard, cut in ways:
@@ -143,66 +143,14 @@ class Space:
         Args:
             shape: How workers are divided.
         """
-        devices = self._stage_devices(shape)
+        devices = stage_devices(self.inputs, shape)
         return self.library.cuts(shape.stages, devices) if devices else self.library.cuts(shape.stages)
-
-    def _stage_devices(self, shape: Shape) -> tuple[StageDevice, ...]:
-        """Of every stage what device its cut is for; empty where a replica's devices are alike."""
-        if shape.positions == 1 or shape.homes is not None:
-            return ()
-        kinds = self._positions(shape)
-        if len(set(kinds)) == 1:
-            return ()
-        slowest, smallest = (min(column) for column in zip(*kinds, strict=True))
-        layout = shape.layout()
-        own = [kinds[layout.home(stage)] for stage in range(shape.stages)]
-        return tuple(
-            StageDevice(speed / slowest, memory / smallest if math.isfinite(smallest) else 1.0) for speed, memory in own
-        )
-
-    def stage_speeds(self, shape: Shape) -> tuple[float, ...]:
-        """For every stage the speed of its device over that of the fastest one; all 1 where they are alike.
-
-        Args:
-            shape: How workers are divided.
-        """
-        speeds = [one.speed for one in self._stage_devices(shape)] or [1.0] * shape.stages
-        return tuple(speed / max(speeds) for speed in speeds)
-
-    def speeds(self, shape: Shape) -> tuple[float, ...]:
-        """For every worker of a replica the throughput that its stages are cut for.
-
-        Of several replicas the slowest worker counts, as all have the same stages. Where replicas may take shares of
-        a batch instead, and do more so, stages are cut for equal workers, as fast as the slowest of all.
-
-        Args:
-            shape: How workers are divided; replicas have equal numbers of workers.
-        """
-        rows = [
-            [host.throughput for _, host in self.inputs.cluster.by_worker[first : first + shape.replicas]]
-            for first in range(0, shape.workers, shape.replicas)
-        ]
-        least = tuple(map(min, rows))
-        alike = (min(least),) * shape.positions
-        if self.inputs.profile.batch_norm:
-            return least
-        done = [sum(paces(list(zip(*rows, strict=True)), speeds)) for speeds in (least, alike)]
-        return alike if done[1] > done[0] * (1 + 1e-9) else least
-
-    def _positions(self, shape: Shape) -> list[tuple[float, float]]:
-        """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
-        placed = self.inputs.cluster.by_worker
-        sizes = [
-            min(math.inf if host.memory is None else float(host.memory) for _, host in placed[first:last])
-            for first, last in pairwise(range(0, shape.workers + 1, shape.replicas))
-        ]
-        return list(zip(self.speeds(shape), sizes, strict=True))
 
     def _orders(self, shape: Shape) -> Iterator[tuple[int, ...]]:
         """Other orders of unlike devices along the pipeline: those that are alike stay beside each other."""
         if shape.placement != "linear" or shape.positions == 1:
             return
-        kinds = self._positions(shape)
+        kinds = worker_kinds(self.inputs, shape)
         groups = [list(group) for _, group in groupby(range(shape.positions), key=kinds.__getitem__)]
         usual = tuple(range(shape.positions))
         every = permutations(groups) if len(groups) <= MOST_KINDS else iter([tuple(groups[::-1])])
@@ -212,7 +160,7 @@ class Space:
 
     def _may_part(self, shape: Shape) -> bool:
         """Whether replicas may train in an outer loop: whole models on hosts of their own, all of them."""
-        hosts = [host for host, _ in self.inputs.cluster.by_worker[: shape.workers]]
+        hosts = [host for host, _ in self.inputs.by_worker[: shape.workers]]
         return shape.stages == 1 and shape.replicas == self.workers and len(set(hosts)) == len(hosts)
 
     def baselines(self) -> dict[str, Candidate]:
@@ -259,7 +207,7 @@ class Space:
         The workers are divided where devices differ. Each side has replicas of its own number of workers, and the
         stages are those of the side with more.
         """
-        placed = [host for _, host in self.inputs.cluster.by_worker[:workers]]
+        placed = [host for _, host in self.inputs.by_worker[:workers]]
         for first in range(1, workers):
             if placed[first] == placed[first - 1]:
                 continue
@@ -302,7 +250,7 @@ class Space:
 
     def _worker_counts(self) -> list[int]:
         """Workers that may be used: up to 8, powers of two, all, and all that are no slower than some kind of host."""
-        most, placed = self.workers, self.inputs.cluster.by_worker[: self.workers]
+        most, placed = self.workers, self.inputs.by_worker[: self.workers]
         few = set(range(1, min(most, 8) + 1))
         powers = {1 << power for power in range(most.bit_length())}
         slower = {at for at in range(1, most) if placed[at][1].throughput < placed[at - 1][1].throughput}
@@ -328,19 +276,6 @@ class Space:
         few = shape.stages * shape.micro_batches <= MOST_SEARCHED_PASSES
         tried = (name for name in planned_schedules(shape.placement) if few or not SCHEDULES.get(name).searches)
         return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
-
-
-def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[float]:
-    """How fast replicas are whose stages were cut for workers of certain speeds, as throughputs of a worker.
-
-    Args:
-        rows: For every replica the throughput of each of its workers.
-        speeds: Of each worker, that its stages were cut for.
-    """
-    if len(set(speeds)) == 1:
-        return [min(row) for row in rows]
-    mean = sum(speeds) / len(speeds)
-    return [mean * min(own / planned for own, planned in zip(row, speeds, strict=True)) for row in rows]
 
 
 def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
 from hybridpar.partition.cost import Problem, Worker
-from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
@@ -27,6 +25,7 @@ from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_spl
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
+from hybridpar.planner.step_costs import any_loss
 from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.sync.options import SyncOptions
 
@@ -175,7 +174,7 @@ def _measure_halves(
         for stage in stages:
             stage.train()
         inputs = {stages[0].model_inputs[0]: example}
-        return tuple(measure_backward(stages, inputs, None, _any_loss))
+        return tuple(measure_backward(stages, inputs, any_loss))
 
     costs = world.from_main(measure)
     if world.is_main and not may_split(costs):
@@ -189,8 +188,3 @@ def _measure_halves(
             MOST_SPLIT_COST,
         )
     return costs
-
-
-def _any_loss(output: Any, target: Any) -> torch.Tensor:
-    """Something to go backward from, for any kind of output."""
-    return torch.stack([leaf.float().square().mean() for _, leaf in tensor_leaves(output)]).sum()

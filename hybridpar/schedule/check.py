@@ -25,13 +25,11 @@ class Proof:
         peak_in_flight: For every stage the most micro-batches between the start of their forward and the end of their
             backward pass.
         peak_saved_bytes: For every stage the most bytes that these hold.
-        worker_saved_bytes: For every worker the most bytes that its lanes hold together.
         slots: Length in unit time: forward passes and halves of backward passes take 1, whole backward passes 2.
     """
 
     peak_in_flight: tuple[int, ...]
     peak_saved_bytes: tuple[int, ...]
-    worker_saved_bytes: tuple[int, ...]
     slots: int
 
 
@@ -65,7 +63,7 @@ def check(
     check_program(lower(schedule, layout))
     held = most_held(schedule, layout, saved_bytes)
     _require_memory(schedule, layout, held, saved_bytes, memory_cap)
-    return Proof(held.in_flight, held.stage_bytes, held.worker_bytes, run.slots)
+    return Proof(held.in_flight, held.stage_bytes, run.slots)
 
 
 def check_program(program: Program) -> None:

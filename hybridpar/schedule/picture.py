@@ -6,7 +6,7 @@ from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Layout, Schedule
 from hybridpar.schedule.program import QueueRun, dependencies, slots_of
 
 
-def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun[str]:
+def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun:
     """Run the lanes of a schedule in unit time, with transfers that take none.
 
     Args:

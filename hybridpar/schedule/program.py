@@ -15,9 +15,8 @@ is a proof.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Layout, Schedule
@@ -232,10 +231,7 @@ def lower(
     return Program(schedule, layout, tuple((*row, *last) for row, last in zip(issued, steps, strict=True)), needs)
 
 
-K = TypeVar("K", bound=Hashable)
-
-
-class QueueRun(Generic[K]):
+class QueueRun:
     """Runs queues in unit time until none can go on: a whole backward pass takes 2 slots, other computation 1.
 
     Args:
@@ -247,13 +243,13 @@ class QueueRun(Generic[K]):
         ends: For every action that ran when it ended.
     """
 
-    def __init__(self, queues: Mapping[K, Sequence[Action]], needs: Mapping[Action, Sequence[Action]]) -> None:
+    def __init__(self, queues: Mapping[str, Sequence[Action]], needs: Mapping[Action, Sequence[Action]]) -> None:
         self._queues, self._needs = queues, needs
-        self._standing: dict[Action, list[K]] = {}
+        self._standing: dict[Action, list[str]] = {}
         for key, queue in queues.items():
             for action in queue:
                 self._standing.setdefault(action, []).append(key)
-        self.starts: dict[K, list[int]] = {key: [] for key in queues}
+        self.starts: dict[str, list[int]] = {key: [] for key in queues}
         self.ends: dict[Action, int] = {}
         self._clock = dict.fromkeys(queues, 0)
         going = True
@@ -292,11 +288,11 @@ class QueueRun(Generic[K]):
         first = seen.index(action)  # what leads into the circle is not its cause
         return action, " ".join(reasons[first:])
 
-    def _head(self, key: K) -> Action | None:
+    def _head(self, key: str) -> Action | None:
         place = len(self.starts[key])
         return self._queues[key][place] if place < len(self._queues[key]) else None
 
-    def _advance(self, key: K) -> bool:
+    def _advance(self, key: str) -> bool:
         action = self._head(key)
         if action is None or any(need not in self.ends for need in self._needs.get(action, ())):
             return False

@@ -1,12 +1,11 @@
 """Plays a written order of arrivals through real shards, in one process and without a clock.
 
 Learners are simulated, the shards are real. An order says who pushes next, whose message is lost or doubled, and who
-dies. `play_timed` makes the order itself, from how long each learner computes, and so also measures the throughput.
+dies.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -180,25 +179,6 @@ class Simulation:
                 answers += self._push(k, number, learner, messages[k])
             heard += [(k, answer) for answer in answers]
         return self._hear(heard)
-
-    def play_timed(self, seconds: Callable[[int, int], float], pushes: int) -> float:
-        """Let learners compute and push as fast as they can.
-
-        Args:
-            seconds: How long a learner computes, from its number and how many gradients it has computed.
-            pushes: How many pushes are to arrive in all.
-
-        Returns:
-            The time of the last of them. Messages take no time.
-        """
-        queue = [(seconds(number, 0), number) for number in self._learners]
-        heapq.heapify(queue)
-        now = 0.0
-        for _ in range(pushes):
-            now, number = heapq.heappop(queue)
-            for free in self.happen(Arrival(number)):
-                heapq.heappush(queue, (now + seconds(free, self._learners[free].computed), free))
-        return now
 
     def _join(self, number: int) -> None:
         encoders = [PushEncoder(self._policy, shard.stripe) for shard in self.shards]

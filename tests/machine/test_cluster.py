@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from hybridpar.formats.cache import cache_directory, measurement_file
 from hybridpar.machine import cluster as module
 from hybridpar.machine.cluster import (
     BUSY_LOAD,
     Cluster,
     Device,
     Link,
-    cluster_path,
     default_backend,
     default_workers,
     gpu_count,
@@ -46,6 +47,14 @@ def cluster(*devices: Device, **fields: object) -> Cluster:
     )
 
 
+def kept(host: dict[str, str]) -> Path:
+    return measurement_file(module.KIND, host, cache_directory())
+
+
+def entry(text: str) -> bytes:
+    return f'{{"key": {json.dumps(HOST)}, "data": {text}}}'.encode()
+
+
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path) -> Path:
     place = tmp_path / "cache"
@@ -67,8 +76,8 @@ def test_nothing_kept_is_no_message(caplog):
 def test_the_file_is_private_and_nothing_is_left_beside_it(cache):
     write_cluster(cluster())
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert stat.S_IMODE(cluster_path(HOST).stat().st_mode) == 0o600
-    assert list(cache.iterdir()) == [cluster_path(HOST)]
+    assert stat.S_IMODE(kept(HOST).stat().st_mode) == 0o600
+    assert list(cache.iterdir()) == [kept(HOST)]
 
 
 @pytest.mark.parametrize(
@@ -78,31 +87,31 @@ def test_the_file_is_private_and_nothing_is_left_beside_it(cache):
         b"{",
         b"\xff\xfe",
         b"[]",
-        b'{"version": 99}',
-        cluster().model_dump_json().replace('"devices"', '"divices"').encode(),
-        cluster().model_dump_json().replace("20000000000.0", "-1").encode(),
+        b'{"version": 1}',
+        entry('{"version": 99}'),
+        entry(cluster().model_dump_json().replace('"devices"', '"divices"')),
+        entry(cluster().model_dump_json().replace("20000000000.0", "-1")),
     ],
-    ids=["empty", "cut", "binary", "list", "version", "unknown key", "negative rate"],
+    ids=["empty", "cut", "binary", "list", "no entry", "version", "unknown key", "negative rate"],
 )
 def test_a_damaged_file_is_one_log_line(damage, caplog):
     write_cluster(cluster())
-    cluster_path(HOST).write_bytes(damage)
+    kept(HOST).write_bytes(damage)
     with caplog.at_level(logging.WARNING):
         assert read_cluster(HOST) is None
     assert len(caplog.records) == 1
     assert "measuring again" in caplog.text
 
 
-def test_a_file_of_another_host_is_not_believed(caplog):
+def test_a_file_of_another_host_is_not_believed():
     write_cluster(cluster())
     other = {**HOST, "host": "there"}
-    cluster_path(HOST).rename(cluster_path(other))
+    kept(HOST).rename(kept(other))
     assert read_cluster(other) is None
-    assert "another host" in caplog.text
 
 
 def test_a_file_that_cannot_be_opened_is_one_log_line(caplog):
-    cluster_path(HOST).mkdir(parents=True)
+    kept(HOST).mkdir(parents=True)
     assert read_cluster(HOST) is None
     assert len(caplog.records) == 1
 
@@ -121,7 +130,7 @@ def test_a_failed_write_keeps_what_was_there(monkeypatch, cache):
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     write_cluster(cluster(gpu(0)))
     assert read_cluster(HOST) == cluster()
     assert len(list(cache.iterdir())) == 1, "the file aside is removed"
@@ -143,7 +152,7 @@ def test_the_fingerprint_follows_what_changes_the_result(monkeypatch, change, ke
     change(monkeypatch)
     after = host_fingerprint()
     assert after[key] != before[key]
-    assert cluster_path(after) != cluster_path(before)
+    assert kept(after) != kept(before)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +224,6 @@ def test_records_refuse_nonsense():
 
 def test_the_file_is_plain_json():
     write_cluster(cluster())
-    content = json.loads(cluster_path(HOST).read_text())
+    content = json.loads(kept(HOST).read_text())["data"]
     assert content["version"] == 1
     assert content["links"][0]["latency_ms"] == 0.3

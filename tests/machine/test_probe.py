@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybridpar.errors import LaunchError
+from hybridpar.formats.cache import cache_directory, measurement_file
 from hybridpar.machine import probe
-from hybridpar.machine.cluster import Cluster, Device, Link, cluster_path
+from hybridpar.machine.cluster import KIND, Device, Link, read_cluster
 from hybridpar.machine.probe import Programs, probe_cluster, probe_devices, probe_link
 
 CPU = Device(
@@ -132,33 +133,6 @@ def test_a_real_link_between_fresh_workers():
     assert "torch" not in probe.__dict__, "the measuring process stays light"
 
 
-IN_GROUP = """
-import sys
-sys.path.append({place!r})
-import torch.distributed as dist
-from datetime import timedelta
-from hybridpar.machine.probe import probe_link
-dist.init_process_group(
-    "gloo", init_method={store!r}, rank={rank}, world_size=2, timeout=timedelta(seconds=60)
-)
-link = probe_link(5, "nccl", seconds=0.02)  # the arguments for fresh workers do not matter here
-links = [None, None]
-dist.all_gather_object(links, link.model_dump_json())
-dist.destroy_process_group()
-assert links[0] == links[1], links
-open(sys.argv[1], "w").write(links[0])
-"""
-
-
-def test_inside_a_process_group_that_group_is_measured_and_all_ranks_agree(tmp_path):
-    place = str(Path(probe.__file__).parents[2])
-    store = f"file://{tmp_path}/store"
-    link = Link.model_validate_json(
-        run([IN_GROUP.format(place=place, store=store, rank=rank) for rank in range(2)], timeout=120.0)
-    )
-    assert (link.backend, link.world_size) == ("gloo", 2)
-
-
 def test_a_link_needs_two_workers():
     with pytest.raises(ValueError, match="two workers, not 1"):
         probe_link(1)
@@ -207,9 +181,9 @@ def test_a_machine_is_measured_once(fake):
 
 def test_a_damaged_cache_is_measured_again_and_mended(fake):
     known = probe_cluster()
-    cluster_path(known.host).write_text("{")
+    measurement_file(KIND, known.host, cache_directory()).write_text("{")
     assert probe_cluster().devices == known.devices
-    assert Cluster.model_validate_json(cluster_path(known.host).read_text()).devices == known.devices
+    assert read_cluster(known.host).devices == known.devices
 
 
 def test_several_gpus_are_linked_with_nccl(fake):

@@ -30,7 +30,7 @@ from hybridpar.partition.draw import draw_partition
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.layout import lay_out, readable_bytes
 from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
-from hybridpar.partition.run import run_stages
+from hybridpar.partition.stage import run_stages
 from hybridpar.partition.table import print_partition
 from hybridpar.plan import read_plan
 from tests.partition.nets import IMAGES, Residual, Shapes

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.partition.dry_run import dry_run_partitions
 from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurement_file, store_measurement
 from hybridpar.partition import profile_cache
@@ -18,7 +19,6 @@ from hybridpar.partition.profile_cache import (
     measured_profile,
     profile_key,
 )
-from hybridpar.partition.run import dry_run_stages
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.unit_runner import Clock, UnitRunner
@@ -141,7 +141,7 @@ def test_predicted_saved_bytes_are_what_stages_save(name: str) -> None:
     units, example = units_of(name)
     count = min(3, len(units.graph))
     stage_of = [min(index * count // len(units.graph), count - 1) for index in range(len(units.graph))]
-    measured = [item.saved_bytes for item in dry_run_stages(split_model(units, stage_of), [example], passes=1)]
+    measured = [item.saved_bytes for item in dry_run_partitions([split_model(units, stage_of)], [example], passes=1)[0]]
     predicted = saved_bytes(units.graph, stage_of)
     # A copy at a border, or the relu of one, may save a few values more or fewer.
     assert sum(predicted) == pytest.approx(sum(measured), rel=0.1, abs=64)
@@ -263,9 +263,7 @@ def test_dry_run_leaves_the_stages_as_they_were() -> None:
     for stage in stages:
         stage.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(UsageError, match="0 passes"):
-        dry_run_stages(stages, example, passes=0)
-    times = dry_run_stages(stages, example, passes=2)
+    (times,) = dry_run_partitions([stages], [example], passes=2)
     assert len(times) == 2
     assert all(item.ms > 0 for item in times)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
+from benchmarks.partition.dry_run import StageRunner
 from benchmarks.partition.models import SWEEP, sweep_model
 from hybridpar.errors import PartitionError, TraceError
-from hybridpar.partition.run import StageRunner, run_stages
 from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from tests.partition.nets import (

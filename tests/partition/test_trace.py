@@ -9,8 +9,8 @@ from torch import nn
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.partition.nest import can_cross
-from hybridpar.partition.run import run_stages
 from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, ModeConstants, Modes, Pair

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.partition.dry_run import StageRunner
 from hybridpar.errors import TraceError
 from hybridpar.partition.planning import partition_model
-from hybridpar.partition.run import StageRunner, run_stages
 from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import run_stages
 from hybridpar.partition.state import python_random_state, untouched
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units

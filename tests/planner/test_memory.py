@@ -12,10 +12,10 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
-from hybridpar.planner.evaluate import _PROCESS_BYTES
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model
+from hybridpar.planner.memory import PROCESS_BYTES
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
@@ -82,7 +82,7 @@ def predicted_and_measured(
             for _ in range(2):
                 trainer.step((data, target))
             trainer.wait()
-            return outcome.memory_bytes - (_PROCESS_BYTES if world.size > 1 else 0), count.peak
+            return outcome.memory_bytes - (PROCESS_BYTES if world.size > 1 else 0), count.peak
 
 
 ALONE = [

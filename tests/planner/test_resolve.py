@@ -13,7 +13,7 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.partition import Problem, partition_model
 from hybridpar.plan import Kernels, Placement, Plan, StagePlacement
 from hybridpar.planner.resolve import lane_threads, resolve
-from hybridpar.planner.space import Shape
+from hybridpar.schedule.actions import Shape
 from tests.pipeline.oracle import Residuals, images, seeded
 
 EXAMPLE = images(2)[0]

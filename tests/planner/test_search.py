@@ -31,7 +31,9 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import ModelProfile, SizedTimes, Variant
 from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan, least_workers, lower_bound_ms
-from hybridpar.planner.space import Candidate, Shape, Space
+from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.speeds import stage_speeds, worker_speeds
+from hybridpar.schedule.actions import Shape
 from hybridpar.schedule.schedules import SCHEDULES, register_schedule
 from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
 
@@ -511,7 +513,7 @@ def test_devices_that_are_alike_have_the_cuts_that_they_had():
     whole = Space(inputs(LARGE, cluster(3), batch=16, most_stages=4))
     shape = Shape(3, 1, 3, 1)
     assert alike.cuts(shape) == whole.cuts(shape) == cuts_of(LARGE, 3)
-    assert alike.stage_speeds(shape) == (1, 1, 1)
+    assert stage_speeds(alike.inputs, shape) == (1, 1, 1)
     assert all(one.order is None for one in whole.shapes())
     equal = cuts_of(LARGE, 3, (StageDevice(),) * 3)
     assert equal[0] == cuts_of(LARGE, 3)[0]
@@ -568,9 +570,9 @@ def test_a_fast_device_of_little_memory_gets_as_much_as_fits():
 def test_stages_are_cut_alike_where_shares_do_more():
     # Of three replicas of two, one has a slow device: its share is smaller, and the others keep equal stages.
     space = Space(inputs(LARGE, unequal(2, 2, 2, 2, 2, 1), batch=24))
-    assert space.speeds(Shape(2, 3, 2, 1)) == (1, 1)
-    assert space.speeds(Shape(2, 1, 2, 1)) == (2, 2)
-    assert space.speeds(Shape(6, 1, 6, 1)) == (2, 2, 2, 2, 2, 1)
+    assert worker_speeds(space.inputs, Shape(2, 3, 2, 1)) == (1, 1)
+    assert worker_speeds(space.inputs, Shape(2, 1, 2, 1)) == (2, 2)
+    assert worker_speeds(space.inputs, Shape(6, 1, 6, 1)) == (2, 2, 2, 2, 2, 1)
 
 
 @pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
@@ -662,11 +664,11 @@ def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkp
     asked = inputs(profile, cluster(2, kind="cuda"), optimizer_copies=8, memory_margin=1.0)
     evaluator = Evaluator(Space(replace(asked, whole_model=True)))
     one = next(candidate for candidate in evaluator.space.candidates() if candidate.shape.positions == 2)
-    assert evaluator.memory(one, (-4000, -4000)) == max(
+    assert max(evaluator.needs(one, (-4000, -4000))) == max(
         first + second + 9 * second,  # what the second worker keeps
         first + second + 9 * first + 8 * second,  # what the first one keeps and gathers
     )
-    assert Evaluator(Space(asked)).memory(one, (-4000, -4000)) == 10 * second, "with its own stages alone"
+    assert max(Evaluator(Space(asked)).needs(one, (-4000, -4000))) == 10 * second, "with its own stages alone"
 
 
 def test_a_divided_optimizer_keeps_its_part_on_each_replica():
@@ -676,8 +678,12 @@ def test_a_divided_optimizer_keeps_its_part_on_each_replica():
     plain = next(one for one in evaluator.space.candidates() if one.shape.replicas == 2)
     divided = replace(plain, sharded=True)
     model, most, handed = 14 << 20, 8 << 20, 3 * (8 << 20)  # the larger part has two of the three large parameters
-    assert evaluator.memory(divided, (0,)) - evaluator.memory(divided, (-handed,)) == 0, "after a step, not with passes"
-    assert evaluator.memory(plain, (64 << 20,)) - evaluator.memory(divided, (64 << 20,)) == 2 * (model - most)
+
+    def most_bytes(one: Candidate, saved: int) -> float:
+        return max(evaluator.needs(one, (saved,)))
+
+    assert most_bytes(divided, 0) - most_bytes(divided, -handed) == 0, "after a step, not with passes"
+    assert most_bytes(plain, 64 << 20) - most_bytes(divided, 64 << 20) == 2 * (model - most)
     costs, more = evaluator.outcome(plain), evaluator.outcome(divided)
     assert more.bytes_sent == costs.bytes_sent + most
     assert more.step_ms != costs.step_ms

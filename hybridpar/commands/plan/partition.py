@@ -30,10 +30,6 @@ def run_plan(config: PlanRequest) -> int:
     """
     config.check()
     problem = read_problem(config)
-    if config.draw is not None:
-        from hybridpar.partition.draw import draw_partition, require_matplotlib
-
-        require_matplotlib()
     result = _partition(config, problem)
     # Files first: the table may go to a reader that has left, and the minutes that measuring took must not be lost.
     written = []
@@ -41,6 +37,8 @@ def run_plan(config: PlanRequest) -> int:
         result.plan.save(config.output)
         written.append(f"plan written to {config.output}")
     if config.draw is not None:
+        from hybridpar.partition.draw import draw_partition
+
         draw_partition(result.graph, result.plan, config.draw)
         written.append(f"picture written to {config.draw}")
     print_plan(result.plan, written)

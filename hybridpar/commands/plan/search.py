@@ -29,7 +29,6 @@ from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import require_trained
 from hybridpar.models.deferred import is_deferred
-from hybridpar.partition.draw import require_matplotlib
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
@@ -67,8 +66,6 @@ def run_search(request: PlanRequest) -> int:
         HybridparError: The request cannot be met; the message says why and what to do. On all workers.
     """
     request.check()
-    if request.draw is not None:
-        require_matplotlib()
     world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
     with closing(world), intra_op_threads(None):
         if request.is_here and request.workers not in (None, world.size):

@@ -1,13 +1,7 @@
-"""Runs a list of stages one after the other: the reference of the pipeline.
+"""Runs stages of one process with a cut in the autograd graph at every border, and measures them so.
 
-`run_stages` is the unsplit forward pass. `StageRunner` does what a pipeline's worker does: it detaches what enters
-a stage, runs forward, and later runs backward from the gradients of what left it.
-
-Also measures whole stages as their workers will run them.
-
-A stage is run as in a pipeline: received tensors are leaves, gradients exist and are accumulated into, the backward
-pass comes after the forward passes of all stages. The result is what a schedule's simulator should be fed with, and
-what a prediction is checked against.
+Received tensors are leaves, gradients exist and are accumulated into, and the backward pass comes after the forward
+passes of all stages, as in a pipeline, but without lanes, messages and micro-batches: the reference for a cut.
 """
 
 from __future__ import annotations
@@ -19,28 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridpar.errors import UsageError
-from hybridpar.partition.nest import as_inputs, tensor_leaves
+from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock
-
-
-def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
-    """Run all stages one after another in one autograd graph.
-
-    Args:
-        stages: The stages of one model, in order.
-        inputs: What the model takes.
-
-    Returns:
-        What the model returns.
-    """
-    values = dict(zip(stages[0].model_inputs, inputs, strict=True))
-    for stage in stages[:-1]:
-        outputs = stage(*(values[tensor.name] for tensor in stage.inputs))
-        values.update(zip((tensor.name for tensor in stage.outputs), outputs, strict=True))
-    return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
 
 
 class StageRunner:
@@ -142,30 +118,6 @@ class StageTimes:
         return self.forward_ms + self.backward_ms
 
 
-def dry_run_stages(
-    stages: Sequence[Stage],
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    *,
-    passes: int = 5,
-    own_time: bool = False,
-) -> list[StageTimes]:
-    """Measure stages one after another on one device, without any communication.
-
-    Args:
-        stages: All stages of one model; their state is put back afterwards.
-        inputs: One micro-batch.
-        passes: Passes over all stages; the minimum counts.
-        own_time: As for `Clock`.
-
-    Returns:
-        Times and sizes of every stage.
-
-    Raises:
-        UsageError: There is no pass, or the inputs are no micro-batch.
-    """
-    return dry_run_partitions([stages], as_inputs(inputs), passes=passes, own_time=own_time)[0]
-
-
 def dry_run_partitions(
     partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
 ) -> list[list[StageTimes]]:
@@ -179,12 +131,7 @@ def dry_run_partitions(
 
     Returns:
         For every partition times and sizes of its stages.
-
-    Raises:
-        UsageError: There is no pass.
     """
-    if passes < 1:
-        raise UsageError(f"{passes} passes", "What is measured runs at least once.", "Use passes=5.")
     clock = Clock(inputs[0].device, own_time=own_time)
     together = nn.ModuleList(stage for stages in partitions for stage in stages)
     rows: list[list[list[list[float]]]] = [[] for _ in partitions]

@@ -1,0 +1,168 @@
+"""Counts the memory that the device of each worker needs for a plan.
+
+A worker has of its own stages parameters, gradients, optimizer state, moving averages and, where they are exchanged,
+the buckets that gradients are copied into and with a codec residuals; to that come the activations that wait, and of
+stages that compute theirs again those of one pass of each lane, of those whose activations wait in the host's memory
+those of three. Where replicas divide the optimizer's state, each has its part, and in place of activations what is
+handed round after a step. A pass works in some tensors of its own, and adds gradients of one parameter after the other
+to those of the micro-batches before. On a CPU a process grows by what libraries need, and has a part of what workers
+share, or what arrives over sockets. Where workers of a pipeline hold the whole model, the first one gathers the
+optimizer state of all for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
+from hybridpar.comm.shared_memory import CHUNK_BYTES
+from hybridpar.planner.codecs import stage_buckets
+from hybridpar.planner.cuts import StageFigures
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.space import Candidate
+from hybridpar.schedule.actions import Layout, Schedule, Shape
+from hybridpar.schedule.memory import most_held
+from hybridpar.sync.shards import CHUNK_BYTES as HANDED_BYTES
+
+#: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
+PROCESS_BYTES = 30 << 20
+#: How many of its largest tensor a pass needs beside what it keeps: the gradients with respect to input and output.
+#: On a CPU both again, in the layout in which a library computes, or as holes that the allocator is left with.
+_WORKING_TENSORS = {"cuda": 2, "cpu": 4}
+
+
+def device_bytes(
+    inputs: PlannerInputs,
+    candidate: Candidate,
+    layout: Layout,
+    figures: StageFigures,
+    saved: Sequence[int],
+    *,
+    gradients: Sequence[int],
+    owned: Sequence[int],
+    is_outer: bool,
+    larger: float,
+    hosts: int,
+) -> list[float]:
+    """The bytes that the device of every worker of a replica needs, with the margin.
+
+    Args:
+        inputs: Of the search.
+        candidate: The plan.
+        layout: Where its stages run.
+        figures: What they cost.
+        saved: For every worker the most that waits for backward passes at one time.
+        gradients: For every stage what its gradients take, see `gradient_bytes`.
+        owned: For every stage the most bytes of parameters that one replica steps.
+        is_outer: Several steps lie between two exchanges.
+        larger: Samples of the replica with the most, over those of equal parts, where figures are for the latter.
+        hosts: Over how many hosts the replicas of a stage are spread.
+    """
+    shape, sharded = candidate.shape, candidate.sharded
+    divided = inputs.optimizer_copies - inputs.averages
+    lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
+    again, added, working = ([0] * layout.lanes for _ in range(3))
+    whole = figures.model_bytes
+    holds_all = (inputs.whole_model or shape.homes is not None) and layout.workers > 1
+    if holds_all or layout.workers == 1:
+        lasting, whole = [inputs.profile.model_bytes] * layout.workers, (0,) * shape.stages
+    for stage, size in enumerate(figures.parameter_bytes):
+        home, lane = layout.home(stage), layout.lane_of[stage]
+        state[home] += divided * owned[stage]
+        # From one step to the next.
+        lasting[home] += whole[stage] + (1 + inputs.averages + (candidate.codec > 0)) * size
+        buckets[home] += gradients[stage] - size  # until they are summed
+        working[lane] = max(working[lane], figures.largest_bytes[stage])
+        if shape.micro_batches > 1:
+            added[lane] = max(added[lane], *(4 * one.count for one in figures.parameters[stage]), 0)
+        # One pass's leave while the next one computes, and others come back.
+        beside = min(3, shape.micro_batches * len(layout.stages_on(lane))) if candidate.cut.offload else 1
+        again[lane] = max(again[lane], beside * figures.again_bytes[stage])
+        if sharded:
+            stepped[home] = max(stepped[home], (shape.replicas + 1) * min(HANDED_BYTES, owned[stage]))
+        if is_outer:  # weights of the last exchange, and what is sent
+            lasting[home] += 2 * size
+    held, kind = list(saved), inputs.by_worker[0][1].kind
+    for lane, home in enumerate(layout.worker_of):
+        held[home] += again[lane] + _WORKING_TENSORS[kind] * working[lane]
+        lasting[home] += added[lane]
+    needs = [
+        kept + mine + max(larger * size + copied, handed)
+        for kept, mine, size, copied, handed in zip(lasting, state, held, buckets, stepped, strict=True)
+    ]
+    if kind == "cpu":
+        beside = PROCESS_BYTES + _shared_bytes(inputs, shape, layout, figures, hosts)
+        needs = [need + beside for need in needs]
+    if holds_all and not sharded:
+        needs[0] = max(needs[0], lasting[0] + divided * sum(figures.parameter_bytes))
+    return [inputs.memory_margin * need for need in needs]
+
+
+def _shared_bytes(inputs: PlannerInputs, shape: Shape, layout: Layout, figures: StageFigures, hosts: int) -> int:
+    """What workers of one host share to add gradients in, and to hand tensors from stage to stage.
+
+    Between hosts each lane has memory in which a bucket arrives.
+    """
+    if hosts > 1:
+        buckets = [bucket for own in figures.parameters for bucket in stage_buckets(own, inputs.bucket_bytes)]
+        sizes = sorted((4 * sum(one.count for one in bucket) for bucket in buckets), reverse=True)
+        return sum(sizes[: inputs.sync_lanes]) if shape.replicas > 1 else 0
+    adding = shape.replicas > 1 and not inputs.rates  # codecs need process groups
+    sums = inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
+    return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
+
+
+def gradient_bytes(figures: StageFigures, shape: Shape, bucket_bytes: int) -> tuple[int, ...]:
+    """For every stage the most that its gradients take.
+
+    Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
+    last micro-batch. Where there is one micro-batch only, so few wait to be copied as a bucket has.
+
+    Args:
+        figures: What the stages cost.
+        shape: How workers are divided.
+        bucket_bytes: Size at which a bucket is full.
+    """
+    sizes = []
+    for parameters in figures.parameters:
+        buckets = stage_buckets(parameters, bucket_bytes) if shape.replicas > 1 else []
+        copied = [4 * sum(one.count for one in bucket) for bucket in buckets if len(bucket) > 1]
+        waiting = sum(copied) if shape.micro_batches > 1 else max(copied, default=0)
+        sizes.append(4 * sum(one.count for one in parameters) + waiting)
+    return tuple(sizes)
+
+
+def least_saved(layout: Layout, figures: StageFigures, schedule: Schedule | None) -> tuple[int, ...]:
+    """For every worker what its activations take at least, whatever the times of its actions are.
+
+    A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
+    on a worker the fullest counts. Without a schedule: each keeps one micro-batch of each stage, at different times.
+
+    Args:
+        layout: Where stages run.
+        figures: What they cost.
+        schedule: The order of the passes, where it is known.
+    """
+    sizes = figures.saved_bytes
+    homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
+    if schedule is not None:
+        homes, held = list(layout.worker_of), most_held(schedule, layout, sizes).lane_bytes
+    peaks = [0] * layout.workers
+    for home, size in zip(homes, held, strict=True):
+        peaks[home] = max(peaks[home], size)
+    return tuple(peaks)
+
+
+def device_limits(inputs: PlannerInputs, shape: Shape, replica: int = 0) -> list[float]:
+    """The memory of every worker of a replica, of several that are alike of the smallest one.
+
+    Args:
+        inputs: Of the search.
+        shape: How workers are divided.
+        replica: Of which replica, where they differ.
+    """
+    placed = inputs.by_worker
+    others = [shape.ranks(each) for each in (range(shape.replicas) if shape.homes is None else [replica])]
+    sizes = [[placed[rank][1].memory for rank in column] for column in zip(*others, strict=True)]
+    return [min(math.inf if size is None else float(size) for size in column) for column in sizes]
