@@ -50,7 +50,7 @@ from hybridpar.run.timings import StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
-from hybridpar.server.learner import Exchanged, Learner, Pusher
+from hybridpar.server.learner import Exchanged, GradientPusher, Learner, Pusher
 from hybridpar.server.outer import OuterLearner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
@@ -260,7 +260,7 @@ class ServedRun(RunLoop):
         self.timings = Timings()
         self._save_asked = False
         self._bad, self._seen = 0, 0
-        self.learner: Learner | StageLearner
+        self.learner: GradientPusher
         self._forward: Callable[..., Any] = self.model
         self._latest: Exchanged | None = None
         self._test_saved: EpochRecord | None = None
