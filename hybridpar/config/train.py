@@ -157,8 +157,6 @@ class KernelConfig:
     """Run the forward pass in bfloat16, or in float16 with dynamic loss scaling, where autocast allows it."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format of images and activations; auto: contiguous, and channels_last with --kernels."""
-    channels_last: bool = False
-    """Former spelling of `--memory-format channels_last`."""
     kernels: str = "off"
     """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, or a file of
     `hybridpar tune`."""
@@ -166,11 +164,6 @@ class KernelConfig:
     """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False
     """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
-
-    def __post_init__(self) -> None:
-        """Read the former spelling of `memory_format`."""
-        if self.channels_last and self.memory_format == "auto":
-            object.__setattr__(self, "memory_format", "channels_last")
 
     @property
     def uses_kernels(self) -> bool:
@@ -410,14 +403,12 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         ),
         "another codec": (f"--compress {config.compress}", another_codec),
         "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
-        "channels last": ("--channels-last", config.channels_last),
         "clip norm": (
             f"--clip-norm {config.clip_norm}",
             config.clip_norm is not None and config.clip_mode == "norm",
         ),
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
-        "contiguous": ("--memory-format contiguous", config.memory_format == "contiguous"),
         "cuda graph": ("--cuda-graph", config.cuda_graph),
         "ema": ("--model-ema", config.model_ema),
         "fp16": ("--amp fp16", config.amp == "fp16"),
@@ -516,7 +507,6 @@ CONFLICTS = (
     ("shard optimizer", "late", "A late step would wait for the parameters that others have stepped."),
     ("shard optimizer", "cuda graph", "A captured step makes the whole step on every worker."),
     ("shard optimizer", "kron", "It draws random numbers for one parameter after the other."),
-    ("channels last", "contiguous", "They contradict each other."),
 )
 
 #: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.

@@ -94,9 +94,7 @@ def read_json(
     return _read(path, kind, error, why, fix, most, lambda data: parse_json(data.decode()))
 
 
-def read_toml(
-    path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "", most: int = 1 << 20
-) -> dict[str, Any]:
+def read_toml(path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "") -> dict[str, Any]:
     """What a TOML file holds. Errors are those of `read_text`.
 
     Args:
@@ -105,9 +103,8 @@ def read_toml(
         error: Class of the error that is raised.
         fix: What the user can do.
         why: The rule that is broken.
-        most: Bytes that it may have.
     """
-    found: dict[str, Any] = _read(path, kind, error, why, fix, most, lambda data: parse_toml(data.decode()))
+    found: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
     return found
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.sync.compression import codec_states
+from hybridpar.sync.compression import load_codec_states
 from hybridpar.train.trainer import Trainer
 
 #: Numbers of a tensor of a batch that are compared between the workers of a pipeline.
@@ -289,12 +289,7 @@ class PipelinedModel:
         engine.go_on_from(self._steps)
         mine = workers[world.rank] if len(workers) == world.size else {}
         engine.load_state_dict(mine)
-        codecs, own = engine.codecs, codec_states(mine) if mine else []
-        if len(own) == len(codecs) and all(codec.fits(one) for codec, one in zip(codecs, own, strict=True)):
-            return
-        states = [one for part in workers for one in codec_states(part)]
-        for codec in codecs if states else ():
-            codec.load_states(states)
+        load_codec_states(engine.codecs, mine, lambda: workers)
 
     def close(self) -> None:
         """Release hooks and lanes; the model stays as trained."""

@@ -17,15 +17,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hybridpar.errors import LaunchError
 from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, machine_load, read_cluster, write_cluster
 from hybridpar.machine.process import available_cores, worker_environment
 from hybridpar.machine.steady import MOST_NOISE
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _log = logging.getLogger(__name__)
 
@@ -105,9 +101,7 @@ def probe_link(
     world_size: int = 2,
     backend: str = "gloo",
     *,
-    group: ProcessGroup | None = None,
     seconds: float = PROBE_SECONDS,
-    timeout: float = PROBE_TIMEOUT,
 ) -> Link:
     """Measure the link between workers.
 
@@ -118,9 +112,7 @@ def probe_link(
     Args:
         world_size: Local workers to start.
         backend: `gloo` between CPU workers, `nccl` between one worker per GPU.
-        group: Group to measure over, where there are several; default: the default group.
         seconds: Time to spend on latency, and again on bandwidth.
-        timeout: Seconds after which local workers that have not answered are stopped.
 
     Returns:
         Latency in seconds and bandwidth in bytes per second.
@@ -134,19 +126,15 @@ def probe_link(
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         from hybridpar.machine.probe_worker import measure_link
 
-        return measure_link(group, seconds)
+        return measure_link(seconds)
     if world_size < 2:
         raise ValueError(f"a link needs two workers, not {world_size}")
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         store = str(Path(directory) / "store")
-        programs = [
-            _worker_program(
-                "link", rank=rank, world_size=world_size, backend=backend, store=store, seconds=seconds, timeout=timeout
-            )
-            for rank in range(world_size)
-        ]
+        given = {"world_size": world_size, "backend": backend, "store": store, "seconds": seconds}
+        programs = [_worker_program("link", rank=rank, **given, timeout=PROBE_TIMEOUT) for rank in range(world_size)]
         what = f"measuring the link between {world_size} workers over {backend}"
-        with Programs(programs, what, workers=world_size, timeout=timeout) as probe:
+        with Programs(programs, what, workers=world_size) as probe:
             return Link.model_validate_json(probe.answer())
 
 

@@ -66,7 +66,7 @@ def link(rank: int, world_size: int, backend: str, store: str, seconds: float, t
         backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
     try:
-        return measure_link(None, seconds).model_dump_json()
+        return measure_link(seconds).model_dump_json()
     finally:
         # A process that ends with an open group can abort inside the backend's threads.
         dist.destroy_process_group()
@@ -238,11 +238,10 @@ def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -
 
 
 @torch.no_grad()
-def measure_link(group: dist.ProcessGroup | None, seconds: float) -> Link:
-    """Measure a process group with all-reduces. Every rank of the group must call this; all get the same answer.
+def measure_link(seconds: float) -> Link:
+    """Measure the default process group with all-reduces. Every rank must call this; all get the same answer.
 
     Args:
-        group: The group; None for the default group.
         seconds: Time to spend on latency, and again on bandwidth. A very slow link takes longer: the large message is
             1 MiB at least, and is sent four times.
 
@@ -252,23 +251,23 @@ def measure_link(group: dist.ProcessGroup | None, seconds: float) -> Link:
     Raises:
         ValueError: The group has only one worker.
     """
-    world_size = dist.get_world_size(group)
+    world_size = dist.get_world_size()
     if world_size < 2:
         raise ValueError("a link needs two workers, but the group has one")
-    backend = dist.get_backend(group)
+    backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    small, _ = _all_reduce_time(_SMALL_BYTES, group, device, repeats=10)
-    small, _ = _all_reduce_time(_SMALL_BYTES, group, device, _repeats(seconds, small, 20, 1000))
+    small, _ = _all_reduce_time(_SMALL_BYTES, device, repeats=10)
+    small, _ = _all_reduce_time(_SMALL_BYTES, device, _repeats(seconds, small, 20, 1000))
     size = 1 << 20
-    large, _ = _all_reduce_time(size, group, device, repeats=1)
+    large, _ = _all_reduce_time(size, device, repeats=1)
     # Larger messages come closer to the link's bandwidth, as long as a few of the next size fit into the time.
     while size < _LARGE_BYTES and 4 * large * 4 < seconds:
         size *= 4
-        large, _ = _all_reduce_time(size, group, device, repeats=1)
+        large, _ = _all_reduce_time(size, device, repeats=1)
     repeats = _repeats(seconds, large, 3, 100)
     # All ranks know the same noise, so all repeat the same number of times.
     tries, noise = repeat_until_steady(
-        lambda: _all_reduce_time(size, group, device, repeats), lambda done: min(apart for _, apart in done), MOST_NOISE
+        lambda: _all_reduce_time(size, device, repeats), lambda done: min(apart for _, apart in done), MOST_NOISE
     )
     large = min(tries, key=lambda one: one[1])[0]
     # What the small message took is the latency's part of the large one; on a noisy machine it may seem to be all.
@@ -286,20 +285,18 @@ def _repeats(seconds: float, each: float, least: int, most: int) -> int:
     return max(least, min(most, int(seconds / each)))
 
 
-def _all_reduce_time(
-    size: int, group: dist.ProcessGroup | None, device: torch.device, repeats: int
-) -> tuple[float, float]:
+def _all_reduce_time(size: int, device: torch.device, repeats: int) -> tuple[float, float]:
     """Median seconds of an all-reduce of `size` bytes on the slowest rank, after one to warm up; and noise."""
     tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - started)
     # All ranks go on from the same numbers: they decide how many collectives follow.
     found = [statistics.median(times[1:]), halves_apart(times[1:]) if repeats > 1 else 0.0]
     told = torch.tensor(found, dtype=torch.float64, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return float(told[0]), float(told[1])

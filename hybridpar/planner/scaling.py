@@ -109,7 +109,7 @@ class KHat:
         return f"{self.unclamped:,.1f}"
 
 
-def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
+def k_hat(inputs: PlannerInputs) -> KHat:
     """The equation for a model on a cluster.
 
     The exchange is that of a ring, whose limit for many workers is twice the gradient over the slowest link; the
@@ -117,7 +117,6 @@ def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
 
     Args:
         inputs: Of the search.
-        ratio: By how much gradients are made smaller.
     """
     cluster, profile = inputs.cluster, inputs.profile
     workers = cluster.by_worker
@@ -134,7 +133,7 @@ def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
     if profile.update_ms is not None:
         update = profile.update_ms / host.throughput
     per_sample = (sum(forward) + sum(backward)) / (each * host.throughput)
-    return KHat(inputs.batch, per_sample, exchange, ratio, update_ms=update)
+    return KHat(inputs.batch, per_sample, exchange, update_ms=update)
 
 
 @dataclass(frozen=True)

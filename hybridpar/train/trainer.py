@@ -40,7 +40,7 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, Planning, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.stages import cut_model
-from hybridpar.sync.compression import codec_states
+from hybridpar.sync.compression import load_codec_states
 from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import (
     CheckpointData,
@@ -618,27 +618,17 @@ class Trainer:
             self._bad_steps.forget()
             if data.local is not None and data.workers == self.world.size:
                 restore_random_state(data.local["random"], self.world.device)
-                self.engine.load_state_dict(data.local["sync"])
+                own = data.local["sync"]
             else:
                 # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
                 torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
-                self.engine.load_state_dict({})
-            self._load_codecs(Path(path), data)
+                own = {}
+            self.engine.load_state_dict(own)
+            if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
+                _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
+            load_codec_states(engine.codecs, own, lambda: (part["sync"] for part in load_rank_parts(Path(path))))
             extra: dict[str, Any] = dict(data.training["extra"])
         return extra
-
-    def _load_codecs(self, path: Path, data: CheckpointData) -> None:
-        """Take over what codecs kept on other workers than these."""
-        codecs = self.engine.codecs
-        if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
-            _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
-        own = codec_states(data.local["sync"]) if data.local is not None else []
-        same = data.workers == self.world.size and len(own) == len(codecs)
-        if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
-            return
-        states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
-        for codec in codecs if states else ():
-            codec.load_states(states)
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""

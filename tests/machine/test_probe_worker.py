@@ -121,7 +121,7 @@ def alone(tmp_path):
 @pytest.mark.usefixtures("alone")
 def test_a_group_of_one_has_no_link():
     with pytest.raises(ValueError, match="two workers"):
-        measure_link(None, 0.1)
+        measure_link(0.1)
 
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1.0), (4, 1.5)])
@@ -130,15 +130,15 @@ def test_an_ideal_link_is_measured_exactly(monkeypatch, clock, world_size, facto
     latency, sent = 2e-4, []
     made = clock([])
 
-    def all_reduce(tensor, op=None, group=None):
+    def all_reduce(tensor, op=None):
         made.now += latency + factor * tensor.nbytes / bytes_per_second
         if op is None:
             sent.append(tensor.nbytes)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    link = measure_link(None, 3.0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    link = measure_link(3.0)
     small = latency + factor * 4096 / bytes_per_second
     assert link.latency_ms == pytest.approx(small * 1e3)
     # The small message's own bytes are taken for latency, hence 4 KB in 1 MB of tolerance.
@@ -147,27 +147,27 @@ def test_an_ideal_link_is_measured_exactly(monkeypatch, clock, world_size, facto
 
 
 def test_noise_cannot_make_a_link_infinitely_fast(monkeypatch):
-    monkeypatch.setattr(probe_worker, "_all_reduce_time", lambda size, group, device, repeats: (1e-3, 0.0))
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    assert measure_link(None, 0.1).bytes_per_second == pytest.approx((16 << 20) / 1e-3)
+    monkeypatch.setattr(probe_worker, "_all_reduce_time", lambda size, device, repeats: (1e-3, 0.0))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert measure_link(0.1).bytes_per_second == pytest.approx((16 << 20) / 1e-3)
 
 
 def test_a_link_is_measured_again_until_its_all_reduces_agree(monkeypatch):
     def found_after(*noises: float) -> tuple[Link, int]:
         left, asked = iter([*((1e-3 * (1 + one), one) for one in noises)]), []
 
-        def timed(size, group, device, repeats):
+        def timed(size, device, repeats):
             if size < 16 << 20 or repeats == 1:
                 return 1e-4, 0.0
             asked.append(repeats)
             return next(left)
 
         monkeypatch.setattr(probe_worker, "_all_reduce_time", timed)
-        return measure_link(None, 0.1), len(asked)
+        return measure_link(0.1), len(asked)
 
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     link, asked = found_after(0.9, 0.1)
     assert (link.noise, asked) == (0.1, 2)
     assert link.bytes_per_second == pytest.approx((16 << 20) / 1e-3), "the steady one counts, less the latency"
