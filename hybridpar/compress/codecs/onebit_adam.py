@@ -26,6 +26,7 @@ from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Res
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
 from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
+from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("means", "norm")
@@ -79,7 +80,7 @@ class OneBitAdam(Codec):
         return OneBit(least=self.least)
 
 
-class MomentumCoder(WarmUpCoder):
+class MomentumCoder(KeepingCoder, WarmUpCoder):
     """Exchanges the gradient of a parameter, and later its momentum.
 
     Args:
@@ -94,6 +95,7 @@ class MomentumCoder(WarmUpCoder):
         self._config = config
         self.residuals = self._later.residuals
         self._momentum = Kept(spec.count, spec.device)
+        self.kept = {"momentum": self._momentum}
 
     @property
     def warm(self) -> bool:
@@ -122,17 +124,9 @@ class MomentumCoder(WarmUpCoder):
         else:
             self._momentum.next.copy_(out)
 
-    def commit(self) -> None:
-        self._momentum.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps counted, and the momentum, which is equal on all workers."""
-        return {"steps": self._steps, "momentum": self._momentum.now.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._momentum.load(state["momentum"], self.spec.name)
-        self._steps = int(state["steps"])
+    def _divided(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The momentum is equal on all workers."""
+        return {}
 
 
 class ScaledSigns(Quantiser):
