@@ -91,7 +91,7 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
         for text in (short, full):
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
     assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
-    own = {field.name for field in fields(Train)} - {"model", "channels_last"}
+    own = {field.name for field in fields(Train)} - {"model"}
     named = {one if one == "--no-decay" else one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}
     assert "None" not in full, "a default that is no value says nothing"
