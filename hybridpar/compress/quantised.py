@@ -33,13 +33,13 @@ OWNER = "owner"
 class Quantiser(ABC):
     """Turns stripes of one parameter into bytes and back. Stripes are ranges of the first dimension of `view`."""
 
-    @abstractmethod
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy.
+        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy. Here as it is.
 
         Args:
             flat: 1-D, of the parameter's elements in memory order.
         """
+        return flat
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
         """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy.

@@ -16,7 +16,7 @@ import tyro
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.outer import OuterConfig
-from hybridpar.config.ranges import check_ranges
+from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RecipeConfig, refuse
 from hybridpar.config.server import LOCAL
 from hybridpar.errors import UsageError
@@ -96,14 +96,8 @@ class PipelineConfig:
         Raises:
             UsageError: It is neither a word nor a list of numbers, or they sum to nothing.
         """
-        said = self.shares.strip()
-        if said in ("equal", "auto"):
-            return None
-        try:
-            shares = tuple(float(part) for part in said.split(","))
-        except ValueError:
-            shares = ()
-        if not shares or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        shares = numbers_of(self.shares)
+        if shares is not None and not (sum(shares) > 0 and all(0 <= share < math.inf for share in shares)):
             raise UsageError(
                 f"--shares is {self.shares}",
                 "It must be equal, auto, or a number for each replica: none below 0, and not all of them 0.",

@@ -7,6 +7,7 @@ rate as a function of the step. The same program runs on one process or under to
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections import ChainMap
@@ -42,6 +43,7 @@ from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.stages import cut_model
 from hybridpar.sync.compression import load_codec_states
 from hybridpar.sync.policy import is_auto
+from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import (
     CheckpointData,
     Held,
@@ -380,14 +382,36 @@ class Trainer:
         if self._plateau is not None and self.steps_done > warmup:
             self._plateau.step(metric)
 
-    def go_back(self, step: int) -> None:
-        """Forget the steps of a trial whose effects have been undone.
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[Callable[[], None]]:
+        """Inside, steps are tried whose effects are undone at the end; a collective, for a model that is not cut.
 
-        Args:
-            step: Steps that were done before it.
+        Yields:
+            Undoes them earlier, any number of times; a collective.
         """
-        self.steps_done = step
-        self._bad_steps.forget()
+        engine, device, step = self.engine, self.world.device, self.steps_done
+        engine.wait()
+        engine.wire_format()
+        model, average = copy_of(self.model.state_dict()), engine.average_state()
+        training, sync = copy.deepcopy(self._training_state()), copy.deepcopy(engine.state_dict())
+        random = random_state(device)
+
+        def undo() -> None:
+            engine.wait()
+            self.model.load_state_dict(model)
+            self._load_training_state(copy.deepcopy(training), model if average is None else average, step)
+            engine.load_state_dict(copy.deepcopy(sync))
+            restore_random_state(random, device)
+            if self.steps_done != step:
+                self.steps_done = step
+                self._bad_steps.forget()
+
+        engine.on_trial = True
+        try:
+            yield undo
+        finally:
+            engine.on_trial = False
+            undo()
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.

@@ -132,10 +132,6 @@ class MomentumCoder(KeepingCoder, WarmUpCoder):
 class ScaledSigns(Quantiser):
     """Signs and one level per stripe, its norm over the root of its size: [level][bits]."""
 
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
-
     @property
     def unit(self) -> int:
         """Bits fill bytes."""

@@ -109,10 +109,6 @@ class BucketQuantiser(Quantiser):
             codes: 1-D float32, whole numbers from minus to plus `steps`.
         """
 
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
-
     @property
     def unit(self) -> int:
         """Buckets are not cut."""

@@ -94,10 +94,6 @@ class LevelQuantiser(Quantiser):
     def __init__(self, steps: int, noise: Noise) -> None:
         self._steps, self._noise = steps, noise
 
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
-
     def size(self, shape: Sequence[int]) -> int:
         """Scale and codes."""
         return _HEAD + self._fields(shape[0]).bytes

@@ -139,10 +139,6 @@ class TernaryQuantiser(Quantiser):
         """What fills a word of 32 bits."""
         return 16
 
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
-
     def size(self, shape: Sequence[int]) -> int:
         """Level and codes."""
         return _HEAD + pairs_size(shape[0])
