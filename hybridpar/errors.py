@@ -99,6 +99,16 @@ class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
 
 
+def not_installed(what: str, extra: str) -> UsageError:
+    """The error of a package that is missing.
+
+    Args:
+        what: What needs which package.
+        extra: The extra of hybridpar that brings it.
+    """
+    return UsageError(f"{what}, which is not installed", fix=f"Install it: pip install 'hybridpar[{extra}]'")
+
+
 def shortened(value: object, most: int = 200) -> str:
     """A value as text for a message; of a longer one the middle is left out.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, not_installed
 from hybridpar.formats.output_files import check_picture
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.observe.timeline_text import headline
@@ -144,7 +144,7 @@ def require_drawing(path: Path) -> None:
     """
     check_picture("--draw", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
+        raise not_installed("drawing needs matplotlib", "plots")
 
 
 def _title(timeline: Timeline, step: int) -> str:

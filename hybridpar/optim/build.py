@@ -346,7 +346,8 @@ def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         group: A group of an optimizer, or one that `optimizer_state` returned.
     """
-    return {key: _copied(group[key]) for key in _COUNTERS & group.keys()}
+    found = {key: group[key] for key in _COUNTERS & group.keys()}
+    return {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in found.items()}
 
 
 def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
@@ -366,10 +367,6 @@ def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     for group in optimizer.param_groups:
         own = {names.get(id(parameter)) for parameter in group["params"]}
         put_counters(group, next((other for other in saved["groups"] if own.intersection(other["names"])), {}))
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, not_installed
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.layout import Block, Layout, Wire, lay_out, readable_bytes
 from hybridpar.plan import Plan
@@ -73,7 +73,7 @@ def require_matplotlib() -> None:
         UsageError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
+        raise not_installed("drawing needs matplotlib", "plots")
 
 
 def _title(plan: Plan) -> str:

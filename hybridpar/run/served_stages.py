@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -27,6 +26,7 @@ from hybridpar.server.link import Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import exchange
 from hybridpar.server.stripes import trained_parameters
+from hybridpar.train.engine import NoOptimizer
 from hybridpar.train.trainer import Trainer
 
 #: Where worker 0 tells how the model is cut.
@@ -118,7 +118,7 @@ class Replica:
         if place.learner:
             plan = PlannedRun(ResolvedPlan.model_validate_json(place.wait_for(_CUT, 24 * 3600.0)))
         more = {"replicas": None, "clip_norm": None, "clip_mode": "norm", "weights": None}
-        given: dict[str, Any] = {"optimizer": _Gradients, "plan": plan, "example": example}
+        given: dict[str, Any] = {"optimizer": NoOptimizer, "plan": plan, "example": example}
         trainer = inner_trainer(model, config, loss, self.world, classes, more, **given)
         if place.rank == 0:
             place.store.set(_CUT, trainer.plan.to_json())
@@ -127,16 +127,6 @@ class Replica:
         if place.positions > 1:  # else this worker trains the whole model, whose stages are lanes here
             self.parts = [nn.ModuleList(modules) for modules in pipeline.modules_by_position()]
         return trainer
-
-
-class _Gradients(torch.optim.Optimizer):
-    """Leaves gradients and parameters as they are: the shards step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters(), {"lr": 1.0})
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Do nothing."""
 
 
 class StageLearner(GradientPusher):

@@ -55,6 +55,24 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
+class NoOptimizer(torch.optim.Optimizer):
+    """Leaves parameters as they are and gradients in `.grad`, for somebody else who steps.
+
+    Args:
+        module: Has the parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(list(module.parameters()), {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing.
+
+        Args:
+            closure: Not used.
+        """
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is made from.

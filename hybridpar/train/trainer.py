@@ -24,7 +24,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.recipe import LATE, refuse
 from hybridpar.config.server import OUTER
-from hybridpar.errors import CheckpointError, SyncError, UsageError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -49,6 +49,7 @@ from hybridpar.train.checkpoint import (
     Held,
     load_checkpoint,
     load_rank_parts,
+    require_model,
     save_checkpoint,
     usable,
 )
@@ -625,12 +626,7 @@ class Trainer:
         elif engine.in_parts:
             held = Held(self.fingerprint, engine.stepped)
         data = load_checkpoint(Path(path), self.world.rank, held)
-        if data.fingerprint != self.fingerprint:
-            raise CheckpointError(
-                f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
-                "Names, shapes and dtypes of all parameters and buffers must be equal.",
-                "Name the model and the number of classes that the checkpoint was made with.",
-            )
+        require_model(Path(path), data, self.fingerprint, self.model)
         with usable(Path(path)):
             if not engine.own_only:
                 self.model.load_state_dict(data.model)
@@ -671,16 +667,3 @@ class Trainer:
             if self._owns_lanes:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(kind, error, trace)
-
-
-def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
-    own = model.state_dict()
-    for name, tensor in saved.items():
-        if name not in own:
-            return f"it has {name}, this model has not"
-        if own[name].shape != tensor.shape:
-            return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
-    for name in own:
-        if name not in saved:
-            return f"this model has {name}, it has not"
-    return "dtypes differ"
