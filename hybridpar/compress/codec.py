@@ -607,6 +607,12 @@ class Codec(ABC):
         return math.prod(shape) > 0
 
     @property
+    def core(self) -> Codec:
+        """The codec without what is around it: error feedback, casts."""
+        inner: Codec | None = getattr(self, "inner", None)
+        return self if inner is None else inner.core
+
+    @property
     def keeps_momentum(self) -> bool:
         """Whether it keeps momentum with the options that it has; `refuses_momentum` is about the codec as such."""
         return self.refuses_momentum

@@ -560,9 +560,7 @@ def check_outer_policy(policy: Policy) -> None:
         UsageError: There is such a codec.
     """
     for rule in policy.rules:
-        core: Any = rule.codec
-        while (inner := getattr(core, "inner", None)) is not None:
-            core = inner
+        core = rule.codec.core
         if core.refuses_momentum or not core.gives_sums:
             raise UsageError(
                 f"--compress {core.name} with --sync outer:H",

@@ -275,9 +275,12 @@ class Trainer:
     def _open_outer_engine(self, parts: EngineParts) -> Engine:
         from hybridpar.train.outer import OuterEngine
 
+        return OuterEngine(parts, total_steps=self.total_steps, warmup_steps=self._warmup_steps)
+
+    @property
+    def _warmup_steps(self) -> int:
         total = self.total_steps
-        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        return OuterEngine(parts, total_steps=total, warmup_steps=warmup)
+        return 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -378,9 +381,7 @@ class Trainer:
         Args:
             metric: Such as the accuracy after an epoch; the larger, the better. During the warm-up it does not count.
         """
-        total = self.total_steps
-        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        if self._plateau is not None and self.steps_done > warmup:
+        if self._plateau is not None and self.steps_done > self._warmup_steps:
             self._plateau.step(metric)
 
     @contextlib.contextmanager

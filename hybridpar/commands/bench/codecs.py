@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -124,10 +123,7 @@ def code_of(codec: Codec) -> str:
     Args:
         codec: The codec.
     """
-    inner: Any = codec
-    while hasattr(inner, "inner"):
-        inner = inner.inner
-    return _KERNELS if inner.kernels and kernels.table() else _FALLBACK
+    return _KERNELS if codec.core.kernels and kernels.table() else _FALLBACK
 
 
 def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:

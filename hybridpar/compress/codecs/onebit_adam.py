@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
-from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import ALIGN, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
 from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.errors import UsageError, nearest
@@ -145,7 +145,7 @@ class ScaledSigns(Quantiser):
         """Zero counts as plus."""
         count = values.numel()
         v = residual.take(values, 0)
-        level, packed = _parts(out, count)
+        level, packed = level_and_bits(out, count)
         level.copy_(torch.linalg.vector_norm(v) / math.sqrt(count))
         bits = scratch.take("bits", count, torch.bool)
         at_least(v, 0.0, bits)
@@ -154,14 +154,9 @@ class ScaledSigns(Quantiser):
             v.sub_(_signs(bits, level, scratch))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        level, packed = _parts(message, out.numel())
+        level, packed = level_and_bits(message, out.numel())
         put(_signs(unpack_bits(packed, out.numel()), level / divisor, scratch), out, add=add)
 
 
 def _signs(bits: Tensor, level: Tensor, scratch: Scratch) -> Tensor:
     return scratch.take("half", bits.numel()).copy_(bits).mul_(2).sub_(1).mul_(level)
-
-
-def _parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Level and packed bits of a message."""
-    return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]

@@ -18,7 +18,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> bool:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _has_kernels(codec, device) and table(device) is not None
+    return device.type in codec.core.kernels and table(device) is not None
 
 
 def prepare_aside(codecs: Iterable[Codec]) -> None:
@@ -89,7 +89,7 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
     Args:
         codecs: Those that may be used.
     """
-    if any(_has_kernels(codec, _CPU) for codec in codecs):
+    if any("cpu" in codec.core.kernels for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
 
 
@@ -97,15 +97,6 @@ def _load_aside() -> None:
     with contextlib.suppress(OSError, AttributeError):  # what this thread starts, the compiler too, has its priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE)
     table()
-
-
-def _has_kernels(codec: Codec, device: torch.device) -> bool:
-    inner: Any = codec
-    while inner is not None:
-        if device.type in inner.kernels:
-            return True
-        inner = getattr(inner, "inner", None)
-    return False
 
 
 def onebit_encode(
