@@ -19,7 +19,7 @@ from hybridpar.compress.codec import Codec, Collective
 from hybridpar.compress.exchange import PhaseTimes
 from hybridpar.compress.policy import Policy, exact_rules, parse_codec
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, lasting_rounds
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, nearest
 
 #: Casts, whose rounding is that of mixed precision.
 CLOSE = ("fp16", "bf16")
@@ -53,8 +53,7 @@ def candidates_of(fidelity: str) -> dict[str, Codec]:
     Raises:
         UsageError: There is no such fidelity.
     """
-    if fidelity not in FIDELITIES:
-        raise UsageError(f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
+    check(fidelity in FIDELITIES, f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
     return {text: parse_codec(text) for text in FIDELITIES[fidelity]}
 
 

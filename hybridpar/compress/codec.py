@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, check
 from hybridpar.registry import Registry
 
 #: Elements that a coder works on at a time: 256 KB of float32.
@@ -633,8 +633,7 @@ class LargeTensorCodec(Codec):
     least: int
 
     def __post_init__(self) -> None:
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

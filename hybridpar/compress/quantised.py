@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import aligned
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 #: Key of the residual of what this worker, as owner of a stripe, does not send on.
 OWNER = "owner"
@@ -324,8 +324,7 @@ def check_meet(meet: str) -> None:
     Raises:
         UsageError: There is no such way.
     """
-    if meet not in WAYS:
-        raise UsageError(f"meet={meet}", "It says how messages meet.", nearest(meet, WAYS))
+    check_choice("meet", meet, WAYS, "It says how messages meet.")
 
 
 def quantised_coder(

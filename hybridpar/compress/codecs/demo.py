@@ -34,7 +34,7 @@ from hybridpar.compress.codec import (
 )
 from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.compress.sparse import Picks, check_rate, share
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 _LEVELS = ("mean", "one", "off")
 
@@ -83,12 +83,9 @@ class DecoupledMomentum(LargeTensorCodec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.0078125)
-        if not 0 <= self.momentum <= 1:
-            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
-        if not 2 <= self.chunk <= 256:
-            raise UsageError(f"chunk={self.chunk}", "It is a number of elements from 2 to 256.", "Use 64.")
-        if self.level not in _LEVELS:
-            raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
+        check(0 <= self.momentum <= 1, f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
+        check(2 <= self.chunk <= 256, f"chunk={self.chunk}", "It is a number of elements from 2 to 256.", "Use 64.")
+        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> ComponentCoder:

@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Kept, Residual, Round, TensorSpec
 from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 #: What the share that is sent is multiplied with from one level of the warm-up to the next; also its first value.
 _FALL = 0.25
@@ -61,14 +61,10 @@ class DeepGradient(Codec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.001)
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        if self.ramp < 0:
-            raise UsageError(f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
-        if not 0 <= self.clip < math.inf:
-            raise UsageError(f"clip={self.clip:g}", "It is a length.", "Use 0 for none.")
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        check(self.ramp >= 0, f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
+        check(0 <= self.clip < math.inf, f"clip={self.clip:g}", "It is a length.", "Use 0 for none.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def bind(self, spec: TensorSpec) -> MomentumCoder:
         return MomentumCoder(spec, self, len(spec.shape) > 1 and spec.count >= self.least)

@@ -27,7 +27,7 @@ from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
 from hybridpar.compress.packing import ALIGN, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
 from hybridpar.compress.redivide import KeepingCoder
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 _LEVELS = ("means", "norm")
 
@@ -57,13 +57,9 @@ class OneBitAdam(Codec):
     gives_sums = False
 
     def __post_init__(self) -> None:
-        if self.warm < 0:
-            raise UsageError(f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
-        if not 0 <= self.beta < 1:
-            raise UsageError(f"beta={self.beta:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        if self.levels not in _LEVELS:
-            fix = nearest(self.levels, _LEVELS)
-            raise UsageError(f"levels={self.levels}", "It says what signs are multiplied with.", fix)
+        check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
+        check(0 <= self.beta < 1, f"beta={self.beta:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        check_choice("levels", self.levels, _LEVELS, "It says what signs are multiplied with.")
         self._signs()
 
     def fits(self, shape: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CHUNK, CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 _LEVELS = ("mean", "one")
 
@@ -44,8 +44,7 @@ class SignSgd(LargeTensorCodec):
     takes_feedback = False
 
     def __post_init__(self) -> None:
-        if self.level not in _LEVELS:
-            raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
+        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
