@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 #: Characters of a part of a message.
 _LONGEST = 2_000
@@ -97,6 +97,47 @@ class ExportError(HybridparError):
 
 class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
+
+
+def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
+    """Refuses a value that breaks its rule.
+
+    Args:
+        holds: The rule.
+        what: The value, with its name.
+        why: The rule in words.
+        fix: One thing to do.
+
+    Raises:
+        UsageError: It does not hold.
+    """
+    if not holds:
+        raise UsageError(what, why, fix)
+
+
+def check_choice(option: str, value: str, choices: Collection[str], why: str) -> None:
+    """Refuses a value that is none of those an option has.
+
+    Args:
+        option: Name of the option.
+        value: Its value.
+        choices: The valid ones.
+        why: What the option says.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    check(value in choices, f"{option}={value}", why, nearest(value, choices))
+
+
+def not_installed(what: str, extra: str) -> UsageError:
+    """The error of a package that is missing.
+
+    Args:
+        what: What needs which package.
+        extra: The extra of hybridpar that brings it.
+    """
+    return UsageError(f"{what}, which is not installed", fix=f"Install it: pip install 'hybridpar[{extra}]'")
 
 
 def shortened(value: object, most: int = 200) -> str:

@@ -66,7 +66,7 @@ EQUAL = {
     "clipping": TrainConfig(lr=1e-3, clip_norm=0.5),
     "no guard": TrainConfig(lr=1e-3, guard=False),
     "adamw": TrainConfig(lr=1e-4, optimizer="adamw"),
-    "channels-last": TrainConfig(lr=1e-3, channels_last=True),
+    "channels-last": TrainConfig(lr=1e-3, memory_format="channels_last"),
 }
 
 
@@ -249,7 +249,7 @@ def main() -> int:
     if not options.no_timing:
         table = RESULTS / "steps.csv"
         time_steps("resnet18", 256, 32, TrainConfig(lr=0.01), gpu, table)
-        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", channels_last=True), gpu, table)
+        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", memory_format="channels_last"), gpu, table)
         for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
             append_rows(RESULTS / "kernels.csv", list(rows))
             print_rows(list(rows))

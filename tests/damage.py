@@ -333,7 +333,8 @@ class Checkpoints:
         optimizer = {"kind": "AdamW", "groups": [{"names": ["w"], "lr": 0.1, "betas": (0.9, 0.999)}], "state": moments}
         model = {"w": torch.ones(2, 3), "b": torch.arange(3)}
         training = {"optimizer": optimizer, "extra": {"note": [1, None, "a" * 300, 2**70], "set": {1, 2}}}
-        local = {"random": {"torch": torch.get_rng_state()[:8]}, "sync": {"order": ["w", "b"]}}
+        sync = {"pipeline": {"orders": {"0": {"order": ["w", "b"]}}}}
+        local = {"random": {"torch": torch.get_rng_state()[:8]}, "sync": sync}
         self.path = save_checkpoint(folder, CheckpointData(3, "f" * 16, model, training, local), World())
         self._good = {path.name: path.read_bytes() for path in self.path.iterdir()}
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from hybridpar import __version__
 from hybridpar.cli import main
-from hybridpar.commands import COMMANDS, HELP_ALL, load_commands
+from hybridpar.commands import COMMANDS, HELP_ALL
 from hybridpar.commands.train import GROUPS, SHOWN, NodeOptions, Train
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions
@@ -91,7 +91,7 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
         for text in (short, full):
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
     assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
-    own = {field.name for field in fields(Train)} - {"model", "channels_last"}
+    own = {field.name for field in fields(Train)} - {"model"}
     named = {one if one == "--no-decay" else one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}
     assert "None" not in full, "a default that is no value says nothing"
@@ -101,24 +101,6 @@ def test_every_option_of_train_is_in_one_group(capsys):
     groups = [*GROUPS.values(), (FileOptions,), (NodeOptions,)]
     inside = [field.name for bases in groups for base in bases for field in fields(base)]
     assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        (["train", "resnet18", "--channels-last"], ["train", "resnet18", "--memory-format", "channels_last"]),
-        (["tune", "mobilenet_v2", "--layout", "contiguous"], ["tune", "mobilenet_v2", "--memory-format", "contiguous"]),
-        (["plan", "resnet18", "--channels-last"], ["plan", "resnet18", "--memory-format", "channels_last"]),
-        (["bench", "codecs", "--codec", "fp16"], ["bench", "codecs", "--compress", "fp16"]),
-    ],
-)
-def test_former_spellings_are_read(former, now):
-    load_commands()
-    one, other = (COMMANDS.get(words[0]).parse(words[0], words[1:]) for words in (former, now))
-    if former[0] == "train":
-        assert (one.uses_channels_last, one.memory_format) == (True, other.memory_format)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["bench", "sync"], ["bench", "codecs"], ["doctor"]])

@@ -34,7 +34,6 @@ class Command:
         run: Function that runs it.
         groups: Titles of its help screen, with the base classes of `options` that each shows; empty for one group.
         shown: Names of the options that `--help` shows where there are groups; `--help-all` shows all.
-        former: Names of options that are still read, and are in neither of these help screens.
         expand: Called with a command line and with what reads one; returns the command line that is read in its place.
     """
 
@@ -42,7 +41,6 @@ class Command:
     run: Callable[[Any, Sequence[str]], int]
     groups: Mapping[str, tuple[type, ...]]
     shown: Collection[str]
-    former: Collection[str]
     expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None
 
     def expanded(self, name: str, arguments: Sequence[str]) -> list[str]:
@@ -78,7 +76,7 @@ class Command:
         words, target = list(arguments), self.options
         config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
         if self.groups and {HELP_ALL, "--help", "-h"} & set(words):
-            most = {one.name for one in fields(self.options)} - set(self.former)
+            most = {one.name for one in fields(self.options)}
             target = grouped(self.options, self.groups, most if HELP_ALL in words else self.shown)
             words = ["--help"]
             config = (*config, tyro.conf.DisallowNone)
@@ -95,7 +93,6 @@ def register_command(
     *,
     groups: Mapping[str, tuple[type, ...]] | None = None,
     shown: Collection[str] = (),
-    former: Collection[str] = (),
     expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None,
 ) -> Callable[[Callable[[Options, Sequence[str]], int]], Callable[[Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
@@ -109,7 +106,6 @@ def register_command(
         options: Dataclass whose fields are the options; their docstrings are the help.
         groups: Titles of its help screen, with the base classes of `options` that each shows.
         shown: Options that `--help` shows where there are groups.
-        former: Options that are still read, and are in no help screen.
         expand: Called with a command line and with what reads one; returns the command line that is read instead.
 
     Returns:
@@ -117,7 +113,7 @@ def register_command(
     """
 
     def enter(run: Callable[[Options, Sequence[str]], int]) -> Callable[[Options, Sequence[str]], int]:
-        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, former, expand))
+        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, expand))
         return run
 
     return enter

@@ -58,7 +58,6 @@ _SHOWN = (
     FindLr,
     groups={"Range test": (RangeOptions,), "Configuration files": (FileOptions,), **GROUPS},
     shown=_SHOWN,
-    former=("channels_last",),
     expand=expand,
 )
 def run_find_lr(command: FindLr, _: Sequence[str]) -> int:

@@ -116,7 +116,7 @@ def _plain(run: PastRun) -> dict[str, Any]:
 
 
 def _compare(what: CompareRuns) -> int:
-    from hybridpar.run.runs import FIGURES, differing_options, read_run
+    from hybridpar.run.runs import FIGURES, differing_options, names_of, read_run
 
     if len(what.runs) < 2:
         raise UsageError("one run cannot be compared", fix="Name another one: hybridpar runs compare RUN RUN.")
@@ -125,9 +125,7 @@ def _compare(what: CompareRuns) -> int:
     if what.json:
         print(json.dumps({"runs": [_plain(run) for run in runs], "differing": differing}, indent=2))
         return 0
-    names = [run.directory.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.directory) for run in runs]
+    names = names_of([run.directory for run in runs])
     rows = [("", *names)]
     rows += [
         (f"--{name.replace('_', '-')}" if name != "model" else name, *map(_text, values))

@@ -100,22 +100,17 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _show_run(directory: Path, console: Console) -> Plan | None:
     """What a run is, how far it is, its result, its plan and its checkpoints."""
-    from hybridpar.observe import print_report, read_metrics
-    from hybridpar.observe.summary import read_summary
+    from hybridpar.observe import print_report
     from hybridpar.plan import read_plan
-    from hybridpar.run.directory import run_facts
-    from hybridpar.train.checkpoint_files import list_checkpoints
+    from hybridpar.run.runs import read_run
 
-    facts = run_facts(directory)
-    summary, checkpoints = read_summary(directory), list_checkpoints(directory / "checkpoints")
-    recorded = read_metrics(directory).steps["step"]
-    done = int(recorded[-1]) if len(recorded) else 0
-    if summary is not None and summary["steps"] >= done:
-        print_report(summary, console=console)
+    run = read_run(directory)
+    if run.summary is not None:
+        print_report(run.summary, console=console)
     else:
-        data = facts.get("options", {}).get("data", "")
-        console.print(f"run  {facts['model']} on {data}, without a report: still running, or ended before its end")
-        console.print(f"     {done:,} steps are recorded")
+        model, data = run.options["model"], run.options.get("data", "")
+        console.print(f"run  {model} on {data}, without a report: still running, or ended before its end")
+        console.print(f"     {run.figures['steps']:,} steps are recorded")
     console.print()
     plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
     if plan is not None:
@@ -123,12 +118,12 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
         console.print(f"plan         {len(plan.partition.stages)} stage(s), {replicas} replica(s)", highlight=False)
         for line in plan_lines(plan):
             console.print(line, highlight=False)
-    best = (summary or {}).get("best") or {}
+    best = (run.summary or {}).get("best") or {}
     label = str(best.get("metric", "test_accuracy")).replace("_", " ")
-    for number, path in enumerate(checkpoints):
+    for number, path in enumerate(run.checkpoints):
         said = f" (best {label})" * (path.relative_to(directory).as_posix() == best.get("checkpoint"))
         console.print(f"{'' if number else 'checkpoints':11}  {path}{said}", highlight=False, soft_wrap=True)
-    if not checkpoints:
+    if not run.checkpoints:
         console.print("checkpoints  none")
     return plan
 

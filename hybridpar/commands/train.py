@@ -67,7 +67,6 @@ class Train(TrainConfig, FileOptions, NodeOptions):
     Train,
     groups={"Configuration files": (FileOptions,), **GROUPS, "Parallelism": (*GROUPS["Parallelism"], NodeOptions)},
     shown=SHOWN,
-    former=("channels_last",),
     expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
@@ -256,8 +255,6 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
         Names of fields of `TrainConfig`.
     """
     words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
-    if "channels_last" in words:
-        words.add("memory_format")
     return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
 
 

@@ -9,7 +9,6 @@ With stages and without, buckets leave in the last micro-batch's backward pass, 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from hybridpar.compress.codec import Codec, Collective
+from hybridpar.compress.exchange import PhaseTimes
 from hybridpar.compress.policy import Policy, exact_rules, parse_codec
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, lasting_rounds
-from hybridpar.errors import UsageError, nearest
-
-_log = logging.getLogger(__name__)
+from hybridpar.errors import check, nearest
 
 #: Casts, whose rounding is that of mixed precision.
 CLOSE = ("fp16", "bf16")
@@ -55,29 +53,8 @@ def candidates_of(fidelity: str) -> dict[str, Codec]:
     Raises:
         UsageError: There is no such fidelity.
     """
-    if fidelity not in FIDELITIES:
-        raise UsageError(f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
+    check(fidelity in FIDELITIES, f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
     return {text: parse_codec(text) for text in FIDELITIES[fidelity]}
-
-
-@dataclass(frozen=True)
-class BucketTimes:
-    """Milliseconds that a bucket takes on a sync lane.
-
-    Attributes:
-        encode: Writing its messages.
-        wire: On the link.
-        decode: Reading them.
-    """
-
-    encode: float
-    wire: float
-    decode: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.encode + self.wire + self.decode
 
 
 @dataclass(frozen=True)
@@ -179,9 +156,9 @@ def _places(parts: Sequence[Layers]) -> list[tuple[int, int]]:
 
 
 def _spare_hidden(
-    best: list[list[BucketTimes]],
+    best: list[list[PhaseTimes]],
     rules: list[list[list[_Rule]]],
-    plain: Sequence[Sequence[BucketTimes]],
+    plain: Sequence[Sequence[PhaseTimes]],
     parts: Sequence[Layers],
 ) -> None:
     """Leave buckets uncompressed where that makes the step no longer."""
@@ -194,7 +171,7 @@ def _spare_hidden(
                 best[number], rules[number][index] = trial, []
 
 
-def _predict_all(times: Sequence[Sequence[BucketTimes]], parts: Sequence[Layers]) -> list[Prediction]:
+def _predict_all(times: Sequence[Sequence[PhaseTimes]], parts: Sequence[Layers]) -> list[Prediction]:
     return [predict(buckets, part) for buckets, part in zip(times, parts, strict=True)]
 
 
@@ -202,7 +179,7 @@ def _exposed(predictions: Sequence[Prediction]) -> float:
     return max(one.exposed_ms for one in predictions)
 
 
-def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
+def predict(buckets: Sequence[PhaseTimes], layers: Layers) -> Prediction:
     """What buckets take together: lanes work side by side, and the link serves one message after the other.
 
     Args:
@@ -228,9 +205,9 @@ def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
     return Prediction(busy, max(0.0, end - hidden))
 
 
-def _plain_times(bucket: Sequence[tuple[str, tuple[int, ...]]], link: Mapping[Kind, LinkCost]) -> BucketTimes:
+def _plain_times(bucket: Sequence[tuple[str, tuple[int, ...]]], link: Mapping[Kind, LinkCost]) -> PhaseTimes:
     size = sum(4 * math.prod(shape) for _, shape in bucket)
-    return BucketTimes(0.0, link[PLAIN].ms(size), 0.0)
+    return PhaseTimes(0.0, link[PLAIN].ms(size), 0.0)
 
 
 def _times(
@@ -239,7 +216,7 @@ def _times(
     rate: CodecRate,
     link: Mapping[Kind, LinkCost],
     workers: int,
-) -> tuple[BucketTimes, list[str]]:
+) -> tuple[PhaseTimes, list[str]]:
     """What a bucket takes if a codec is used for those layers that it makes faster; and which."""
     encode = wire = decode = 0.0
     names, collectives = [], set[tuple[int, Kind]]()
@@ -258,4 +235,4 @@ def _times(
         wire += plain
         collectives.add((0, PLAIN))
     wire += sum(link[kind].latency_ms for _, kind in collectives)
-    return BucketTimes(encode, wire, decode), names
+    return PhaseTimes(encode, wire, decode), names

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, check
 from hybridpar.registry import Registry
 
 #: Elements that a coder works on at a time: 256 KB of float32.
@@ -607,6 +607,12 @@ class Codec(ABC):
         return math.prod(shape) > 0
 
     @property
+    def core(self) -> Codec:
+        """The codec without what is around it: error feedback, casts."""
+        inner: Codec | None = getattr(self, "inner", None)
+        return self if inner is None else inner.core
+
+    @property
     def keeps_momentum(self) -> bool:
         """Whether it keeps momentum with the options that it has; `refuses_momentum` is about the codec as such."""
         return self.refuses_momentum
@@ -627,8 +633,7 @@ class LargeTensorCodec(Codec):
     least: int
 
     def __post_init__(self) -> None:
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""

@@ -578,15 +578,6 @@ class Exchange:
         for coder in self.coders:
             coder.rollback()
 
-    def rescale(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use.
-
-        Args:
-            learning_rate: In any unit; its changes count.
-        """
-        for coder in self.coders:
-            coder.rescale(learning_rate)
-
     def _lay_out(self) -> None:
         """Make the messages' memory, where rounds are not those of the step before."""
         rounds = tuple(coder.rounds for coder in self.coders)

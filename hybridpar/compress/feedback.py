@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder, as_inner
 from hybridpar.compress.redivide import divide
-from hybridpar.errors import CheckpointError, UsageError, nearest
+from hybridpar.errors import CheckpointError, check, check_choice
 
 #: What residuals may be kept in.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -153,14 +153,11 @@ class ErrorFeedback(Codec):
     one_message: ClassVar[bool] = as_inner("one_message")
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise UsageError(f"decay={self.decay:g}", "It is above 0 and at most 1.", "Use 1, or 0.9 with momentum.")
-        if self.warmup < 0:
-            raise UsageError(f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
-        if self.residual not in _DTYPES:
-            raise UsageError(
-                f"residual={self.residual}", "It says how residuals are kept.", nearest(self.residual, _DTYPES)
-            )
+        check(
+            0 < self.decay <= 1, f"decay={self.decay:g}", "It is above 0 and at most 1.", "Use 1, or 0.9 with momentum."
+        )
+        check(self.warmup >= 0, f"warmup={self.warmup}", "It is a number of steps.", "Use 0 or more.")
+        check_choice("residual", self.residual, _DTYPES, "It says how residuals are kept.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CHUNK, NO_RESIDUAL, Coder, Residual, Scratch, TensorSpec
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
@@ -35,8 +35,7 @@ def check_rounding(rounding: str) -> None:
     Raises:
         UsageError: There is no such way.
     """
-    if rounding not in ROUNDINGS:
-        raise UsageError(f"rounding={rounding}", "It says how values are rounded.", nearest(rounding, ROUNDINGS))
+    check_choice("rounding", rounding, ROUNDINGS, "It says how values are rounded.")
 
 
 class Noise:

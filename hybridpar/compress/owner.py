@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import NO_RESIDUAL, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.quantised import OWNER, Quantiser, ShardedCoder
-from hybridpar.compress.redivide import places
+from hybridpar.compress.redivide import KeepingCoder, places
 
 #: Where AdaGrad may be.
 PLACEMENTS = ("owner", "worker", "after", "off")
@@ -121,7 +121,7 @@ class OwnerRule:
     warm: int = 0
 
 
-class OwnerCoder(WarmUpCoder):
+class OwnerCoder(KeepingCoder, WarmUpCoder):
     """Exchanges one parameter stripe by stripe, and lets the owners apply a rule.
 
     Args:
@@ -142,6 +142,7 @@ class OwnerCoder(WarmUpCoder):
         sizes = {"worker": every, "off": 0}
         self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
         self._momentum = Kept(own if rule.momentum else 0, spec.device)
+        self.kept = {"squares": self._squares, "momentum": self._momentum}
         self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, device=spec.device)
         self._samples = 1.0
 
@@ -159,36 +160,15 @@ class OwnerCoder(WarmUpCoder):
         """Momentum forgets as much per sample as before: mu becomes mu^samples."""
         self._samples = samples
 
-    def commit(self) -> None:
-        self._squares.commit()
-        self._momentum.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps counted, and this worker's h and m."""
-        return {
-            "steps": self._steps,
-            "squares": self._squares.now.clone(),
-            "momentum": self._momentum.now.clone(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._squares.load(state["squares"], self.spec.name)
-        self._momentum.load(state["momentum"], self.spec.name)
-        self._steps = int(state["steps"])
-
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def _divided(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Stripes are put together and cut anew; what each worker kept of the whole becomes the mean."""
-        if len(states) == self.spec.workers:
-            self.load_state_dict(states[self.spec.rank])
-            return
         squares = [state["squares"] for state in states]
         if self._rule.adagrad == "worker":
             mine = torch.stack(squares).mean(0)
         else:
             mine = self._cut(squares, self._squares.now.numel())
         momentum = self._cut([state["momentum"] for state in states], self._momentum.now.numel())
-        self.load_state_dict({"steps": states[0]["steps"], "squares": mine, "momentum": momentum})
+        return {"squares": mine, "momentum": momentum}
 
     def _cut(self, stripes: Sequence[Tensor], size: int) -> Tensor:
         """This worker's stripe out of those of all workers of another number."""

@@ -53,6 +53,16 @@ def bits_size(count: int) -> int:
     return -(-count // 8)
 
 
+def level_and_bits(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Parts of the message of a level, one element, and bits.
+
+    Args:
+        message: 1-D uint8.
+        count: Number of bits.
+    """
+    return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]
+
+
 def pack_bits(bits: Tensor, out: Tensor) -> None:
     """Pack truth values, the first into the most significant bit of the first byte.
 

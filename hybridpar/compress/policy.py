@@ -139,9 +139,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
-    core: Any = codec
-    while (inner := getattr(core, "inner", None)) is not None:
-        core = inner
+    core = codec.core
     # An optimizer may be made for what a codec hands over.
     if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
         return
@@ -252,15 +250,6 @@ class Rule:
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
-def _decodes_by_kernels(codec: Codec) -> bool:
-    inner: Any = codec
-    while inner is not None:
-        if inner.decodes_by_kernels:
-            return True
-        inner = getattr(inner, "inner", None)
-    return False
-
-
 @dataclass(frozen=True)
 class Policy:
     """The codec of each parameter.
@@ -334,7 +323,7 @@ class Policy:
         Returns:
             What must be equal on all workers beside the policy, in words: whether there are kernels, where it matters.
         """
-        needs = {prepare(rule.codec, device) for rule in self.rules if _decodes_by_kernels(rule.codec)}
+        needs = {prepare(rule.codec, device) for rule in self.rules if rule.codec.core.decodes_by_kernels}
         return "" if not needs else "with kernels" if all(needs) else "without kernels"
 
     def check(self, names: Collection[str]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import aligned
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 #: Key of the residual of what this worker, as owner of a stripe, does not send on.
 OWNER = "owner"
@@ -33,13 +33,13 @@ OWNER = "owner"
 class Quantiser(ABC):
     """Turns stripes of one parameter into bytes and back. Stripes are ranges of the first dimension of `view`."""
 
-    @abstractmethod
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy.
+        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy. Here as it is.
 
         Args:
             flat: 1-D, of the parameter's elements in memory order.
         """
+        return flat
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
         """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy.
@@ -324,8 +324,7 @@ def check_meet(meet: str) -> None:
     Raises:
         UsageError: There is no such way.
     """
-    if meet not in WAYS:
-        raise UsageError(f"meet={meet}", "It says how messages meet.", nearest(meet, WAYS))
+    check_choice("meet", meet, WAYS, "It says how messages meet.")
 
 
 def quantised_coder(

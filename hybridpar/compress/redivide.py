@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import WORKER, Codec, Coder, TensorSpec
+from hybridpar.compress.codec import WORKER, Codec, Coder, Kept, TensorSpec
 from hybridpar.errors import CheckpointError
 
 
@@ -73,6 +73,39 @@ def even_share(spec: TensorSpec, saved: Sequence[Tensor]) -> Tensor:
     """
     scale = spec.divisor / (len(saved) if spec.average else 1) / spec.workers
     return torch.stack([one.double() for one in saved]).sum(0).mul_(scale).float()
+
+
+class KeepingCoder(Coder):
+    """A coder that keeps tensors, of which each step makes new ones; its state is these, and how many steps counted.
+
+    Attributes:
+        kept: The tensors, by their names in the state.
+    """
+
+    kept: dict[str, Kept]
+    _steps = 0
+
+    def commit(self) -> None:
+        for one in self.kept.values():
+            one.commit()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, **{key: one.now.clone() for key, one in self.kept.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, one in self.kept.items():
+            one.load(state[key], self.spec.name)
+        self._steps = int(state["steps"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """What other than these many workers kept is divided."""
+        same = len(states) == self.spec.workers
+        self.load_state_dict(states[self.spec.rank] if same else {**states[0], **self._divided(states)})
+
+    def _divided(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Of what is not equal on all workers the part of this one: here the same share for each."""
+        return {key: even_share(self.spec, [state[key] for state in states]) for key in self.kept}
 
 
 def _zeros(spec: TensorSpec) -> Tensor:

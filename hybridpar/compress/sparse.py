@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import Collective, Round, Scratch, TensorSpec
 from hybridpar.compress.packing import aligned
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 #: A sample is each of so many elements, a prime number, so that it does not follow the shape of a parameter; where
 #: there are at most `_SMALL` elements none is taken. So many standard deviations more than is needed are taken of it.
@@ -138,8 +138,7 @@ def check_rate(rate: float, instead: float) -> None:
     Raises:
         UsageError: It is none.
     """
-    if not 0 < rate <= 1:
-        raise UsageError(f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
+    check(0 < rate <= 1, f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
 
 
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar.config.data import unless
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, nearest, not_installed, shortened
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
 TORCH_OPTIMIZERS: dict[str, tuple[str, int]] = {
@@ -185,10 +185,7 @@ def _timm_names(name: str) -> set[str]:
     """Names of timm's optimizers, read from its source; empty where they do not stand there."""
     package = importlib.util.find_spec("timm")
     if package is None:
-        raise UsageError(
-            f"the optimizer {shortened(name)} comes with timm, which is not installed",
-            fix="Install it: pip install 'hybridpar[timm]'",
-        )
+        raise not_installed(f"the optimizer {shortened(name)} comes with timm", "timm")
     found: set[str] = set()
     for folder in package.submodule_search_locations or ():
         if (file := Path(folder, "optim", "_optim_factory.py")).is_file():

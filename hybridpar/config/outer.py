@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridpar.config.ranges import check_ranges, require
+from hybridpar.config.ranges import check_ranges, numbers_of, require
 from hybridpar.config.server import LOCAL, OUTER, ServerConfig
 from hybridpar.errors import UsageError
 
@@ -101,14 +101,8 @@ class OuterConfig(ServerConfig):
         Raises:
             UsageError: It is neither a word nor a list of numbers above 0 and at most 1.
         """
-        said = self.outer_pace.strip()
-        if said in ("equal", "auto"):
-            return None
-        try:
-            paces = tuple(float(part) for part in said.split(","))
-        except ValueError:
-            paces = ()
-        if not paces or not all(0 < pace <= 1 for pace in paces):
+        paces = numbers_of(self.outer_pace)
+        if paces is not None and not (paces and all(0 < pace <= 1 for pace in paces)):
             raise UsageError(
                 f"--outer-pace is {self.outer_pace}",
                 "It must be equal, auto, or for each worker its part of H: above 0, and at most 1.",

@@ -73,6 +73,21 @@ def check_ranges(config: object, only: Collection[str] | None = None) -> None:
                 require(name, value := getattr(config, name), value is None or holds(value), rule)
 
 
+def numbers_of(text: str) -> tuple[float, ...] | None:
+    """The numbers of an option such as `1,2`; None for `equal` and `auto`, and empty for anything else.
+
+    Args:
+        text: What the user wrote.
+    """
+    said = text.strip()
+    if said in ("equal", "auto"):
+        return None
+    try:
+        return tuple(map(float, said.split(",")))
+    except ValueError:
+        return ()
+
+
 def require(name: str, value: object, holds: bool, rule: str) -> None:
     """Refuse the value of an option that breaks its rule.
 

@@ -16,7 +16,7 @@ import tyro
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.outer import OuterConfig
-from hybridpar.config.ranges import check_ranges
+from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RecipeConfig, refuse
 from hybridpar.config.server import LOCAL
 from hybridpar.errors import UsageError
@@ -96,14 +96,8 @@ class PipelineConfig:
         Raises:
             UsageError: It is neither a word nor a list of numbers, or they sum to nothing.
         """
-        said = self.shares.strip()
-        if said in ("equal", "auto"):
-            return None
-        try:
-            shares = tuple(float(part) for part in said.split(","))
-        except ValueError:
-            shares = ()
-        if not shares or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        shares = numbers_of(self.shares)
+        if shares is not None and not (sum(shares) > 0 and all(0 <= share < math.inf for share in shares)):
             raise UsageError(
                 f"--shares is {self.shares}",
                 "It must be equal, auto, or a number for each replica: none below 0, and not all of them 0.",
@@ -157,8 +151,6 @@ class KernelConfig:
     """Run the forward pass in bfloat16, or in float16 with dynamic loss scaling, where autocast allows it."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format of images and activations; auto: contiguous, and channels_last with --kernels."""
-    channels_last: bool = False
-    """Former spelling of `--memory-format channels_last`."""
     kernels: str = "off"
     """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, or a file of
     `hybridpar tune`."""
@@ -166,11 +158,6 @@ class KernelConfig:
     """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False
     """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
-
-    def __post_init__(self) -> None:
-        """Read the former spelling of `memory_format`."""
-        if self.channels_last and self.memory_format == "auto":
-            object.__setattr__(self, "memory_format", "channels_last")
 
     @property
     def uses_kernels(self) -> bool:
@@ -410,14 +397,12 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         ),
         "another codec": (f"--compress {config.compress}", another_codec),
         "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
-        "channels last": ("--channels-last", config.channels_last),
         "clip norm": (
             f"--clip-norm {config.clip_norm}",
             config.clip_norm is not None and config.clip_mode == "norm",
         ),
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
-        "contiguous": ("--memory-format contiguous", config.memory_format == "contiguous"),
         "cuda graph": ("--cuda-graph", config.cuda_graph),
         "ema": ("--model-ema", config.model_ema),
         "fp16": ("--amp fp16", config.amp == "fp16"),
@@ -516,7 +501,6 @@ CONFLICTS = (
     ("shard optimizer", "late", "A late step would wait for the parameters that others have stepped."),
     ("shard optimizer", "cuda graph", "A captured step makes the whole step on every worker."),
     ("shard optimizer", "kron", "It draws random numbers for one parameter after the other."),
-    ("channels last", "contiguous", "They contradict each other."),
 )
 
 #: Those of recipes, of the outer loop and of what changes gradients or weights, which a `Trainer` checks, too.

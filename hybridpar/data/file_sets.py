@@ -17,7 +17,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import split_by_class
-from hybridpar.data.sources import DATA_SETS, Decoding, FileImages, ImageData, decoded_data
+from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
 from hybridpar.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,11 @@ def _caltech101(config: DataConfig) -> ImageData:
             f"Remove {directory} and run again with --download.",
         )
     train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
-    parts = split_by_class(np.array(labels), train_counts, FIXED_SEED)
-    train, test = ([(paths[index], labels[index]) for index in part] for part in parts)
-    return _from_files("caltech101", names, (directory, train), (directory, test), config, ignored)
+    chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)
+    parts = [(directory, [paths[at] for at in part], [labels[at] for at in part]) for part in chosen]
+    return decoded_data(
+        "caltech101", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=ignored.told()
+    )
 
 
 @DATA_SETS.register("folder", "your own images: --data-root with train/CLASS/ and test/CLASS/ (or val/CLASS/), 224x224")
@@ -101,9 +103,10 @@ def _folder(config: DataConfig) -> ImageData:
             "Both must have the same class directories, because their order numbers the classes.",
             "Rename or remove the directories that are only on one side.",
         )
-    train = list(zip(train_paths, train_labels, strict=True))
-    test = list(zip(test_paths, test_labels, strict=True))
-    return _from_files("folder", names, (train_root, train), (test_root, test), config, ignored)
+    parts = [(train_root, train_paths, train_labels), (test_root, test_paths, test_labels)]
+    return decoded_data(
+        "folder", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=ignored.told()
+    )
 
 
 @dataclass
@@ -237,20 +240,3 @@ def _some(names: Iterable[str]) -> str:
     every = sorted(names)
     shown = ", ".join(every[:5])
     return shown if len(every) <= 5 else f"{shown} and {len(every) - 5} more"
-
-
-def _from_files(
-    name: str,
-    class_names: list[str],
-    train: tuple[Path, list[tuple[str, int]]],
-    test: tuple[Path, list[tuple[str, int]]],
-    config: DataConfig,
-    ignored: _Ignored,
-) -> ImageData:
-    def parts(use: Decoding) -> list[FileImages]:
-        return [
-            FileImages(directory, [path for path, _ in samples], [label for _, label in samples], **use)
-            for directory, samples in (train, test)
-        ]
-
-    return decoded_data(name, class_names, config, parts, ignored=ignored.told())

@@ -47,7 +47,7 @@ def _digits(config: DataConfig) -> ImageData:
     size = config.image_size or 32
     images, labels = digit_images(size)
     train, test = split_by_class(labels, proportional_counts(np.bincount(labels), DIGITS_TRAIN), FIXED_SEED)
-    return _in_memory(
+    return in_memory(
         "digits",
         tuple(str(digit) for digit in range(10)),
         *(_picked(images, labels, indices, pad=size // 8, flip=False) for indices in (train, test)),
@@ -156,7 +156,7 @@ def _cifar(
         )
         for part in parts
     ]
-    return _in_memory(name, tuple(parts[0].classes), *sources, size=config.image_size or 32, statistics=statistics)
+    return in_memory(name, tuple(parts[0].classes), *sources, size=config.image_size or 32, statistics=statistics)
 
 
 def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: Path) -> DataError:
@@ -190,7 +190,7 @@ def _synthetic(config: DataConfig) -> ImageData:
         noise = torch.randint(0, 128, (samples, 3, size, size), dtype=torch.uint8, generator=generator)
         return MemoryImages(noise.add_(patterns[labels]), labels, pad=size // 8, flip=False)
 
-    return _in_memory(
+    return in_memory(
         "synthetic",
         tuple(f"pattern-{label}" for label in range(SYNTHETIC_CLASSES)),
         images(config.synthetic_samples),
@@ -205,7 +205,7 @@ def _picked(images: Tensor, labels: IntArray, indices: IntArray, *, pad: int, fl
     return MemoryImages(images[chosen], torch.from_numpy(labels)[chosen], pad=pad, flip=flip)
 
 
-def _in_memory(
+def in_memory(
     name: str,
     class_names: tuple[str, ...],
     train: MemoryImages,
@@ -214,6 +214,16 @@ def _in_memory(
     size: int,
     statistics: Statistics,
 ) -> ImageData:
+    """A data set that is held in memory.
+
+    Args:
+        name: As of `ImageData`.
+        class_names: As of `ImageData`.
+        train: The training images.
+        test: The test images.
+        size: Side of the square images that models are given, in pixels.
+        statistics: Mean and standard deviation of each channel.
+    """
     mean, std = statistics
     shape = (train.images.shape[1], size, size)
     return ImageData(name=name, class_names=class_names, sample_shape=shape, train=train, test=test, mean=mean, std=std)

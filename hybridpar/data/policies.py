@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config.data import AugmentConfig
 from hybridpar.data.decode import RandomCrop
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, not_installed, shortened
 
 #: How images are resized where neither options nor the weights say it.
 DEFAULT_INTERPOLATION = "bilinear"
@@ -130,10 +130,7 @@ class TimmPolicy:
         try:
             module = importlib.import_module("timm.data.auto_augment")
         except ImportError as error:
-            raise UsageError(
-                f"the policy timm/{shortened(spec)} comes with timm, which is not installed",
-                fix="Install it: pip install 'hybridpar[timm]'",
-            ) from error
+            raise not_installed(f"the policy timm/{shortened(spec)} comes with timm", "timm") from error
         colour = tuple(min(255, round(255 * one)) for one in mean)
         moved: dict[str, Any] = {"translate_const": int(size * 0.45)}
         make = module.auto_augment_transform

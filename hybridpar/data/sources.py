@@ -461,6 +461,7 @@ def decoded_data(
     parts: Callable[[Decoding], Iterable[DecodedImages]],
     *,
     size: int = USUAL_SIZE,
+    flip: bool = True,
     **more: Any,
 ) -> ImageData:
     """A data set whose images are decoded when they are asked for.
@@ -471,10 +472,11 @@ def decoded_data(
         config: The options.
         parts: Makes the training and the test images, given how they are decoded.
         size: Side of the square images, in pixels, where `config` does not say it.
+        flip: Whether training images may be mirrored.
         **more: Further arguments of `ImageData`.
     """
     size = config.image_size or size
-    train, test = parts(decoding(config, size))
+    train, test = parts(decoding(config, size, flip=flip))
     return ImageData(
         name=name, class_names=tuple(class_names), sample_shape=(3, size, size), train=train, test=test, **more
     )

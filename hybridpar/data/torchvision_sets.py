@@ -21,19 +21,16 @@ from torch import Tensor
 from hybridpar.config import DataConfig
 from hybridpar.config.data import TORCHVISION_SETS, TorchvisionSet
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.memory_sets import Statistics, four_of_five
+from hybridpar.data.memory_sets import Statistics, four_of_five, in_memory
 from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import (
     DATA_SETS,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     DecodedImages,
     Decoding,
     FileImages,
     ImageData,
-    ImageSource,
     MemoryImages,
-    decoding,
+    decoded_data,
 )
 from hybridpar.errors import DataError
 
@@ -93,31 +90,18 @@ def _load(name: str, config: DataConfig) -> ImageData:
                 f"outside of its {len(names)} classes",
                 fix="Its files in --data-root are damaged or incomplete; replace them.",
             )
-    size = config.image_size or made.size
-    statistics: Statistics = (IMAGENET_MEAN, IMAGENET_STD)
     whole = [_pixels(part) for part in parts]
-    sources: list[ImageSource]
     if whole[0] is not None and whole[1] is not None:
         sources = [
-            _in_memory(pixels, found, chosen, made)
+            _memory_images(pixels, found, chosen, made)
             for pixels, found, chosen in zip(whole, labels, indices, strict=True)
             if pixels is not None
         ]
         statistics = measured_statistics(whole[0][torch.from_numpy(indices[0][:_MEASURED])])
-    else:
-        use = decoding(config, size, flip=made.flip)
-        sources = [
-            _decoded(part, found, chosen, use) for part, found, chosen in zip(parts, labels, indices, strict=True)
-        ]
-    mean, std = statistics
-    return ImageData(
-        name=name,
-        class_names=names,
-        sample_shape=(3, size, size),
-        train=sources[0],
-        test=sources[1],
-        mean=mean,
-        std=std,
+        return in_memory(name, names, *sources, size=config.image_size or made.size, statistics=statistics)
+    chosen = list(zip(parts, labels, indices, strict=True))
+    return decoded_data(
+        name, names, config, lambda use: [_decoded(*part, use) for part in chosen], size=made.size, flip=made.flip
     )
 
 
@@ -233,7 +217,7 @@ def _pixels(dataset: Any) -> Tensor | None:
     return pixels if pixels.shape[1] == 3 else pixels.permute(0, 3, 1, 2)
 
 
-def _in_memory(pixels: Tensor, labels: Tensor, chosen: IntArray, made: TorchvisionSet) -> MemoryImages:
+def _memory_images(pixels: Tensor, labels: Tensor, chosen: IntArray, made: TorchvisionSet) -> MemoryImages:
     if len(chosen) != len(pixels):
         pixels, labels = pixels[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen)]
     return MemoryImages(pixels, labels, pad=pixels.shape[-1] // 8, flip=made.flip)

@@ -19,7 +19,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.sync.compression import codec_states
+from hybridpar.sync.compression import load_codec_states
+from hybridpar.train.engine import NoOptimizer
 from hybridpar.train.trainer import Trainer
 
 #: Numbers of a tensor of a batch that are compared between the workers of a pipeline.
@@ -65,16 +66,6 @@ def _hand(result: Any, box: Any) -> Tensor:
     return _Hand.apply(box, *trained) if trained else torch.zeros(())
 
 
-class _Kept(torch.optim.Optimizer):
-    """Leaves gradients in `.grad`, for the optimizer of the loop."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(list(module.parameters()), {"lr": 1.0})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-
 class PipelinedModel:
     """Runs a model's calls over stages, workers and replicas; a collective of all workers, as each of its methods.
 
@@ -94,7 +85,9 @@ class PipelinedModel:
     def __init__(
         self, model: nn.Module, config: TrainConfig, world: World, example: Tensor | None, peers: Any = None
     ) -> None:
-        self.trainer = Trainer(model, _Kept, _hand, config, world=world, example=example, name=type(model).__name__)
+        self.trainer = Trainer(
+            model, NoOptimizer, _hand, config, world=world, example=example, name=type(model).__name__
+        )
         self._pipeline = pipeline = self.trainer.engine.pipeline
         self._peers = peers
         self._parts = self.trainer.plan.pipeline.micro_batches
@@ -289,12 +282,7 @@ class PipelinedModel:
         engine.go_on_from(self._steps)
         mine = workers[world.rank] if len(workers) == world.size else {}
         engine.load_state_dict(mine)
-        codecs, own = engine.codecs, codec_states(mine) if mine else []
-        if len(own) == len(codecs) and all(codec.fits(one) for codec, one in zip(codecs, own, strict=True)):
-            return
-        states = [one for part in workers for one in codec_states(part)]
-        for codec in codecs if states else ():
-            codec.load_states(states)
+        load_codec_states(engine.codecs, mine, lambda: workers)
 
     def close(self) -> None:
         """Release hooks and lanes; the model stays as trained."""

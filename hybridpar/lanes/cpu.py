@@ -292,7 +292,7 @@ class CpuCaller(Lane):
     def mark(self, event: Event) -> None:
         if not self._marks or self._marks[0] is not event:
             raise self._misplaced_mark()
-        self._pass(self._marks.popleft())
+        self._record(self._marks.popleft())
 
     def drain(self, patience: float | None = None) -> None:
         """Nothing is ever queued here."""
@@ -304,13 +304,8 @@ class CpuCaller(Lane):
         finally:
             self.keep(*uses)
             for event in self._marks:
-                self._pass(event)
+                self._record(event)
             self._marks = outer
-
-    def _pass(self, event: CpuEvent) -> None:
-        if self._checker is not None:
-            event.clock = self._checker.recorded(self.name)
-        event.open(None)
 
     def _record(self, event: CpuEvent) -> None:
         if self._checker is not None:

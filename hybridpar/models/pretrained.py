@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import HybridparError, UsageError, nearest, shortened
+from hybridpar.errors import HybridparError, UsageError, nearest, not_installed, shortened
 from hybridpar.models.timm_models import PREFIX, check_tag, create_timm_model
 from hybridpar.models.torchvision_models import model_names, weights_in_source
 from hybridpar.models.weight_files import DEFAULT, HUB, clean, read_weights
@@ -210,10 +210,7 @@ def _from_hub(source: str) -> dict[str, Tensor]:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError as error:
-        raise UsageError(
-            f"--weights {shortened(source)} needs huggingface_hub, which is not installed",
-            fix="Install it: pip install 'hybridpar[timm]'",
-        ) from error
+        raise not_installed(f"--weights {shortened(source)} needs huggingface_hub", "timm") from error
     repository, _, revision = source.removeprefix(HUB).partition("@")
     problem: Exception | None = None
     with _hub_or_cache() as unanswered:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, nearest, not_installed, shortened
 from hybridpar.models.arguments import not_built, not_taken, refused_argument
 from hybridpar.models.weight_files import HUB
 
@@ -29,9 +29,7 @@ def timm_names() -> list[str]:
     """
     spec = importlib.util.find_spec("timm")
     if spec is None or spec.origin is None:
-        raise UsageError(
-            "models of timm need timm, which is not installed", fix="Install it: pip install 'hybridpar[timm]'"
-        )
+        raise not_installed("models of timm need timm", "timm")
     folder = Path(spec.origin).parent / "models"
     return sorted({name for path in folder.glob("*.py") for name in _REGISTERED.findall(path.read_text("utf-8"))})
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, nearest, not_installed, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,9 +118,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise UsageError(
-            f"--weights {shortened(file)}: reading .safetensors needs safetensors, which is not installed",
-            fix="Install it: pip install 'hybridpar[safetensors]'",
+        raise not_installed(
+            f"--weights {shortened(file)}: reading .safetensors needs safetensors", "safetensors"
         ) from error
     try:
         with safe_open(file, framework="pt"):  # which checks its header; reading through it copies all tensors

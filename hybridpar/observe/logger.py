@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, ClassVar, Literal
 
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import UsageError, not_installed, shortened
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import images_per_second
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
@@ -162,10 +162,7 @@ def logger_names(log: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         kind = LOGGERS.get(name)
         if not _is_installed(kind.package):
-            raise UsageError(
-                f"--log {name} needs {kind.package}, which is not installed",
-                fix=f"Install it: pip install 'hybridpar[{kind.extra}]'",
-            )
+            raise not_installed(f"--log {name} needs {kind.package}", kind.extra)
     return names
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hybridpar.compress import Codec, ErrorFeedback, parse_codec
+from hybridpar.compress import parse_codec
 from hybridpar.compress.codecs.onebit_adam import OneBitAdam
 from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.compress.owner import OwnerRule
@@ -346,7 +346,8 @@ def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         group: A group of an optimizer, or one that `optimizer_state` returned.
     """
-    return {key: _copied(group[key]) for key in _COUNTERS & group.keys()}
+    found = {key: group[key] for key in _COUNTERS & group.keys()}
+    return {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in found.items()}
 
 
 def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
@@ -366,10 +367,6 @@ def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     for group in optimizer.param_groups:
         own = {names.get(id(parameter)) for parameter in group["params"]}
         put_counters(group, next((other for other in saved["groups"] if own.intersection(other["names"])), {}))
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool, take: bool) -> torch.Tensor:
@@ -464,7 +461,7 @@ def make_optimizer(
     names = undecayed_names(module, config.no_decay) if no_decay is None else no_decay
     groups = parameter_groups(module, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
     if config.recipe == "onebit-adam":
-        codec = _core(codec_text(config, total_steps))
+        codec = parse_codec(codec_text(config, total_steps)).core
         assert isinstance(codec, OneBitAdam)
         betas = codec.beta, 0.999
         return FrozenAdam(groups, expanded.lr, betas, freeze_steps=codec.warm, momentum_arrives=replicas > 1)
@@ -475,12 +472,6 @@ def make_optimizer(
 
 def _rule(config: TrainConfig) -> OwnerRule:
     """What owners of stripes do in the recipe `onebit-sgd`, however long the run is."""
-    codec = _core(codec_text(config, 0))
+    codec = parse_codec(codec_text(config, 0)).core
     assert isinstance(codec, OneBitSgd)
     return OwnerRule(codec.adagrad, codec.momentum, codec.memory, codec.level)
-
-
-def _core(text: str) -> Codec:
-    """The codec that a text names, without error feedback around it."""
-    codec = parse_codec(text)
-    return codec.inner if isinstance(codec, ErrorFeedback) else codec

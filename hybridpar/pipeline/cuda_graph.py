@@ -50,12 +50,11 @@ _Issued_co = TypeVar("_Issued_co", covariant=True)
 class Captured(Protocol[_Issued_co]):
     """What a `StepGraph` needs of an engine."""
 
-    def issue(self, micro_batches: MicroBatches, samples: int, global_samples: int, flags: Tensor) -> _Issued_co:
+    def issue(self, micro_batches: MicroBatches, global_samples: int, flags: Tensor) -> _Issued_co:
         """Issue everything that a step does on the device, reading nothing of it.
 
         Args:
             micro_batches: Inputs and targets.
-            samples: Samples of this worker.
             global_samples: Samples of all workers.
             flags: Whether this worker wants to stop and to save, two float64 numbers on the device.
 
@@ -207,7 +206,7 @@ class StepGraph(Generic[_Issued]):
         start = self._lanes.caller.record()
         for lane in self._lanes.others():
             lane.wait(start)
-        issued = self._engine.issue(self._static, self._shape.samples, self._shape.global_samples, self._flags)
+        issued = self._engine.issue(self._static, self._shape.global_samples, self._flags)
         self._join()
         return issued
 

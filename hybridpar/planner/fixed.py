@@ -119,7 +119,7 @@ def fixed_by(
     memory_format, kernels, codecs = None, None, None
     if "memory_format" in decided and config.memory_format != "auto":
         memory_format = config.memory_format
-    elif config.channels_last or config.uses_kernels:
+    elif config.uses_kernels:
         memory_format = "channels_last"
     if "kernels" in decided:
         kernels = "tuned" if config.uses_kernels else "stock"

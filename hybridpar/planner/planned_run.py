@@ -63,7 +63,7 @@ _DETAILS = ", details in plan.json"
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
     *("replicas", "micro_batches", "schedule", "recompute", "offload", "placement", "bucket_mb", "compress"),
-    *("memory_format", "channels_last", "kernels", "stages", "sync"),
+    *("memory_format", "kernels", "stages", "sync"),
 }
 
 

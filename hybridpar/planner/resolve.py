@@ -109,7 +109,7 @@ def resolve(
         kernels = "auto"
     measured = plan.measured if plan is not None else None
     memory_format = config.memory_format
-    if measured is not None and not (config.channels_last or config.uses_kernels or "memory_format" in decided):
+    if measured is not None and not (config.uses_kernels or "memory_format" in decided):
         memory_format = measured.memory_format
     if memory_format == "auto":
         memory_format = "contiguous" if kernels == "off" else "channels_last"

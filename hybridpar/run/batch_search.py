@@ -21,7 +21,6 @@ from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace
 from hybridpar.pipeline.step import StepInput
-from hybridpar.train.snapshot import Snapshot
 from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
@@ -190,13 +189,10 @@ class BatchSelector:
         return f"batch size {found.batch_size} from epoch {epoch + 1} on (loss at {tried})"
 
     def _search(self, epoch: int, low: int, high: int, multiple: int, seen: int, factor: float) -> BatchChoice:
-        trainer, engine = self._trainer, self._engine
-        device = trainer.world.device
-        before = Snapshot.take(trainer.model, engine, trainer.steps_done, device)
-        engine.on_trial = True
+        engine = self._engine
 
         def trial(batch_size: int) -> float:
-            before.restore(trainer.model, engine, device)
+            undo()
             samples = batch_size / self._config.batch_size
             engine.set_batch_scale(samples)
             losses, counted = 0.0, 0
@@ -210,11 +206,10 @@ class BatchSelector:
             return losses / counted
 
         try:
-            return search_batch_size(trial, low, high, multiple=multiple)
+            with self._trainer.on_trial() as undo:
+                return search_batch_size(trial, low, high, multiple=multiple)
         finally:
-            before.restore(trainer.model, engine, device)
             engine.set_batch_scale(self.pace.samples)
-            engine.on_trial = False
 
     def _begin(self, step: int, epoch: int, batch_size: int) -> None:
         self._batches = self._make_batches(batch_size)

@@ -6,10 +6,8 @@ and gathered on worker 0, so that nothing depends on the number of workers.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +28,7 @@ from hybridpar.optim.losses import make_loss
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.trained import Trained, build_trained, images_of_model, load_trained
 from hybridpar.run.worker import tune_worker
+from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.evaluation import Evaluation, evaluate
 
 _log = logging.getLogger(__name__)
@@ -96,10 +95,10 @@ def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: Wor
     """
     first = world.on_all(lambda: load_trained(trained, classes, channels_last=channels_last) if world.is_main else None)
     trained, mine = first or (trained, None)
-    checkpoint, digest = world.from_main(lambda: (trained.checkpoint, _digest(trained.checkpoint)))
+    checkpoint, digest = world.from_main(lambda: (trained.checkpoint, digest_of(trained.checkpoint)))
 
     def find() -> nn.Module | None:
-        if not digest or _digest(checkpoint) != digest:
+        if not digest or digest_of(checkpoint) != digest:
             return None
         try:
             found, same = load_trained(replace(trained, checkpoint=checkpoint), classes, channels_last=channels_last)
@@ -115,14 +114,6 @@ def _load_on_all(trained: Trained, classes: int, channels_last: bool, world: Wor
     if not alike:
         broadcast_state(model, 0, world)
     return trained, model
-
-
-def _digest(checkpoint: Path | None) -> str:
-    """Equal for equal checkpoints, as a manifest has the hashes of all files; empty where there is none."""
-    try:
-        return "" if checkpoint is None else hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
-    except OSError:
-        return ""
 
 
 def _put_together(parts: list[dict[str, Tensor]], data: ImageData, found: Evaluation, total: int) -> TestResult:

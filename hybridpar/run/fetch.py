@@ -6,7 +6,6 @@ that is resumed has them on one host, and every worker reads its checkpoint from
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import socket
 from pathlib import Path
@@ -20,7 +19,7 @@ from hybridpar.errors import CheckpointError
 from hybridpar.machine.process import host_identity
 from hybridpar.observe.files import run_directory_error
 from hybridpar.run.directory import RunPlace, find_place, resumed_directory, was_restarted
-from hybridpar.train.checkpoint_files import latest_checkpoint, resolve_checkpoint
+from hybridpar.train.checkpoint_files import digest_of, latest_checkpoint, resolve_checkpoint
 
 #: Bytes that are sent at a time.
 _CHUNK = 1 << 24
@@ -70,7 +69,7 @@ def _fetch(place: RunPlace, world: World) -> str | None:
     """Bring the checkpoint to the hosts that do not have it."""
     assert place.checkpoint is not None
     path = world.from_main(lambda: resolve_checkpoint(place.checkpoint or Path()))
-    mine = (host_identity(), _digest(path))
+    mine = (host_identity(), digest_of(path))
     answers: list[tuple[str, str]] = world.gather(mine)  # type: ignore[assignment]
     lacking = {rank: host for rank, (host, digest) in enumerate(answers) if digest != answers[0][1]}
     if not lacking:
@@ -130,11 +129,3 @@ def _broadcast(source: Path, target: Path, size: int, world: World, writes: bool
             if one is not None:
                 one.close()
     return problem
-
-
-def _digest(path: Path) -> str:
-    """Equal for equal checkpoints: a manifest has the hashes of all files; empty where there is none."""
-    try:
-        return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
-    except OSError:
-        return ""

@@ -23,10 +23,12 @@ from hybridpar.data import TestBatches
 from hybridpar.machine.launch import StopRequest, end_at_once, note_orderly_end
 from hybridpar.machine.process import TUNED_VARIABLE
 from hybridpar.machine.process import describe as describe_process
+from hybridpar.observe.files import replace_file
 from hybridpar.observe.logger import Ending, LoggedRun, Loggers, logger_names
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.plan import Plan
 from hybridpar.run.best import keep_rule, stop_rule
 from hybridpar.run.data import untested
 from hybridpar.run.directory import plain_options
@@ -52,6 +54,9 @@ class RunLoop(ABC):
 
     #: What is known before the first step.
     info: RunInfo
+    #: What the data set is, in a line, and the steps of the run.
+    data_line: str
+    total: int
     #: This worker's share of the test set.
     test: TestBatches
 
@@ -140,6 +145,26 @@ class RunLoop(ABC):
     def _opening_notes(self) -> list[str]:
         tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
         return [*tuned, *self._changes]
+
+    def _begin_with(self, plan: Plan, device: str, **facts: Any) -> RunInfo:
+        """What is known before the first step of a plan, which worker 0 writes."""
+        assert plan.pipeline is not None
+        if self.is_main:
+            replace_file(self.at.directory / "plan.json", [plan.to_json().encode()])
+        return RunInfo(
+            model=self.model_name,
+            data=self.config.data,
+            data_line=self.data_line,
+            device=device,
+            steps_total=self.total,
+            parameters=plan.model.parameters,
+            batch_size=self.config.batch_size,
+            run_dir=self.at.directory,
+            stages=len(plan.partition.stages),
+            micro_batches=plan.pipeline.micro_batches,
+            schedule=plan.pipeline.schedule,
+            **facts,
+        )
 
     def _begin_epoch(self) -> None:
         self._losses, self._epoch_began = RunningMean(), time.monotonic()

@@ -29,7 +29,7 @@ from hybridpar.observe.timeline_file import read_timeline
 from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
 from hybridpar.run.plan_step import timeline_of_plan
-from hybridpar.run.runs import differing_options
+from hybridpar.run.runs import differing_options, names_of
 
 #: Files of a run directory that the page shows something of.
 _FILES = (RUN_FILE, METRICS_FILE, SUMMARY_FILE, "plan.json", "compress.csv")
@@ -123,9 +123,7 @@ def page_data(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
         runs: The runs.
         live: Whether the page asks for more while it is open.
     """
-    names = [run.directory.resolve().name for run in runs]
-    if len(set(names)) < len(names):
-        names = [str(run.directory) for run in runs]
+    names = names_of([run.directory for run in runs])
     known = [_read(run, name) for run, name in zip(runs, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
     return {

@@ -17,7 +17,7 @@ POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_sampl
 
 
 #: Keys of `Standing.to_extra`.
-_POSITION_KEYS = {"epoch", "epoch_step", "options"}
+_POSITION_KEYS = {"epoch", "epoch_step", "tested", "options"}
 
 
 @dataclass
@@ -88,10 +88,7 @@ class Standing:
                     f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
                 )
         self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
-        self.tested = read_tests(extra["tested"]) if "tested" in extra else []
-        if "tested" not in extra and extra.get("best_step") is not None:  # of a former version
-            best = EpochRecord(0, extra["best_step"], extra["best_accuracy"], None, math.nan, 0.0)
-            self.tested = [best]
+        self.tested = read_tests(extra["tested"])
 
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:

@@ -26,7 +26,6 @@ from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
-from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
 from hybridpar.observe.progress import Progress
@@ -365,28 +364,16 @@ class Run(RunLoop):
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
-        if self.world.is_main:
-            if not plan.is_followed and self.place.continues:
-                set_aside(self.place.directory / "plan.json")
-            replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
-        assert plan.pipeline is not None
-        return plan, RunInfo(
-            model=self.model_name,
-            data=self.config.data,
-            data_line=self.data_line,
+        if self.is_main and not plan.is_followed and self.place.continues:
+            set_aside(self.place.directory / "plan.json")
+        return plan, self._begin_with(
+            plan,
+            device,
             workers=self.world.size,
-            device=device,
             epochs=self.epochs,
-            steps_total=self.total,
             steps_per_epoch=self.batches.steps_per_epoch,
-            parameters=plan.model.parameters,
-            batch_size=self.config.batch_size,
-            run_dir=self.place.directory,
             notes=tuple(notes),
-            stages=len(plan.partition.stages),
             replicas=self.replicas,
-            micro_batches=plan.pipeline.micro_batches,
-            schedule=plan.pipeline.schedule,
             codec=str(wire_format.applied),
         )
 

@@ -128,6 +128,16 @@ def _last_change(run: PastRun) -> float:
     return files[0].stat().st_mtime if files else 0.0
 
 
+def names_of(directories: Sequence[Path]) -> list[str]:
+    """What runs are called beside each other: their directories, without the way to them where that tells them apart.
+
+    Args:
+        directories: Of the runs.
+    """
+    names = [one.resolve().name for one in directories]
+    return names if len(set(names)) == len(names) else list(map(str, directories))
+
+
 def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The options in which runs differ.
 

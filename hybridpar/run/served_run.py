@@ -27,7 +27,6 @@ from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import autocast, learning_rate_scales, parameter_count
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.observe.files import replace_file
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
@@ -50,7 +49,7 @@ from hybridpar.run.timings import StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
-from hybridpar.server.learner import Exchanged, Learner, Pusher
+from hybridpar.server.learner import Exchanged, GradientPusher, Learner, Pusher
 from hybridpar.server.outer import OuterLearner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
@@ -260,7 +259,7 @@ class ServedRun(RunLoop):
         self.timings = Timings()
         self._save_asked = False
         self._bad, self._seen = 0, 0
-        self.learner: Learner | StageLearner
+        self.learner: GradientPusher
         self._forward: Callable[..., Any] = self.model
         self._latest: Exchanged | None = None
         self._test_saved: EpochRecord | None = None
@@ -283,11 +282,10 @@ class ServedRun(RunLoop):
         what = "gradients" if self.inner is None else "outer gradients"
         if not place.servers:
             where = "the workers themselves, each of which hosts one shard"
-        parameters = parameter_count(self.model)
         info = ModelInfo(
             name=self.model_name,
             fingerprint=self.state.fingerprint,
-            parameters=parameters,
+            parameters=parameter_count(self.model),
             input=self.sample_shape,
         )
         plan: Plan = trivial_plan(
@@ -299,30 +297,18 @@ class ServedRun(RunLoop):
         if self.stages is not None:
             cut = {"partition": self.stages.plan.partition, "measured": self.stages.plan.measured}
             plan = resolve(config, place.workers, model=info, device=self.device.type).model_copy(update=cut)
-        assert plan.pipeline is not None
-        if self.is_main:
-            replace_file(self.at.directory / "plan.json", [plan.to_json().encode()])
-        return RunInfo(
-            model=self.model_name,
-            data=config.data,
-            data_line=self.data_line,
+        return self._begin_with(
+            plan,
+            device_name(self.device),
             workers=place.workers,
-            device=device_name(self.device),
             epochs=-(-self.total // self.per_epoch),
-            steps_total=self.total,
             steps_per_epoch=self.per_epoch,
-            parameters=parameters,
-            batch_size=config.batch_size,
-            run_dir=self.at.directory,
             notes=(
                 *self._opening_notes(),
                 *self.state.weights_lines,
                 f"{what} are added at {where}: --sync {config.sync}",
             ),
-            stages=len(plan.partition.stages),
             replicas=place.learners,
-            micro_batches=plan.pipeline.micro_batches,
-            schedule=plan.pipeline.schedule,
             codec=str(self.policy),
             sync=config.sync,
             servers=place.servers,

@@ -8,12 +8,10 @@ learner, so shards know nothing of stages.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -23,11 +21,12 @@ from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.run.served_outer import inner_trainer
-from hybridpar.server.learner import Exchanged, Pusher, counters
+from hybridpar.server.learner import GradientPusher
 from hybridpar.server.link import Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import exchange
-from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.stripes import trained_parameters
+from hybridpar.train.engine import NoOptimizer
 from hybridpar.train.trainer import Trainer
 
 #: Where worker 0 tells how the model is cut.
@@ -119,7 +118,7 @@ class Replica:
         if place.learner:
             plan = PlannedRun(ResolvedPlan.model_validate_json(place.wait_for(_CUT, 24 * 3600.0)))
         more = {"replicas": None, "clip_norm": None, "clip_mode": "norm", "weights": None}
-        given: dict[str, Any] = {"optimizer": _Gradients, "plan": plan, "example": example}
+        given: dict[str, Any] = {"optimizer": NoOptimizer, "plan": plan, "example": example}
         trainer = inner_trainer(model, config, loss, self.world, classes, more, **given)
         if place.rank == 0:
             place.store.set(_CUT, trainer.plan.to_json())
@@ -130,17 +129,7 @@ class Replica:
         return trainer
 
 
-class _Gradients(torch.optim.Optimizer):
-    """Leaves gradients and parameters as they are: the shards step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters(), {"lr": 1.0})
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-
-class StageLearner(Pusher):
+class StageLearner(GradientPusher):
     """Computes a replica's gradient together with its other workers, and exchanges this worker's part for weights.
 
     Args:
@@ -154,20 +143,14 @@ class StageLearner(Pusher):
     def __init__(
         self, trainer: Trainer, replica: Replica, links: Links, *, barrier: bool, took: Callable[[], object]
     ) -> None:
-        super().__init__(trainer.model, links, took)
-        self._engine, self._replica, self._barrier = trainer.engine, replica, barrier
-        names = {*replica.names(replica.place.position)}
-        self._own = {name: one for name, one in self._parameters.items() if name in names}
+        held = {*replica.names(replica.place.position)}
+        names = [name for name in trained_parameters(trainer.model) if name in held]
+        super().__init__(trainer.model, links, replica.own, names, barrier=barrier, took=took)
+        self._engine, self._world = trainer.engine, replica.world
         self._waiting: Counter[str] = Counter()  # micro-batches whose part of a gradient is not there
-        # Halves of a backward pass accumulate in their own way; then all leaves at the end.
-        early = not self._engine.pipeline.options.split_backward
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self._after_gradient(name)
-            )
-            for name, parameter in self._own.items()
-            if early
-        ]
+        if not self._engine.pipeline.options.split_backward:
+            self._call_after_gradients(self._after_gradient)
+        # Else halves of a backward pass accumulate in their own way, and all leaves at the end.
 
     def _after_gradient(self, name: str) -> None:
         """A micro-batch has given its part, of which there is one at most."""
@@ -175,67 +158,18 @@ class StageLearner(Pusher):
         if not self._waiting[name]:
             self._hand_over(name)
 
-    @torch.no_grad()
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int,
-        *,
-        rate: float = 1.0,
-        stop: bool = False,
-        save: bool = False,
-        lowered: float | None = None,
-    ) -> Exchanged:
-        """Compute a gradient, push this worker's part of it, and take the weights that come for it.
-
-        Args:
-            micro_batches: Inputs and targets, the same on all workers of the replica.
-            samples: Samples of the replica.
-            global_samples: Samples of all replicas in this step.
-            rate: Learning rate as a fraction of its peak.
-            stop: Ask all workers to stop.
-            save: Ask all workers for a checkpoint.
-            lowered: Tell the others, if not None, what their learning rates are multiplied with.
-
-        Returns:
-            What the servers answered, and what the exchange took; all workers of a replica hear the same.
-
-        Raises:
-            SyncError: A shard is gone, or an update waits for a worker that is, or one of this replica is.
-        """
-        started = time.perf_counter()
-        own, whole = self._replica.own, global_samples if self._barrier else samples
-        before, seen = flat_buffers(own), [buffer.clone() for buffer in counters(own)]
-        self._handed = set()
+    def _compute(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, whole: int, rate: float, end: dict[str, Any]
+    ) -> set[str]:
         self._waiting = Counter(dict.fromkeys(self._own, len(micro_batches)))
-        self.links.begin_push(rate)
-        with torch.enable_grad():
-            outcome = self._engine.step(StepInput(micro_batches, samples, whole, rate, stop, save))
-            self._engine.wait()
+        outcome = self._engine.step(StepInput(micro_batches, samples, whole, rate, end["stop"], end["save"]))
+        self._engine.wait()
         loss = outcome.loss * whole / samples
-        missing = {name for name, parameter in self._own.items() if parameter.grad is None}
-        for name in self._own:
-            if name not in self._handed:
-                self._hand_over(name)
         sound = outcome.committed and (math.isfinite(loss) or not self._engine.pipeline.options.sync.guard)
-        computed = time.perf_counter()
-        end: dict[str, Any] = {"weight": 1.0 if self._barrier else None, "factor": 1.0, "samples": samples}
         end |= {"loss": loss, "sound": sound, "stop": outcome.stop, "save": outcome.save}
-        if lowered is not None:
-            end["lowered"] = lowered
-        first = self._finish(end, missing, flat_buffers(own).cpu())[0]
-        if not (first["applied"] if self._barrier else sound):
-            for buffer, batches in zip(counters(own), seen, strict=True):
-                buffer.copy_(batches)
-        put_buffers(own, before)  # where the shard holds no statistics, or sent none
-        self._took()
+        return self._hand_over_rest()
+
+    def _follow(self, first: dict[str, Any], counts: bool) -> None:
         if not self._barrier:  # shards have clocks of their own, and the first worker's tell how far the run is
             facts = ("step", "applied", "staleness", "done", "stop", "save", "fastest", "lowered")
-            first |= self._replica.world.from_main(lambda: {key: first[key] for key in facts})
-        return self._exchanged(first, loss, computed - started, time.perf_counter() - computed)
-
-    def close(self) -> None:
-        """Remove all hooks. The model stays as it is."""
-        for hook in self._hooks:
-            hook.remove()
+            first |= self._world.from_main(lambda: {key: first[key] for key in facts})

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError
 from hybridpar.models import model_fingerprint
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.observe.metrics import read_metrics
@@ -42,6 +41,7 @@ from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
 from hybridpar.train.checkpoint import (
     CheckpointData,
     load_checkpoint,
+    require_model,
     save_checkpoint,
     usable,
 )
@@ -194,12 +194,7 @@ class ServedState:
         if place.checkpoint is not None:
             data = load_checkpoint(place.checkpoint)
             with usable(place.checkpoint):
-                if data.fingerprint != self.fingerprint:
-                    raise CheckpointError(
-                        f"the checkpoint {place.checkpoint} is of another model",
-                        "Names, shapes and dtypes of all parameters and buffers must be equal.",
-                        "Name the model and the number of classes that the checkpoint was made with.",
-                    )
+                require_model(place.checkpoint, data, self.fingerprint, self.model)
                 self._at.go_on_from(data.training["extra"], self._config, place.checkpoint)
                 self.model.load_state_dict(data.model)
                 optimizer = data.training["optimizer"]

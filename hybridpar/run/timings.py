@@ -12,11 +12,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridpar.observe.summary import STEP_PARTS, divided_step, step_shares
 from hybridpar.schedule.spans import Computed, StepSpans, joint_bubble
 from hybridpar.sync.figures import SyncFigures
+
+#: First steps of a run, which count only where there are no others.
+_WARM_UP = 3
+
+_T = TypeVar("_T")
+
+
+def _steady(values: list[_T]) -> list[_T]:
+    return values[_WARM_UP:] or values
 
 
 @dataclass(frozen=True)
@@ -155,47 +164,35 @@ class Timings:
             self.sync_ms.append(spans.sync_ms)
             self.computed.append(spans.computed)
 
-    def steps_per_second(self, warmup: int = 3) -> float | None:
-        """Steps over the time that they took; of steps that are not alike, as a median would not tell it.
-
-        Args:
-            warmup: Number of first steps that are left out, where there are others.
-        """
-        times = self.times[warmup:] or self.times
+    def steps_per_second(self) -> float | None:
+        """Steps over the time that they took; of steps that are not alike, as a median would not tell it."""
+        times = _steady(self.times)
         total = sum(one.step_ms for one in times)
         return 1e3 * len(times) / total if total > 0 else None
 
-    def mean_step(self, warmup: int = 3) -> dict[str, float]:
-        """What the summary says of steps that are not alike: means of their time and its parts.
-
-        Args:
-            warmup: Number of first steps that are left out, where there are others.
-        """
-        times = self.times[warmup:] or self.times
+    def mean_step(self) -> dict[str, float]:
+        """What the summary says of steps that are not alike: means of their time and its parts."""
+        times = _steady(self.times)
         if not times:
             return {}
         parts = {key: statistics.fmean(getattr(one, key) for one in times) for key in STEP_PARTS}
         return {key: round(value, 3) for key, value in {**parts, "step_ms_mean": sum(parts.values())}.items()}
 
-    def share(self, ahead: float = 0.0, warmup: int = 3) -> Share:
+    def share(self, ahead: float = 0.0) -> Share:
         """What this worker tells the others; without the first steps where there are others.
 
         Args:
             ahead: How far this worker's clock is ahead of the one that all are to use, in seconds.
-            warmup: Number of first steps.
         """
         medians = {
-            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(values[warmup:] or values)
+            key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(values))
             for key in MEDIANS
             if (values := getattr(self, key))
         }
-        times = self.times[warmup:] or self.times
-        sync = self.sync_ms[warmup:] or self.sync_ms
+        times = _steady(self.times)
+        sync = _steady(self.sync_ms)
         exposed = [one.exposed_sync_ms for one in times] if sync else []
-        moved = [
-            one._replace(begin=one.begin - ahead, end=one.end - ahead)
-            for one in self.computed[warmup:] or self.computed
-        ]
+        moved = [one._replace(begin=one.begin - ahead, end=one.end - ahead) for one in _steady(self.computed)]
         parts = step_shares([(one.compute_ms, one.exposed_sync_ms, one.data_ms) for one in times])
         return Share(medians, parts, sum(sync), sum(exposed), moved, self.bytes_before, self.bytes_after)
 

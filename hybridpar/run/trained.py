@@ -173,7 +173,7 @@ def _as_planned(run: Path) -> dict[str, Any]:
         measured = read_plan(run / "plan.json").measured
     except PlanError:
         return {}
-    return {} if measured is None else {"memory_format": measured.memory_format, "channels_last": False}
+    return {} if measured is None else {"memory_format": measured.memory_format}
 
 
 def load_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> tuple[Trained, nn.Module]:

@@ -72,9 +72,7 @@ def check_for_servers(policy: Policy) -> None:
         UsageError: Of one it is the owners of stripes that make an update of them.
     """
     for rule in policy.rules:
-        core: Any = rule.codec
-        while (inner := getattr(core, "inner", None)) is not None:
-            core = inner
+        core = rule.codec.core
         if not core.gives_sums:
             raise UsageError(
                 f"codec {format_codec(rule.codec)!r} with parameter servers",

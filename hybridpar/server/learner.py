@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.loss_scale import LossScale
@@ -142,8 +143,117 @@ class Pusher:
         """Let go of the model, which stays as it is."""
 
 
-class Learner(Pusher):
-    """Computes gradients of a model, and exchanges them for weights.
+class GradientPusher(Pusher):
+    """Exchanges gradients for weights, step by step; a subclass says how a gradient is computed.
+
+    Args:
+        model: The model; its parameters and running statistics are overwritten by every answer.
+        links: The ways to the shards.
+        trained: What this worker trains of the model, whose running statistics it pushes.
+        names: The parameters of it.
+        barrier: Whether an update takes a part of one batch from every worker.
+        took: Called when weights have come, to put them where the model's parameters are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        links: Links,
+        trained: nn.Module,
+        names: Iterable[str],
+        *,
+        barrier: bool,
+        took: Callable[[], object],
+    ) -> None:
+        super().__init__(model, links, took)
+        self._trained, self._barrier = trained, barrier
+        self._own = {name: self._parameters[name] for name in names}
+        self._hooks: list[RemovableHandle] = []
+
+    def _call_after_gradients(self, function: Callable[[str], None]) -> None:
+        """Call a function with the name of a parameter whenever a part of its gradient has been added."""
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, name=name: function(name)
+            )
+            for name, parameter in self._own.items()
+        ]
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int,
+        *,
+        rate: float = 1.0,
+        stop: bool = False,
+        save: bool = False,
+        lowered: float | None = None,
+    ) -> Exchanged:
+        """Compute a gradient, push it, and take the weights that come for it.
+
+        Args:
+            micro_batches: Inputs and targets; the same on all workers of a replica.
+            samples: Samples of this worker or replica.
+            global_samples: Samples of all in this step.
+            rate: Learning rate as a fraction of its peak.
+            stop: Ask all workers to stop.
+            save: Ask all workers for a checkpoint.
+            lowered: Tell the others, if not None, what their learning rates are multiplied with.
+
+        Returns:
+            What the servers answered, and what the exchange took; all workers of a replica hear the same.
+
+        Raises:
+            SyncError: A shard is gone, or an update waits for a worker that is, or one of this replica is.
+        """
+        started = time.perf_counter()
+        before, seen = flat_buffers(self._trained), [buffer.clone() for buffer in counters(self._trained)]
+        self._handed = set()
+        self.links.begin_push(rate)
+        end: dict[str, Any] = {"weight": 1.0 if self._barrier else None, "factor": 1.0, "samples": samples}
+        end |= {"stop": stop, "save": save} | ({} if lowered is None else {"lowered": lowered})
+        whole = global_samples if self._barrier else samples
+        missing = self._compute(micro_batches, samples, whole, rate, end)
+        computed = time.perf_counter()
+        first = self._finish(end, missing, flat_buffers(self._trained).cpu())[0]
+        counts = bool(first["applied"] if self._barrier else end["sound"])
+        if not counts:
+            for buffer, batches in zip(counters(self._trained), seen, strict=True):
+                buffer.copy_(batches)
+        put_buffers(self._trained, before)  # where the shard holds no statistics, or sent none
+        self._took()
+        self._follow(first, counts)
+        return self._exchanged(first, end["loss"], computed - started, time.perf_counter() - computed)
+
+    def _compute(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, whole: int, rate: float, end: dict[str, Any]
+    ) -> set[str]:
+        """Compute and hand over the gradient of the mean over `whole` samples, of which `samples` are given.
+
+        It puts `loss` and `sound` into `end`, and what else it knows better. Returns what `_hand_over_rest` did.
+        """
+        raise NotImplementedError
+
+    def _hand_over_rest(self) -> set[str]:
+        """All gradients are complete. Returns the names of parameters that have none."""
+        missing = {name for name, parameter in self._own.items() if parameter.grad is None}
+        for name in self._own:
+            if name not in self._handed:
+                self._hand_over(name)
+        return missing
+
+    def _follow(self, first: dict[str, Any], counts: bool) -> None:
+        """Shard 0 has answered, and the gradient counts or not."""
+
+    def close(self) -> None:
+        """Remove all hooks. The model stays as it is."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Learner(GradientPusher):
+    """Computes gradients of a whole model, and exchanges them for weights.
 
     Args:
         model: The model; its parameters and running statistics are overwritten by every answer.
@@ -173,19 +283,14 @@ class Learner(Pusher):
         clipping: Clipping | None = None,
         took: Callable[[], object] = lambda: None,
     ) -> None:
-        super().__init__(model, links, took)
+        super().__init__(model, links, model, trained_parameters(model), barrier=barrier, took=took)
         self._loss = loss
-        self._barrier, self._guard = barrier, guard
+        self._guard = guard
         self._clipping = None if barrier or clipping is None or not clipping.by_norm else clipping
         self.autocast, self._loss_scale = context, loss_scale
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
         self._last = False
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self._after_gradient(name)
-            )
-            for name, parameter in self._parameters.items()
-        ]
+        self._call_after_gradients(lambda name: self._hand_over(name) if self._last else None)
         if loss_scale is not None:
             self._hooks += loss_scale.attach(model)
 
@@ -197,42 +302,12 @@ class Learner(Pusher):
         """
         return self._forward(inputs)
 
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int,
-        *,
-        rate: float = 1.0,
-        stop: bool = False,
-        save: bool = False,
-        lowered: float | None = None,
-    ) -> Exchanged:
-        """Compute a gradient, push it, and take the weights that come for it.
-
-        Args:
-            micro_batches: Inputs and targets.
-            samples: Samples of this worker.
-            global_samples: Samples of all workers in this step.
-            rate: Learning rate as a fraction of its peak.
-            stop: Ask all workers to stop.
-            save: Ask all workers for a checkpoint.
-            lowered: Tell the others, if not None, what their learning rates are multiplied with.
-
-        Returns:
-            What the servers answered, and what the exchange took.
-
-        Raises:
-            SyncError: A shard is gone, or an update waits for a worker that is.
-        """
-        started = time.perf_counter()
+    def _compute(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, whole: int, rate: float, end: dict[str, Any]
+    ) -> set[str]:
         self.model.train()
-        for parameter in self._parameters.values():
+        for parameter in self._own.values():
             parameter.grad = None
-        self._handed = set()
-        before, seen = flat_buffers(self.model), [buffer.clone() for buffer in counters(self.model)]
-        self.links.begin_push(rate)
-        whole = global_samples if self._barrier else samples
         total = 0.0
         for index, (inputs, targets) in enumerate(micro_batches):
             self._last = index == len(micro_batches) - 1
@@ -244,54 +319,28 @@ class Learner(Pusher):
             else:
                 (loss.float() * part).backward(self._loss_scale.value)  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * targets.shape[0] / samples
-        missing = {name for name, parameter in self._parameters.items() if parameter.grad is None}
-        for name in self._parameters:
-            if name not in self._handed:
-                self._hand_over(name)
+        missing = self._hand_over_rest()
         squares = self._squares(missing)
         sound = not self._guard or (math.isfinite(squares) and math.isfinite(total))
-        computed = time.perf_counter()
-        end: dict[str, Any] = {
-            "weight": 1.0 if self._barrier else None,
-            "factor": 1.0 if self._clipping is None else self._clipping.factor(squares),
-            "samples": samples,
-            "loss": total,
-            "sound": sound,
-            "stop": stop,
-            "save": save,
-        }
-        if lowered is not None:
-            end["lowered"] = lowered
-        first = self._finish(end, missing, flat_buffers(self.model).cpu())[0]
-        counts = bool(first["applied"]) if self._barrier else sound
+        end |= {"loss": total, "sound": sound}
+        if self._clipping is not None:
+            end["factor"] = self._clipping.factor(squares)
+        return missing
+
+    def _follow(self, first: dict[str, Any], counts: bool) -> None:
         if self._loss_scale is not None:
             self._loss_scale.update(counts)
-        if not counts:
-            for buffer, batches in zip(counters(self.model), seen, strict=True):
-                buffer.copy_(batches)
-        put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
-        self._took()
-        return self._exchanged(first, total, computed - started, time.perf_counter() - computed)
-
-    def _after_gradient(self, name: str) -> None:
-        if self._last:
-            self._hand_over(name)
 
     def _squares(self, missing: set[str]) -> float:
         """Squared norm of the gradient; 0 where nobody wants to know it."""
         gradients = [
             parameter.grad
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._own.items()
             if name not in missing and parameter.grad is not None
         ]
         if not gradients or (not self._guard and self._clipping is None):
             return 0.0
         return float(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
-
-    def close(self) -> None:
-        """Remove all hooks. The model stays as it is."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def counters(model: nn.Module) -> list[Tensor]:

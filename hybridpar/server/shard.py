@@ -21,7 +21,7 @@ from hybridpar.optim.build import counters_of, fill_momentum, put_counters
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.ledger import Ledger
 from hybridpar.server.rules import Rules
-from hybridpar.server.snapshot import Snapshot
+from hybridpar.server.snapshot import Snapshot, copied_state
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripes import Stripe
 
@@ -498,7 +498,7 @@ class Shard:
         counters = {id(own): group for group in self.optimizer.param_groups for own in group["params"]}
         return {
             "values": self.values.clone(),
-            "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
+            "optimizer": [copied_state(state.get(piece, {})) for piece in self._pieces],
             "counters": [counters_of(counters[id(piece)]) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
@@ -533,11 +533,7 @@ class Shard:
         self.optimizer.state.clear()
         for piece, own in zip(self._pieces, optimizer, strict=False):
             if own:
-                self.optimizer.state[piece] = _copied(own)
+                self.optimizer.state[piece] = copied_state(own)
         known = {id(piece): own for piece, own in zip(self._pieces, counters, strict=False) if own}
         for group in self.optimizer.param_groups:
             put_counters(group, next((known[id(own)] for own in group["params"] if id(own) in known), {}))
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -33,7 +33,7 @@ class Snapshot:
         self._counters = [counters_of(group) for group in self._optimizer.param_groups]
         state = self._optimizer.state
         self._states = [
-            _kept(state.get(piece, {}), before) for piece, before in zip(self._pieces, self._states, strict=True)
+            copied_state(state.get(piece, {}), before) for piece, before in zip(self._pieces, self._states, strict=True)
         ]
 
     @torch.no_grad()
@@ -44,13 +44,19 @@ class Snapshot:
             put_counters(group, counters)
         for piece, kept in zip(self._pieces, self._states, strict=True):
             if kept:
-                self._optimizer.state[piece] = _kept(kept, self._optimizer.state.get(piece, {}))
+                self._optimizer.state[piece] = copied_state(kept, self._optimizer.state.get(piece, {}))
             else:
                 self._optimizer.state.pop(piece, None)
 
 
-def _kept(state: Mapping[str, Any], room: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state, in the memory of another one where that fits."""
+def copied_state(state: Mapping[str, Any], room: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A copy of the state that an optimizer has of a parameter.
+
+    Args:
+        state: What is copied.
+        room: An earlier copy, whose memory is used again where it fits.
+    """
+    room = room or {}
     return {key: _copied(value, room.get(key)) for key, value in state.items()}
 
 

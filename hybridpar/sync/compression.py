@@ -7,7 +7,7 @@ sum would have run on. A bucket of which nothing is compressed is added as it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -396,6 +396,23 @@ def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> 
         timer.end(Phase.WIRE)
     sent = all_reduce_bytes(bucket.bytes, workers)
     return BucketCost(sent, sent, timer)
+
+
+def load_codec_states(codecs: Sequence[Compression], own: Any, everyone: Callable[[], Iterable[Any]]) -> None:
+    """Let codecs that did not load what they kept on this worker take over what they kept on all workers.
+
+    Args:
+        codecs: Codecs of this worker.
+        own: What an engine's `state_dict` returned here, which the engine has loaded; None where there is nothing.
+        everyone: Gives what it returned on every worker.
+    """
+    kept = codec_states(own)
+    fit = len(kept) == len(codecs) and all(codec.fits(state) for codec, state in zip(codecs, kept, strict=True))
+    if fit or not codecs:
+        return
+    states = [state for part in everyone() for state in codec_states(part)]
+    for codec in codecs if states else ():
+        codec.load_states(states)
 
 
 def codec_states(state: Any) -> list[Mapping[str, Any]]:

@@ -361,7 +361,7 @@ class OuterLoop:
             return
         lane = self._lane
         lane.wait(self._lanes.caller.record())
-        lane.submit(lambda: self._exchange(fragment, flight, lane), uses=[*flats, message, sound, good])
+        lane.submit(lambda: self._exchange(fragment, flight), uses=[*flats, message, sound, good])
         flight.done = lane.record()
 
     def _message_of(self, index: int, weight: int) -> Tensor:
@@ -370,7 +370,7 @@ class OuterLoop:
             return torch.zeros(0, dtype=torch.float64)
         return self._statistics.message(float(weight))
 
-    def _exchange(self, fragment: _Fragment, flight: Flight, lane: Lane) -> None:
+    def _exchange(self, fragment: _Fragment, flight: Flight) -> None:
         """On the lane: agree on the weights, then add what was sent."""
         team, group = self._team, self._team.lane_sums[0]
         with torch.no_grad(), team.named_errors("exchanging outer gradients"):
@@ -560,9 +560,7 @@ def check_outer_policy(policy: Policy) -> None:
         UsageError: There is such a codec.
     """
     for rule in policy.rules:
-        core: Any = rule.codec
-        while (inner := getattr(core, "inner", None)) is not None:
-            core = inner
+        core = rule.codec.core
         if core.refuses_momentum or not core.gives_sums:
             raise UsageError(
                 f"--compress {core.name} with --sync outer:H",

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.world import World
@@ -61,11 +62,11 @@ class CheckpointData:
 
     step: int
     fingerprint: str
-    model: dict[str, torch.Tensor]
+    model: dict[str, Tensor]
     training: dict[str, Any]
     local: dict[str, Any] | None
     workers: int = 1
-    average: dict[str, torch.Tensor] | None = None
+    average: dict[str, Tensor] | None = None
 
 
 def save_checkpoint(
@@ -160,8 +161,8 @@ class Held:
 
     fingerprint: str
     stepped: Collection[str]
-    model: Mapping[str, torch.Tensor] | None = None
-    average: Mapping[str, torch.Tensor] | None = None
+    model: Mapping[str, Tensor] | None = None
+    average: Mapping[str, Tensor] | None = None
 
 
 def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> CheckpointData:
@@ -187,7 +188,7 @@ def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> Chec
         held = Held(held.fingerprint, (), {}, {})
     stepped = None if held is None else held.stepped
 
-    def into(tensors: Mapping[str, torch.Tensor] | None) -> Callable[[TensorPath], bool | torch.Tensor] | None:
+    def into(tensors: Mapping[str, Tensor] | None) -> Callable[[TensorPath], bool | Tensor] | None:
         return None if tensors is None else lambda keys: tensors.get(keys[0], False)
 
     def in_training(keys: TensorPath) -> bool:
@@ -202,7 +203,7 @@ def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> Chec
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"], average)
 
 
-def load_model_state(path: Path, *, average: bool = False) -> dict[str, torch.Tensor]:
+def load_model_state(path: Path, *, average: bool = False) -> dict[str, Tensor]:
     """Read the weights of a checkpoint, and nothing else of it.
 
     Args:
@@ -262,11 +263,11 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_tensors(
-    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None, *, mapped: bool = False
-) -> dict[str, torch.Tensor]:
+    path: Path, name: str, keep: Callable[[TensorPath], bool | Tensor] | None = None, *, mapped: bool = False
+) -> dict[str, Tensor]:
     state = _read(path, name, keep, mapped=mapped)
     for key, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise CheckpointError(
                 f"{shortened(path / name)} has a {type(tensor).__name__} under {shortened(key)}",
                 "It is the state dict of a model, all tensors.",
@@ -289,7 +290,7 @@ def _check(path: Path, manifest: dict[str, Any], *names: str) -> None:
 
 
 def _read(
-    path: Path, name: str, keep: Callable[[TensorPath], bool | torch.Tensor] | None = None, *, mapped: bool = False
+    path: Path, name: str, keep: Callable[[TensorPath], bool | Tensor] | None = None, *, mapped: bool = False
 ) -> dict[str, Any]:
     with _damage(path / name):
         return read_torch(path / name, keep, mapped=mapped)
@@ -323,7 +324,7 @@ def _write_form(file: Path, item: dict[str, Any]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        form = tree_map_only(torch.Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), item)
+        form = tree_map_only(Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype), item)
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(form, file)
     offsets = tensor_places(file)[1]
@@ -332,7 +333,7 @@ def _write_form(file: Path, item: dict[str, Any]) -> None:
             _put(file, offsets[keys], tensor)
 
 
-def _put(file: Path, offset: int, tensor: torch.Tensor) -> None:
+def _put(file: Path, offset: int, tensor: Tensor) -> None:
     with file.open("r+b", buffering=0) as stream:
         stream.seek(offset)
         for piece in torch.split(bytes_of(tensor), _PIECE):
@@ -443,3 +444,36 @@ def _attempt(work: Any) -> str | None:
 
 def _first_problem(problems: list[Any]) -> str | None:
     return next((f"worker {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)
+
+
+def require_model(path: Path, data: CheckpointData, fingerprint: str, model: nn.Module) -> None:
+    """Refuse the checkpoint of another model.
+
+    Args:
+        path: Where it is.
+        data: What was read.
+        fingerprint: Of the model.
+        model: The model.
+
+    Raises:
+        CheckpointError: Names, shapes or dtypes differ.
+    """
+    if data.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"the checkpoint {path} is of another model: {_difference(data.model, model)}",
+            "Names, shapes and dtypes of all parameters and buffers must be equal.",
+            "Name the model and the number of classes that the checkpoint was made with.",
+        )
+
+
+def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
+    own = model.state_dict()
+    for name, tensor in saved.items():
+        if name not in own:
+            return f"it has {name}, this model has not"
+        if own[name].shape != tensor.shape:
+            return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
+    for name in own:
+        if name not in saved:
+            return f"this model has {name}, it has not"
+    return "dtypes differ"

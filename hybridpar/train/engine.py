@@ -55,6 +55,24 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
+class NoOptimizer(torch.optim.Optimizer):
+    """Leaves parameters as they are and gradients in `.grad`, for somebody else who steps.
+
+    Args:
+        module: Has the parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(list(module.parameters()), {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing.
+
+        Args:
+            closure: Not used.
+        """
+
+
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is made from.
@@ -303,14 +321,11 @@ class Engine:
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
         )
 
-    def issue(
-        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor
-    ) -> StepState:
+    def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: int, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`.
 
         Args:
             micro_batches: Inputs and targets, on the device.
-            samples: Samples of this worker.
             global_samples: Samples of all workers.
             flags: `stop` and `save`, two float64 numbers on the device.
 
@@ -572,11 +587,7 @@ class Engine:
         Args:
             state: What `state_dict` returned.
         """
-        pipeline = state.get("pipeline")
-        if pipeline is None:  # of a model that is not cut, as former versions wrote it
-            former = state.get("sync", state)
-            pipeline = {"orders": {"0": dict(former)}} if "order" in former else {}
-        self.pipeline.load_state_dict(pipeline)
+        self.pipeline.load_state_dict(state.get("pipeline", {}))
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step, on which the random operations of stages depend.

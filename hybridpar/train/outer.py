@@ -418,8 +418,7 @@ class OuterEngine(Engine):
             self.outer.reset_anchors()
             return
         self.model.load_state_dict(own["model"])
-        # Former versions had one optimizer.
-        for optimizer, saved in zip(self.optimizers, own.get("optimizers") or [own["optimizer"]], strict=False):
+        for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):
             load_optimizer_state(optimizer, self.model, saved)
         self._flags = list(own["flags"])
         if len(samples := own.get("samples", ())) == 1 + len(self._marks):

@@ -17,7 +17,6 @@ from torch import Tensor
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import TrainingError, UsageError
 from hybridpar.optim.schedule import Pace
-from hybridpar.train.snapshot import Snapshot
 from hybridpar.train.trainer import MicroBatches, Trainer
 
 #: The test ends where the smoothed loss is this many times the lowest one.
@@ -149,32 +148,30 @@ def range_test(
         raise UsageError(
             "a range test of a pipeline", "Its state cannot be put back.", "Test the model without stages."
         )
-    before = Snapshot.take(trainer.model, trainer.engine, trainer.steps_done, trainer.world.device)
     pace, sweep = trainer.pace, _Sweep(1)
-    trainer.pace, trainer.engine.on_trial = sweep, True
     rates, losses, smoothed, mean, diverged = list[float](), list[float](), list[float](), 0.0, False
     try:
-        for number, batch in enumerate(itertools.islice(_endless(batches), steps)):
-            rate = lowest * (highest / lowest) ** (number / (steps - 1))
-            sweep.part = rate / trainer.peak_rate
-            try:
-                loss = trainer.step(batch).loss
-            except TrainingError:  # gradients were not finite in several steps
-                diverged = True
-                break
-            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-            rates.append(rate)
-            losses.append(loss)
-            smoothed.append(mean / (1 - SMOOTHING ** (number + 1)))
-            if on_step is not None:
-                on_step(number + 1, smoothed[-1])
-            diverged = not math.isfinite(loss) or smoothed[-1] > DIVERGED * min(smoothed)
-            if diverged:
-                break
+        trainer.pace = sweep
+        with trainer.on_trial():
+            for number, batch in enumerate(itertools.islice(_endless(batches), steps)):
+                rate = lowest * (highest / lowest) ** (number / (steps - 1))
+                sweep.part = rate / trainer.peak_rate
+                try:
+                    loss = trainer.step(batch).loss
+                except TrainingError:  # gradients were not finite in several steps
+                    diverged = True
+                    break
+                mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+                rates.append(rate)
+                losses.append(loss)
+                smoothed.append(mean / (1 - SMOOTHING ** (number + 1)))
+                if on_step is not None:
+                    on_step(number + 1, smoothed[-1])
+                diverged = not math.isfinite(loss) or smoothed[-1] > DIVERGED * min(smoothed)
+                if diverged:
+                    break
     finally:
-        trainer.pace, trainer.engine.on_trial = pace, False
-        before.restore(trainer.model, trainer.engine, trainer.world.device)
-        trainer.go_back(before.step)
+        trainer.pace = pace
     return RateTest(tuple(rates), tuple(losses), tuple(smoothed), diverged)
 
 

@@ -7,6 +7,7 @@ rate as a function of the step. The same program runs on one process or under to
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections import ChainMap
@@ -23,7 +24,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.recipe import LATE, refuse
 from hybridpar.config.server import OUTER
-from hybridpar.errors import CheckpointError, SyncError, UsageError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -40,13 +41,15 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, Planning, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.stages import cut_model
-from hybridpar.sync.compression import codec_states
+from hybridpar.sync.compression import load_codec_states
 from hybridpar.sync.policy import is_auto
+from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import (
     CheckpointData,
     Held,
     load_checkpoint,
     load_rank_parts,
+    require_model,
     save_checkpoint,
     usable,
 )
@@ -272,9 +275,12 @@ class Trainer:
     def _open_outer_engine(self, parts: EngineParts) -> Engine:
         from hybridpar.train.outer import OuterEngine
 
+        return OuterEngine(parts, total_steps=self.total_steps, warmup_steps=self._warmup_steps)
+
+    @property
+    def _warmup_steps(self) -> int:
         total = self.total_steps
-        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        return OuterEngine(parts, total_steps=total, warmup_steps=warmup)
+        return 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -375,19 +381,39 @@ class Trainer:
         Args:
             metric: Such as the accuracy after an epoch; the larger, the better. During the warm-up it does not count.
         """
-        total = self.total_steps
-        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
-        if self._plateau is not None and self.steps_done > warmup:
+        if self._plateau is not None and self.steps_done > self._warmup_steps:
             self._plateau.step(metric)
 
-    def go_back(self, step: int) -> None:
-        """Forget the steps of a trial whose effects have been undone.
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[Callable[[], None]]:
+        """Inside, steps are tried whose effects are undone at the end; a collective, for a model that is not cut.
 
-        Args:
-            step: Steps that were done before it.
+        Yields:
+            Undoes them earlier, any number of times; a collective.
         """
-        self.steps_done = step
-        self._bad_steps.forget()
+        engine, device, step = self.engine, self.world.device, self.steps_done
+        engine.wait()
+        engine.wire_format()
+        model, average = copy_of(self.model.state_dict()), engine.average_state()
+        training, sync = copy.deepcopy(self._training_state()), copy.deepcopy(engine.state_dict())
+        random = random_state(device)
+
+        def undo() -> None:
+            engine.wait()
+            self.model.load_state_dict(model)
+            self._load_training_state(copy.deepcopy(training), model if average is None else average, step)
+            engine.load_state_dict(copy.deepcopy(sync))
+            restore_random_state(random, device)
+            if self.steps_done != step:
+                self.steps_done = step
+                self._bad_steps.forget()
+
+        engine.on_trial = True
+        try:
+            yield undo
+        finally:
+            engine.on_trial = False
+            undo()
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.
@@ -601,12 +627,7 @@ class Trainer:
         elif engine.in_parts:
             held = Held(self.fingerprint, engine.stepped)
         data = load_checkpoint(Path(path), self.world.rank, held)
-        if data.fingerprint != self.fingerprint:
-            raise CheckpointError(
-                f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
-                "Names, shapes and dtypes of all parameters and buffers must be equal.",
-                "Name the model and the number of classes that the checkpoint was made with.",
-            )
+        require_model(Path(path), data, self.fingerprint, self.model)
         with usable(Path(path)):
             if not engine.own_only:
                 self.model.load_state_dict(data.model)
@@ -618,27 +639,17 @@ class Trainer:
             self._bad_steps.forget()
             if data.local is not None and data.workers == self.world.size:
                 restore_random_state(data.local["random"], self.world.device)
-                self.engine.load_state_dict(data.local["sync"])
+                own = data.local["sync"]
             else:
                 # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
                 torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
-                self.engine.load_state_dict({})
-            self._load_codecs(Path(path), data)
+                own = {}
+            self.engine.load_state_dict(own)
+            if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
+                _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
+            load_codec_states(engine.codecs, own, lambda: (part["sync"] for part in load_rank_parts(Path(path))))
             extra: dict[str, Any] = dict(data.training["extra"])
         return extra
-
-    def _load_codecs(self, path: Path, data: CheckpointData) -> None:
-        """Take over what codecs kept on other workers than these."""
-        codecs = self.engine.codecs
-        if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
-            _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
-        own = codec_states(data.local["sync"]) if data.local is not None else []
-        same = data.workers == self.world.size and len(own) == len(codecs)
-        if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
-            return
-        states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
-        for codec in codecs if states else ():
-            codec.load_states(states)
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""
@@ -657,16 +668,3 @@ class Trainer:
             if self._owns_lanes:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(kind, error, trace)
-
-
-def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
-    own = model.state_dict()
-    for name, tensor in saved.items():
-        if name not in own:
-            return f"it has {name}, this model has not"
-        if own[name].shape != tensor.shape:
-            return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
-    for name in own:
-        if name not in saved:
-            return f"this model has {name}, it has not"
-    return "dtypes differ"

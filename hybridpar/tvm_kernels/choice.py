@@ -187,12 +187,11 @@ class Choices:
         lines = sorted(record.line() for record in self.database.records) if wanted() else []
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
-    def measure_saving(self, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
+    def measure_saving(self, keys: Mapping[KernelKey, int]) -> float:
         """Measure how much time kernels save over some operations.
 
         Args:
             keys: Operations, and how often each one runs; those that are left to torch save nothing.
-            pairs: Pairs of calls of each, after one that does not count.
 
         Returns:
             Milliseconds.
@@ -205,7 +204,7 @@ class Choices:
                 parts = [self.decide(part).kernel for part in operation.parts(key)]
                 with torch_threads(key.threads):
                     bench = operation.bench(key, 0, parts)
-                    timing = bench.compare(kernel, 0.0, pairs, bench.instead)
+                    timing = bench.compare(kernel, 0.0, 5, bench.instead)
                 saved += count * (timing.stock_ms - timing.ms)
         return saved
 

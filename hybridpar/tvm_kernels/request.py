@@ -35,9 +35,7 @@ class TuneConfig:
     """Samples that are computed at a time: those of a micro-batch of one worker."""
     classes: int = 1000
     """Number of classes of the last layer."""
-    layout: Annotated[
-        Literal["channels_last", "contiguous"], tyro.conf.arg(name="memory-format", aliases=["--layout"])
-    ] = "channels_last"
+    layout: Annotated[Literal["channels_last", "contiguous"], tyro.conf.arg(name="memory-format")] = "channels_last"
     """Memory format of images and activations."""
     threads: int | None = None
     """Threads that compute; default: one worker's share of the cores."""

@@ -13,13 +13,13 @@ from hybridpar.compress.auto import (
     FIDELITIES,
     PLAIN,
     PROVEN,
-    BucketTimes,
     Layers,
     candidates_of,
     choose,
     kinds_of,
     predict,
 )
+from hybridpar.compress.exchange import PhaseTimes
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds, measure_codec, measure_link, meet_over
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
@@ -109,7 +109,7 @@ def test_positions_wait_for_the_one_whose_sync_ends_last():
 
 
 def test_backward_passes_of_stages_before_hide_too():
-    times = [BucketTimes(1.0, 10.0, 2.0)]
+    times = [PhaseTimes(1.0, 10.0, 2.0)]
     exposed = [
         predict(times, Layers([[("a", (8,))]], workers=2, backward_ms=4.0, after_ms=after)).exposed_ms
         for after in (0.0, 5.0, 50.0)
@@ -129,7 +129,7 @@ def test_backward_passes_of_stages_before_hide_too():
 )
 def test_lanes_work_side_by_side_and_share_the_link(lanes, backward, sync, exposed):
     layers = Layers([[("a", (8,))], [("b", (8,))]], workers=2, lanes=lanes, backward_ms=backward)
-    found = predict([BucketTimes(1.0, 10.0, 2.0)] * 2, layers)
+    found = predict([PhaseTimes(1.0, 10.0, 2.0)] * 2, layers)
     assert (found.sync_ms, found.exposed_ms) == pytest.approx((sync, exposed))
 
 

@@ -73,10 +73,10 @@ def test_a_step_that_does_not_count_is_no_step_of_the_warm_up() -> None:
 def test_residuals_follow_the_learning_rate() -> None:
     team = Team("onebit:rescale=on", SHAPES, 1)
     (gradient,) = team.gradients(0)[0]
-    team.exchanges[0].rescale(0.4)
+    coder_of(team).rescale(0.4)
     team.step([[gradient]])
     kept = residual(team)
-    team.exchanges[0].rescale(0.1)
+    coder_of(team).rescale(0.1)
     team.meet([[gradient]])
     team.rollback()  # the rate of a step that did not count is forgotten, too
     team.step([[gradient]])
@@ -89,7 +89,7 @@ def test_residuals_follow_the_learning_rate() -> None:
 def test_a_learning_rate_of_zero_moves_nothing() -> None:
     team, other = Team("onebit:rescale=on", SHAPES, 1), Team("onebit", SHAPES, 1)
     for rate, seed in ((0.1, 0), (0.0, 1), (0.1, 2)):
-        team.exchanges[0].rescale(rate)
+        coder_of(team).rescale(rate)
         team.step(team.gradients(seed))
         other.step(other.gradients(seed))
     assert same_bits(residual(team), residual(other))
@@ -98,7 +98,7 @@ def test_a_learning_rate_of_zero_moves_nothing() -> None:
 def test_without_the_option_the_learning_rate_changes_nothing() -> None:
     team, other = Team("onebit", SHAPES, 1), Team("onebit", SHAPES, 1)
     for seed in range(3):
-        team.exchanges[0].rescale(10.0**-seed)
+        coder_of(team).rescale(10.0**-seed)
         team.step(team.gradients(seed))
         other.step(other.gradients(seed))
     assert same_bits(residual(team), residual(other))

@@ -13,6 +13,8 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +92,7 @@ def test_nvcc_takes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_numbers_are_those_of_the_source() -> None:
     text = SOURCE.read_text()
-    for name, value in (("THREADS", THREADS), ("MOST_PARTS", cuda._MOST_PARTS), ("MOST_PLACES", cuda._MOST_PLACES)):
+    for name, value in (("THREADS", THREADS), ("MOST_PARTS", cuda.MOST_PARTS), ("MOST_PLACES", cuda.MOST_PLACES)):
         assert f"constexpr u32 {name} = {value};" in text
 
 
@@ -163,7 +165,7 @@ def test_noise_of_several_chunks_and_launches(
     assert Fields.dense(count, 2).words > 2 * CHUNK
     values = torch.randn(count)
     messages = [message_of(levels_of(1, count), values, Residual())]
-    monkeypatch.setattr(cuda, "_MOST_PLACES", 8)  # so that each chunk is a launch of its own
+    monkeypatch.setattr(cuda, "MOST_PLACES", 8)  # so that each chunk is a launch of its own
     messages.append(message_of(levels_of(1, count), values, Residual()))
     by_torch()
     messages.append(message_of(levels_of(1, count), values, Residual()))
@@ -204,8 +206,8 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         return made
 
     enough = all_of_it()
-    monkeypatch.setattr(cuda, "_blocks", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
-    monkeypatch.setattr(cuda, "_MOST_BLOCKS", blocks)
+    monkeypatch.setattr(cuda, "blocks_of", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
+    monkeypatch.setattr(cuda, "MOST_BLOCKS", blocks)
     # Sums of fewer parts come out the same here, as they are made in float64.
     assert all(torch.equal(left, right) for left, right in zip(enough, all_of_it(), strict=True))
 
@@ -270,7 +272,7 @@ def test_nothing_behind_the_end_is_read(found: CudaKernels) -> None:
 # ------------------------------------------------------------------------------------------------------------- dispatch
 
 
-def test_no_call_waits_for_the_device() -> None:
+def test_no_call_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without content go through, so nothing that is on the device is asked for."""
     launched: list[str] = []
 
@@ -279,6 +281,7 @@ def test_no_call_waits_for_the_device() -> None:
             return lambda *_: launched.append(name)
 
     found, meta = CudaKernels(Recorder()), torch.device("meta")
+    monkeypatch.setattr(kernels, "table", lambda device=CPU: found)
     scratch = Scratch(meta)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -286,22 +289,23 @@ def test_no_call_waits_for_the_device() -> None:
 
     for shape in ((5, 100), (5, 1000)):
         levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
-        found.onebit_encode(empty(*shape), KeptResidual(empty(*shape), empty(*shape), 0.9), *levels)
-        found.onebit_read(*levels, empty(*shape), 2, add=False)
-        found.onebit_read(*levels, empty(*shape), 1, add=True)
-    codes = (empty(1), empty(256, dtype=torch.uint8))
+        assert kernels.onebit_encode(empty(*shape), KeptResidual(empty(*shape), empty(*shape), 0.9), *levels, scratch)
+        assert kernels.onebit_read(*levels, empty(*shape), 2, add=False)
+        assert kernels.onebit_read(*levels, empty(*shape), 1, add=True)
+    codes = (empty(1), empty(252, dtype=torch.uint8))
     for mode in range(3):
         rule = kernels.ThresholdRule(mode, 0.5, 1.5, 0.5)
-        found.twobit_encode(empty(1000), Residual(), rule, *codes, scratch)
-    found.twobit_read(*codes, empty(1000), 2, add=False)
-    found.twobit_read(*codes, empty(1000), 1, add=True)
-    found.largest(empty(1000), empty(1))
+        assert kernels.twobit_encode(empty(1000), Residual(), rule, *codes, scratch)
+    assert kernels.twobit_read(*codes, empty(1000), 2, add=False)
+    assert kernels.twobit_read(*codes, empty(1000), 1, add=True)
+    assert kernels.largest(empty(1000), empty(1))
+    noise: Any = SimpleNamespace(ring=empty(700), place=lambda count: 0)
     for word in (torch.uint8, torch.int32, torch.int64):
         fields = Fields(1000, 4, word, 2)
         words = empty(fields.words, dtype=word)
-        found.qsgd_encode(empty(1000), empty(1), empty(700), [0, 1], 7, fields, words, scratch)
+        assert kernels.qsgd_encode(empty(1000), empty(1), noise, 7, fields, words, scratch)
         for add in (False, True):
-            found.qsgd_read(words, empty(1), fields, 7, 7, empty(1000), scratch, add=add)
+            assert kernels.qsgd_read(words, empty(1), fields, 7, 7, empty(1000), scratch, add=add)
     assert set(launched) == {name for name in PARAMETERS if "planes" not in name}
 
 

@@ -202,7 +202,7 @@ def test_every_option_that_was_set_is_fixed():
     )
     auto = TrainConfig(compress="auto", memory_format="auto", fidelity="lossy")
     assert decided_options(auto, {"compress", "memory_format"}) == {"fidelity"}, "auto leaves it to the search"
-    channels_last = TrainConfig(channels_last=True)
+    channels_last = TrainConfig(memory_format="channels_last")
     assert fixed_by(channels_last, decided_options(channels_last), 1, names).memory_format == "channels_last"
     rules = TrainConfig(compress="a.* -> fp16")
     assert fixed_by(rules, decided_options(rules), 2, names).codecs == {"a.weight": "fp16"}

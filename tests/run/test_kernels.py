@@ -65,7 +65,7 @@ def database(place: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) 
 
 
 def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
-    train(tmp_path / "plain", "separable", channels_last=True)
+    train(tmp_path / "plain", "separable", memory_format="channels_last")
     assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
     summary = check_run(tmp_path / "tuned", steps=12)
     assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (6, 2), "two norms have no record"
@@ -99,7 +99,7 @@ def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "batch_size": 32}], ids=["whole", "pooled"])
 def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys, options):
-    train(tmp_path / "plain", "separable", channels_last=True, **options)
+    train(tmp_path / "plain", "separable", memory_format="channels_last", **options)
     file = database(tmp_path / "k.jsonl", 16)
     append_records(file, [norm_record(NormShape(16 * 64, 8, "relu"))])
     capsys.readouterr()
@@ -127,7 +127,7 @@ def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, monkeypatch):
-    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, channels_last=True)
+    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, memory_format="channels_last")
     both = ConvNormShape(ConvShape.parse("4x8x8x8 k3x3 s1x1 p1x1 d1x1"), "relu")
     threads = lane_threads(resolve(config, 1).placement, torch.device("cpu"))
     records = Database()
@@ -227,7 +227,6 @@ def test_a_report_has_a_row_for_kernels():
     [
         (["--kernels", "nowhere.jsonl"], ["cannot read the kernel database nowhere.jsonl", "hybridpar tune"]),
         (["--kernels", __file__], ["is not a kernel database", "hybridpar tune"]),
-        (["--channels-last", "--memory-format", "contiguous"], ["--channels-last with --memory-format contiguous"]),
     ],
 )
 def test_wrong_requests_exit_with_2(call, tmp_path, options, said):  # noqa: F811

@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(straight, tmp_pa
     "options",
     [
         {"amp": "bf16"},
-        {"channels_last": True, "deterministic": True},
+        {"memory_format": "channels_last", "deterministic": True},
         {"optimizer": "adamw", "lr": 0.01, "clip_norm": 1.0, "label_smoothing": 0.1},
         {"lr_schedule": "step", "nesterov": True, "guard": False},
         {"micro_batches": 2, "loader_workers": 1},

@@ -290,10 +290,10 @@ def test_three_bad_steps_stop_the_training() -> None:
 
 
 def test_bfloat16_channels_last_and_recomputing_through_the_options() -> None:
-    with make_trainer(2, amp="bf16", channels_last=True, recompute=(0,), make=normless) as trainer:
+    with make_trainer(2, amp="bf16", memory_format="channels_last", recompute=(0,), make=normless) as trainer:
         steps(trainer, 2)
         state = state_of(trainer)
-    with make_trainer(1, amp="bf16", channels_last=True, make=normless) as trainer:
+    with make_trainer(1, amp="bf16", memory_format="channels_last", make=normless) as trainer:
         steps(trainer, 2)
         assert_close(state_of(trainer), state, exact=True)
 

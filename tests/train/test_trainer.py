@@ -172,7 +172,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights():
 
 
 def test_channels_last_gives_the_same_numbers():
-    last = train(TrainConfig(channels_last=True))
+    last = train(TrainConfig(memory_format="channels_last"))
     assert last.body[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert_equal(last, train(TrainConfig()), exact=False)
 

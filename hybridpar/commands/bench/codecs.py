@@ -11,7 +11,6 @@ Compiled kernels are chosen when a process first uses them, so each setting of t
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import json
 import os
@@ -20,15 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hybridpar.commands.bench.request import BenchCodecs
+from hybridpar.commands.bench.table import print_table, write_rows
 from hybridpar.commands.bench.traffic import after_warmup, wire_bytes
 from hybridpar.compress import (
     Codec,
@@ -98,7 +95,7 @@ def run_bench_codecs(request: BenchCodecs, console: Console | None = None) -> in
     speeds = measure_in_processes(request)
     print_speeds(request, speeds, console or Console())
     if request.csv is not None:
-        write_speeds(request.csv, speeds)
+        write_rows(request.csv, [{**dataclasses.asdict(speed), "ratio": speed.ratio} for speed in speeds])
     return 0
 
 
@@ -126,10 +123,7 @@ def code_of(codec: Codec) -> str:
     Args:
         codec: The codec.
     """
-    inner: Any = codec
-    while hasattr(inner, "inner"):
-        inner = inner.inner
-    return _KERNELS if inner.kernels and kernels.table() else _FALLBACK
+    return _KERNELS if codec.core.kernels and kernels.table() else _FALLBACK
 
 
 def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:
@@ -323,46 +317,17 @@ def print_speeds(request: BenchCodecs, speeds: Sequence[CodecSpeed], console: Co
         speeds: What was measured.
         console: Where it is printed.
     """
-    table = Table(
-        title=f"{request.model}: GB/s of float32 gradient on one core, MB sent by one of {request.workers} workers",
-        title_justify="left",
-        padding=(0, 0, 0, 1),
-    )
-    for column in _COLUMNS:
-        text = column in ("codec", "code")
-        table.add_column(column, justify="left" if text else "right", overflow="fold")
+    rows = []
     for speed in speeds:
         rates = (speed.encode, speed.decode_add, speed.merge, speed.decode, speed.memcpy)
-        table.add_row(
-            speed.codec,
-            speed.code,
-            *("-" if rate is None else f"{rate:.2f}" for rate in rates),
-            f"{speed.sent_bytes / 1e6:.3f}",
-            f"{speed.ratio:.2f}",
-        )
-    console.print(table)
+        told = ("-" if rate is None else f"{rate:.2f}" for rate in rates)
+        rows.append((speed.codec, speed.code, *told, f"{speed.sent_bytes / 1e6:.3f}", f"{speed.ratio:.2f}"))
+    title = f"{request.model}: GB/s of float32 gradient on one core, MB sent by one of {request.workers} workers"
+    print_table(console, title, {name: name in ("codec", "code") for name in _COLUMNS}, rows)
     console.print(
         "encode: with its residual. merge: the owner of a stripe decodes, adds, encodes again. memcpy: the limit.",
         soft_wrap=True,
     )
-
-
-def write_speeds(path: Path, speeds: Sequence[CodecSpeed]) -> None:
-    """Write speeds as CSV.
-
-    Args:
-        path: The file.
-        speeds: What was measured.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        names = [entry.name for entry in dataclasses.fields(CodecSpeed)]
-        writer.writerow([*names, "ratio"])
-        for speed in speeds:
-            values: list[Any] = [getattr(speed, name) for name in names]
-            cells = ["" if one is None else f"{one:.4g}" if isinstance(one, float) else one for one in values]
-            writer.writerow([*cells, f"{speed.ratio:.4g}"])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class BenchCodecs:
     """A torchvision model such as resnet18, timm/NAME, or your own as package.module:factory."""
     classes: int = 1000
     """Outputs of the model."""
-    codec: Annotated[tuple[str, ...], tyro.conf.arg(name="compress", aliases=["--codec"])] = (
+    codec: Annotated[tuple[str, ...], tyro.conf.arg(name="compress")] = (
         *("onebit", "twobit", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd:rank=4", "fp16"),
     )
     """Codecs, as `hybridpar train --compress` takes them."""

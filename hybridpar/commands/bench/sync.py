@@ -8,22 +8,20 @@ through shared memory; with it, through a process group.
 
 from __future__ import annotations
 
-import csv
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.commands.bench.request import BenchSync
+from hybridpar.commands.bench.table import print_table, write_rows
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.launch import record_failure
@@ -84,7 +82,7 @@ def run_bench_sync(request: BenchSync, console: Console | None = None) -> int:
         transport, rate, times = found
         print_times(request, transport, rate, times, console or Console())
         if request.csv is not None:
-            write_times(request.csv, times)
+            write_rows(request.csv, [asdict(one) for one in times])
     return 0
 
 
@@ -202,12 +200,9 @@ def print_times(request: BenchSync, transport: str, rate: float, times: Sequence
         f"{request.model}, {request.image_size}x{request.image_size} images, batch {request.batch_size}, "
         f"{request.steps} steps each; without compression by {transport}; link: {rate / 1e6:,.0f} MB/s per worker"
     )
-    table = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
-    for column in ("--compress", "step\nms", "shortest\nms", "times\nas fast", "exposed\nms", "sent\nMB", "wire\nms"):
-        text = column == "--compress"
-        table.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=not text)
-    for one in times:
-        table.add_row(
+    columns = ("--compress", "step\nms", "shortest\nms", "times\nas fast", "exposed\nms", "sent\nMB", "wire\nms")
+    rows = [
+        (
             one.codec,
             f"{one.step_ms:.1f}",
             f"{one.least_ms:.1f}",
@@ -216,31 +211,14 @@ def print_times(request: BenchSync, transport: str, rate: float, times: Sequence
             f"{one.sent_bytes / 1e6:.3f}",
             f"{one.wire_ms:.1f}",
         )
-    console.print(table)
+        for one in times
+    ]
+    print_table(console, title, {name: name == "--compress" for name in columns}, rows)
     console.print(
         "times as fast: as without compression. exposed: the host waits. wire: these bytes on the link alone.",
         soft_wrap=True,
     )
     console.print(advice(times), soft_wrap=True)
-
-
-def write_times(path: Path, times: Sequence[StepTimes]) -> None:
-    """Write the rows as CSV.
-
-    Args:
-        path: The file.
-        times: What was measured, by codec.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    names = [entry.name for entry in fields(StepTimes)]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for one in times:
-            values = [getattr(one, name) for name in names]
-            writer.writerow(
-                ["" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in values]
-            )
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

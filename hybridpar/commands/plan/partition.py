@@ -149,7 +149,7 @@ def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Mo
     try:
         example = torch.randn(config.batch, *shape, device=device)
         model = model if is_deferred(model) else model.to(device)
-        if config.channels_last:
+        if config.memory_format == "channels_last":
             example = example.contiguous(memory_format=torch.channels_last)
             model = model.to(memory_format=torch.channels_last)
         return model, example

@@ -69,8 +69,6 @@ class PlanRequest:
     """Intra-op threads on CPU; default: torch's."""
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     """Memory format that the model is measured in."""
-    channels_last: bool = False
-    """Former spelling of `--memory-format channels_last`."""
     cache: Annotated[
         bool, unless("Measure anew, and keep nothing.", "profiles are used from and kept in ~/.cache/hybridpar")
     ] = True
@@ -109,11 +107,6 @@ class PlanRequest:
     clock; on the workers of this machine, or of torchrun. Implies --explain."""
     verify_seconds: float = 60.0
     """Of that, at most, after each plan's first steps; three rounds are taken in any case."""
-
-    def __post_init__(self) -> None:
-        """Read the former spelling of `memory_format`."""
-        object.__setattr__(self, "channels_last", self.channels_last or self.memory_format == "channels_last")
-        object.__setattr__(self, "memory_format", "channels_last" if self.channels_last else "contiguous")
 
     @property
     def measured_device(self) -> str:
@@ -161,7 +154,7 @@ class PlanRequest:
             (
                 "--memory-format",
                 "channels_last",
-                images or not self.channels_last,
+                images or self.memory_format == "contiguous",
                 "Only images have it.",
                 "--input 3x224x224",
             ),

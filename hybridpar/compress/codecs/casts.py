@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, as_inner
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, check_choice
 
 #: What floating-point messages can be cast to, by name.
 WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -60,8 +60,7 @@ class Cast(Codec):
     refuses_momentum: ClassVar[bool] = as_inner("refuses_momentum")
 
     def __post_init__(self) -> None:
-        if self.cast not in WIRE_TYPES:
-            raise UsageError(f"cast={self.cast}", "It names a 16-bit type.", nearest(self.cast, WIRE_TYPES))
+        check_choice("cast", self.cast, WIRE_TYPES, "It names a 16-bit type.")
         if not self.inner.castable:
             raise UsageError(
                 f"codec {self.inner.name!r} with cast={self.cast}",

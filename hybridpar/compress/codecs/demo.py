@@ -20,7 +20,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +27,14 @@ from torch import Tensor
 from hybridpar.compress.codec import (
     CODECS,
     NO_RESIDUAL,
-    Coder,
     Kept,
     LargeTensorCodec,
     Residual,
     TensorSpec,
 )
-from hybridpar.compress.redivide import even_share
+from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.compress.sparse import Picks, check_rate, share
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 _LEVELS = ("mean", "one", "off")
 
@@ -85,19 +83,16 @@ class DecoupledMomentum(LargeTensorCodec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.0078125)
-        if not 0 <= self.momentum <= 1:
-            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
-        if not 2 <= self.chunk <= 256:
-            raise UsageError(f"chunk={self.chunk}", "It is a number of elements from 2 to 256.", "Use 64.")
-        if self.level not in _LEVELS:
-            raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
+        check(0 <= self.momentum <= 1, f"momentum={self.momentum:g}", "It is at least 0 and at most 1.", "Use 0.999.")
+        check(2 <= self.chunk <= 256, f"chunk={self.chunk}", "It is a number of elements from 2 to 256.", "Use 64.")
+        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> ComponentCoder:
         return ComponentCoder(spec, self)
 
 
-class ComponentCoder(Coder):
+class ComponentCoder(KeepingCoder):
     """Accumulates momentum, and sends the largest of its components.
 
     Args:
@@ -114,6 +109,7 @@ class ComponentCoder(Coder):
         super().__init__(spec, [self._picks.round])
         #: d, and zeros, and what components left there, up to the end of the last tile.
         self._momentum = Kept(tiles * self._tile, spec.device)
+        self.kept = {"momentum": self._momentum}
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         torch.mul(self._momentum.now, self._config.momentum, out=self._momentum.next)
@@ -140,23 +136,6 @@ class ComponentCoder(Coder):
         if self._config.level == "one":  # but a number that is not finite stays
             mean = 0 * mean + self.spec.workers / self.spec.divisor
         torch.mul(found.sign(), mean, out=out)
-
-    def commit(self) -> None:
-        self._momentum.commit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The momentum."""
-        return {"momentum": self._momentum.now.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._momentum.load(state["momentum"], self.spec.name)
-
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The momentum is divided evenly."""
-        if len(states) == self.spec.workers:
-            self.load_state_dict(states[self.spec.rank])
-            return
-        self.load_state_dict({"momentum": even_share(self.spec, [state["momentum"] for state in states])})
 
     def _transform(self, values: Tensor, *, back: bool = False) -> Tensor:
         """The components of tiles, or tiles of components; 1-D."""

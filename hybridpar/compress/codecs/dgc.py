@@ -19,15 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Coder, Kept, Residual, Round, TensorSpec
-from hybridpar.compress.redivide import even_share
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Kept, Residual, Round, TensorSpec
+from hybridpar.compress.redivide import KeepingCoder
 from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 #: What the share that is sent is multiplied with from one level of the warm-up to the next; also its first value.
 _FALL = 0.25
@@ -62,20 +61,16 @@ class DeepGradient(Codec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.001)
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        if self.ramp < 0:
-            raise UsageError(f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
-        if not 0 <= self.clip < math.inf:
-            raise UsageError(f"clip={self.clip:g}", "It is a length.", "Use 0 for none.")
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        check(self.ramp >= 0, f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
+        check(0 <= self.clip < math.inf, f"clip={self.clip:g}", "It is a length.", "Use 0 for none.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def bind(self, spec: TensorSpec) -> MomentumCoder:
         return MomentumCoder(spec, self, len(spec.shape) > 1 and spec.count >= self.least)
 
 
-class MomentumCoder(Coder):
+class MomentumCoder(KeepingCoder):
     """Accumulates momentum, and sends the largest of it.
 
     Args:
@@ -87,9 +82,9 @@ class MomentumCoder(Coder):
     def __init__(self, spec: TensorSpec, config: DeepGradient, sparse: bool) -> None:
         super().__init__(spec)
         self._config, self._sparse = config, sparse
-        self._steps = 0
         self._momentum = Kept(spec.count, spec.device)
         self._unsent = Kept(spec.count if sparse else 0, spec.device)
+        self.kept = {"momentum": self._momentum, "unsent": self._unsent}
 
     @property
     def rate(self) -> float:
@@ -124,28 +119,6 @@ class MomentumCoder(Coder):
 
     def finish(self, out: Tensor) -> None:
         self._picks.read(self._received, out, self.spec.divisor)
-
-    def commit(self) -> None:
-        self._momentum.commit()
-        self._unsent.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps counted, u, and w."""
-        return {"steps": self._steps, "momentum": self._momentum.now.clone(), "unsent": self._unsent.now.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._momentum.load(state["momentum"], self.spec.name)
-        self._unsent.load(state["unsent"], self.spec.name)
-        self._steps = int(state["steps"])
-
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Momentum and what was not sent are divided evenly."""
-        if len(states) == self.spec.workers:
-            self.load_state_dict(states[self.spec.rank])
-            return
-        shares = {key: even_share(self.spec, [state[key] for state in states]) for key in ("momentum", "unsent")}
-        self.load_state_dict({**states[0], **shares})
 
     @property
     def _picks(self) -> Picks:

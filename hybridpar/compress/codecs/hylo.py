@@ -35,7 +35,7 @@ from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import check_rate
-from hybridpar.errors import CheckpointError, UsageError, nearest
+from hybridpar.errors import CheckpointError, check, check_choice
 
 _MODES = ("agreed", "server")
 
@@ -70,15 +70,11 @@ class Hylo(Codec):
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
         check_rate(self.rate, 0.1)
-        if self.power < 0:
-            raise UsageError(f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
-        if self.delay < 0:
-            raise UsageError(f"delay={self.delay}", "It is a number of steps.", "Use 50.")
-        if self.mode not in _MODES:
-            raise UsageError(f"mode={self.mode}", "It says who chooses filters.", nearest(self.mode, _MODES))
+        check(self.power >= 0, f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
+        check(self.delay >= 0, f"delay={self.delay}", "It is a number of steps.", "Use 50.")
+        check_choice("mode", self.mode, _MODES, "It says who chooses filters.")
         self._dense()
 
     def fits(self, shape: Sequence[int]) -> bool:

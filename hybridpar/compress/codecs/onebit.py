@@ -22,7 +22,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.quantised import Quantiser, check_meet, put, quantised_coder
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 _GROUPS = ("row", "column")
 
@@ -57,10 +57,8 @@ class OneBit(Codec):
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        if self.group not in _GROUPS:
-            raise UsageError(f"group={self.group}", "It says which values share levels.", nearest(self.group, _GROUPS))
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of values.", "Use 1 or more.")
+        check_choice("group", self.group, _GROUPS, "It says which values share levels.")
+        check(self.least >= 1, f"least={self.least}", "It is a number of values.", "Use 1 or more.")
         check_meet(self.meet)
 
     def fits(self, shape: Sequence[int]) -> bool:

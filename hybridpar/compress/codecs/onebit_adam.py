@@ -24,9 +24,10 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
-from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import ALIGN, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
-from hybridpar.errors import UsageError, nearest
+from hybridpar.compress.redivide import KeepingCoder
+from hybridpar.errors import check, check_choice
 
 _LEVELS = ("means", "norm")
 
@@ -56,13 +57,9 @@ class OneBitAdam(Codec):
     gives_sums = False
 
     def __post_init__(self) -> None:
-        if self.warm < 0:
-            raise UsageError(f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
-        if not 0 <= self.beta < 1:
-            raise UsageError(f"beta={self.beta:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        if self.levels not in _LEVELS:
-            fix = nearest(self.levels, _LEVELS)
-            raise UsageError(f"levels={self.levels}", "It says what signs are multiplied with.", fix)
+        check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
+        check(0 <= self.beta < 1, f"beta={self.beta:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        check_choice("levels", self.levels, _LEVELS, "It says what signs are multiplied with.")
         self._signs()
 
     def fits(self, shape: Sequence[int]) -> bool:
@@ -79,7 +76,7 @@ class OneBitAdam(Codec):
         return OneBit(least=self.least)
 
 
-class MomentumCoder(WarmUpCoder):
+class MomentumCoder(KeepingCoder, WarmUpCoder):
     """Exchanges the gradient of a parameter, and later its momentum.
 
     Args:
@@ -94,6 +91,7 @@ class MomentumCoder(WarmUpCoder):
         self._config = config
         self.residuals = self._later.residuals
         self._momentum = Kept(spec.count, spec.device)
+        self.kept = {"momentum": self._momentum}
 
     @property
     def warm(self) -> bool:
@@ -122,25 +120,13 @@ class MomentumCoder(WarmUpCoder):
         else:
             self._momentum.next.copy_(out)
 
-    def commit(self) -> None:
-        self._momentum.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps counted, and the momentum, which is equal on all workers."""
-        return {"steps": self._steps, "momentum": self._momentum.now.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._momentum.load(state["momentum"], self.spec.name)
-        self._steps = int(state["steps"])
+    def _divided(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The momentum is equal on all workers."""
+        return {}
 
 
 class ScaledSigns(Quantiser):
     """Signs and one level per stripe, its norm over the root of its size: [level][bits]."""
-
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
 
     @property
     def unit(self) -> int:
@@ -155,7 +141,7 @@ class ScaledSigns(Quantiser):
         """Zero counts as plus."""
         count = values.numel()
         v = residual.take(values, 0)
-        level, packed = _parts(out, count)
+        level, packed = level_and_bits(out, count)
         level.copy_(torch.linalg.vector_norm(v) / math.sqrt(count))
         bits = scratch.take("bits", count, torch.bool)
         at_least(v, 0.0, bits)
@@ -164,14 +150,9 @@ class ScaledSigns(Quantiser):
             v.sub_(_signs(bits, level, scratch))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        level, packed = _parts(message, out.numel())
+        level, packed = level_and_bits(message, out.numel())
         put(_signs(unpack_bits(packed, out.numel()), level / divisor, scratch), out, add=add)
 
 
 def _signs(bits: Tensor, level: Tensor, scratch: Scratch) -> Tensor:
     return scratch.take("half", bits.numel()).copy_(bits).mul_(2).sub_(1).mul_(level)
-
-
-def _parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Level and packed bits of a message."""
-    return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]

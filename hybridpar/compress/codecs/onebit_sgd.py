@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
 from hybridpar.compress.owner import PLACEMENTS, OwnerCoder, OwnerRule
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 
 @CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
@@ -54,15 +54,10 @@ class OneBitSgd(Codec):
     gives_sums = False
 
     def __post_init__(self) -> None:
-        if self.adagrad not in PLACEMENTS:
-            fix = nearest(self.adagrad, PLACEMENTS)
-            raise UsageError(f"adagrad={self.adagrad}", "It says where AdaGrad is.", fix)
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
-        if not 0 < self.memory <= 1:
-            raise UsageError(f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
-        if self.warm < 0:
-            raise UsageError(f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
+        check_choice("adagrad", self.adagrad, PLACEMENTS, "It says where AdaGrad is.")
+        check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        check(0 < self.memory <= 1, f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
+        check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
         self._signs()
 
     @property

@@ -48,7 +48,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.feedback import lay_together, stacked
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, check
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
 _FEW = 8
@@ -77,10 +77,8 @@ class PowerSgd(Codec):
     decodes_by_kernels = True
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UsageError(f"rank={self.rank}", "It is a number of columns.", "Use 1, 2 or 4.")
-        if self.gain < 0:
-            raise UsageError(f"gain={self.gain:g}", "It is a ratio of sizes.", "Use 2, or 0 to compress everything.")
+        check(self.rank >= 1, f"rank={self.rank}", "It is a number of columns.", "Use 1, 2 or 4.")
+        check(self.gain >= 0, f"gain={self.gain:g}", "It is a ratio of sizes.", "Use 2, or 0 to compress everything.")
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the factors are so many times smaller."""

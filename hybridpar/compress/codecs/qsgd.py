@@ -26,7 +26,7 @@ from hybridpar.compress.codec import CHUNK, CODECS, Coder, LargeTensorCodec, Res
 from hybridpar.compress.noise import Noise, check_rounding
 from hybridpar.compress.packing import Fields, aligned
 from hybridpar.compress.quantised import Quantiser, check_meet, put, quantised_coder
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 
 @CODECS.register("qsgd", "QSGD: unbiased rounding to even steps of the Euclidean norm of each bucket")
@@ -58,10 +58,8 @@ class Qsgd(LargeTensorCodec):
         return self.rounding != "random"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise UsageError(f"bits={self.bits}", "A code has 2 to 8 bits, one of them its sign.", "Use 4.")
-        if not 1 <= self.bucket <= CHUNK:
-            raise UsageError(f"bucket={self.bucket}", f"1 to {CHUNK} elements share a norm.", "Use 512.")
+        check(2 <= self.bits <= 8, f"bits={self.bits}", "A code has 2 to 8 bits, one of them its sign.", "Use 4.")
+        check(1 <= self.bucket <= CHUNK, f"bucket={self.bucket}", f"1 to {CHUNK} elements share a norm.", "Use 512.")
         check_meet(self.meet)
         check_rounding(self.rounding)
         super().__post_init__()
@@ -108,10 +106,6 @@ class BucketQuantiser(Quantiser):
         Args:
             codes: 1-D float32, whole numbers from minus to plus `steps`.
         """
-
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
 
     @property
     def unit(self) -> int:

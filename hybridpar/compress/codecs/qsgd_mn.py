@@ -30,7 +30,7 @@ from hybridpar.compress.noise import Noise, check_rounding
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser, put, quantised_coder
 from hybridpar.compress.scaled import write_scale
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check, check_choice
 
 _WAYS = ("sum", "shard")
 
@@ -65,10 +65,8 @@ class QsgdMaxNorm(LargeTensorCodec):
         return self.rounding != "random"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise UsageError(f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
-        if self.meet not in _WAYS:
-            raise UsageError(f"meet={self.meet}", "It says how codes meet.", nearest(self.meet, _WAYS))
+        check(1 <= self.bits <= 8, f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
+        check_choice("meet", self.meet, _WAYS, "It says how codes meet.")
         check_rounding(self.rounding)
         super().__post_init__()
 
@@ -93,10 +91,6 @@ class LevelQuantiser(Quantiser):
 
     def __init__(self, steps: int, noise: Noise) -> None:
         self._steps, self._noise = steps, noise
-
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
 
     def size(self, shape: Sequence[int]) -> int:
         """Scale and codes."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder
-from hybridpar.errors import UsageError
+from hybridpar.errors import check
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
@@ -39,12 +39,13 @@ class QsgdTwoScale(LargeTensorCodec):
     stateful = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise UsageError(f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
-        if not self.bits < self.high <= 16:
-            raise UsageError(
-                f"high={self.high} with bits={self.bits}", "The finer grid has more bits, at most 16.", "Use 8."
-            )
+        check(1 <= self.bits <= 8, f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
+        check(
+            self.bits < self.high <= 16,
+            f"high={self.high} with bits={self.bits}",
+            "The finer grid has more bits, at most 16.",
+            "Use 8.",
+        )
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CHUNK, CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 _LEVELS = ("mean", "one")
 
@@ -45,8 +44,7 @@ class SignSgd(LargeTensorCodec):
     takes_feedback = False
 
     def __post_init__(self) -> None:
-        if self.level not in _LEVELS:
-            raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
+        check_choice("level", self.level, _LEVELS, "It says how large a step is.")
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
@@ -68,8 +66,9 @@ class MajorityCoder(Coder):
         super().__init__(spec, [Round(Collective.SHARD, torch.uint8, sizes)])
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        for values, out in zip(starmap(self._range, self._stripes), parts, strict=True):
-            level, packed = _parts(out, values.numel())
+        for (start, stop), out in zip(self._stripes, parts, strict=True):
+            values = self._gradient[start:stop]
+            level, packed = level_and_bits(out, values.numel())
             sums = []
             for first, last in _chunks(values.numel()):
                 chunk = values[first:last]
@@ -84,13 +83,13 @@ class MajorityCoder(Coder):
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         start, stop = self._stripes[self.spec.rank]
         count = stop - start
-        level, packed = _parts(out, count)
-        levels = torch.cat([_parts(message, count)[0] for message in received])
+        level, packed = level_and_bits(out, count)
+        levels = torch.cat([level_and_bits(message, count)[0] for message in received])
         level.copy_(levels.max() if self._plain else levels.mean())
         for first, last in _chunks(count):
             votes = self._scratch.take("half", last - first).zero_()
             for message in received:
-                mine = _parts(message, count)[1][first // 8 : first // 8 + bits_size(last - first)]
+                mine = level_and_bits(message, count)[1][first // 8 : first // 8 + bits_size(last - first)]
                 votes.add_(unpack_bits(mine, last - first))
             bits = self._scratch.take("bits", last - first, torch.bool)
             at_least(votes, len(received) / 2, bits)
@@ -98,20 +97,12 @@ class MajorityCoder(Coder):
 
     def finish(self, out: Tensor) -> None:
         for (start, stop), message in zip(self._stripes, self._received, strict=True):
-            level, packed = _parts(message, stop - start)
+            level, packed = level_and_bits(message, stop - start)
             step = level * (self.spec.workers / self.spec.divisor)
             for first, last in _chunks(stop - start):
                 bits = unpack_bits(packed[first // 8 : first // 8 + bits_size(last - first)], last - first)
                 signs = self._scratch.take("half", last - first).copy_(bits).mul_(2).sub_(1)
                 torch.mul(signs, step, out=out[start + first : start + last])
-
-    def _range(self, start: int, stop: int) -> Tensor:
-        return self._gradient[start:stop]
-
-
-def _parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Level and packed bits of a message."""
-    return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]
 
 
 def _chunks(count: int) -> list[tuple[int, int]]:

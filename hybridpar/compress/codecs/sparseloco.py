@@ -30,7 +30,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.packing import Fields, aligned
-from hybridpar.compress.sparse import share
+from hybridpar.compress.sparse import check_rate, share
 from hybridpar.errors import UsageError
 
 #: Bytes before the codes: the four means.
@@ -59,8 +59,7 @@ class SparseLoCo(LargeTensorCodec):
     feedback = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.015625.")
+        check_rate(self.rate, 0.015625)
         if not 2 <= self.chunk <= 1 << 20:
             raise UsageError(f"chunk={self.chunk}", "It is a number of elements from 2 to 1048576.", "Use 4096.")
         super().__post_init__()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Coder, LargeTensorCodec, Residual, TensorSpec
 from hybridpar.compress.sparse import Picks, check_rate, largest
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import check_choice
 
 _SCOPES = ("layer", "bucket")
 
@@ -50,10 +50,7 @@ class TopK(LargeTensorCodec):
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.01)
-        if self.scope not in _SCOPES:
-            raise UsageError(
-                f"scope={self.scope}", "It says of what elements are largest.", nearest(self.scope, _SCOPES)
-            )
+        check_choice("scope", self.scope, _SCOPES, "It says of what elements are largest.")
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> LargestCoder:

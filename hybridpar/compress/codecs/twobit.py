@@ -28,7 +28,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, CODECS, Coder, LargeTensorCodec, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, check_meet, quantised_coder
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, check, check_choice
 
 _LEVELS = ("threshold", "mean")
 _PULLS = ("codes", "full")
@@ -59,10 +59,8 @@ class Threshold:
     def __post_init__(self) -> None:
         if self.fixed is not None and not 0 < self.fixed < math.inf:
             raise UsageError(f"threshold={self.fixed:g}", "It is above 0.", "Leave it out, so that it is adapted.")
-        if not 0 < self.factor < math.inf:
-            raise UsageError(f"factor={self.factor:g}", "It is above 0.", "Use 1.5.")
-        if not 0 < self.cap <= 1:
-            raise UsageError(f"cap={self.cap:g}", "Above 1 nothing might be sent.", "Use 0.5.")
+        check(0 < self.factor < math.inf, f"factor={self.factor:g}", "It is above 0.", "Use 1.5.")
+        check(0 < self.cap <= 1, f"cap={self.cap:g}", "Above 1 nothing might be sent.", "Use 0.5.")
 
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
@@ -97,8 +95,7 @@ class TwoBit(LargeTensorCodec):
 
     def __post_init__(self) -> None:
         for option, value, allowed in (("levels", self.levels, _LEVELS), ("pull", self.pull, _PULLS)):
-            if value not in allowed:
-                raise UsageError(f"{option}={value}", "No such way.", nearest(value, allowed))
+            check_choice(option, value, allowed, "No such way.")
         if self.levels == "mean" and self.threshold is not None:
             raise UsageError(
                 f"threshold={self.threshold:g} with levels=mean", "Means say what is sent.", "Leave out one of them."
@@ -138,10 +135,6 @@ class TernaryQuantiser(Quantiser):
     def unit(self) -> int:
         """What fills a word of 32 bits."""
         return 16
-
-    def view(self, flat: Tensor) -> Tensor:
-        """As it is."""
-        return flat
 
     def size(self, shape: Sequence[int]) -> int:
         """Level and codes."""

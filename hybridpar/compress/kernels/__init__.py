@@ -7,7 +7,7 @@ devices, can train together; but not for PowerSGD, whose products each library r
 differs where sums are made in another order.
 
 Addresses go to the kernels, so the checks that keep them inside of their tensors are made here. On a CPU the GIL is
-released; on a GPU nothing waits.
+released; on a GPU nothing waits, as levels, scales and sums stay there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import struct
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Residual, Scratch
+from hybridpar.compress.codec import CHUNK, Residual, Scratch
 from hybridpar.compress.feedback import KeptResidual
+from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
 
 _CPU = torch.device("cpu")
+
+#: From so many values on, what is written is not read again before it would have left the caches.
+_STREAM = 1 << 16
 
 #: Niceness of a compiler that runs in the background.
 _ASIDE = 15
@@ -73,7 +78,7 @@ def prepare(codec: Codec, device: torch.device | None = None) -> bool:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _has_kernels(codec, device) and table(device) is not None
+    return device.type in codec.core.kernels and table(device) is not None
 
 
 def prepare_aside(codecs: Iterable[Codec]) -> None:
@@ -84,7 +89,7 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
     Args:
         codecs: Those that may be used.
     """
-    if any(_has_kernels(codec, _CPU) for codec in codecs):
+    if any("cpu" in codec.core.kernels for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
 
 
@@ -92,15 +97,6 @@ def _load_aside() -> None:
     with contextlib.suppress(OSError, AttributeError):  # what this thread starts, the compiler too, has its priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE)
     table()
-
-
-def _has_kernels(codec: Codec, device: torch.device) -> bool:
-    inner: Any = codec
-    while inner is not None:
-        if device.type in inner.kernels:
-            return True
-        inner = getattr(inner, "inner", None)
-    return False
 
 
 def onebit_encode(
@@ -125,7 +121,16 @@ def onebit_encode(
         return False
     _check_groups(values, lower, upper, packed)
     _check_halves(values, residual)
-    kernels.onebit_encode(values, residual, lower, upper, packed)
+    groups, length = values.shape
+    made = lower.data_ptr(), upper.data_ptr(), packed.data_ptr()
+    if isinstance(kernels, CpuKernels):
+        kernels.encode("onebit_encode", values, residual, *made, groups, length, _streams(values))
+        return True
+    by_warps = length <= cuda.WARP_VALUES
+    kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
+    blocks = -(-groups // cuda.WARPS) if by_warps else groups
+    kept, pending, factor = cuda.halves(residual)
+    kernels.launch(kernel, blocks, values.data_ptr(), kept, pending, *made, groups, length, factor)
     return True
 
 
@@ -149,7 +154,12 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divis
     _check_groups(out, lower, upper, packed)
     if add and divisor != 1:
         lower, upper, divisor = lower / divisor, upper / divisor, 1
-    kernels.onebit_read(lower, upper, packed, out, divisor, add=add)
+    places = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
+    name = "onebit_add" if add else "onebit_decode"
+    if isinstance(kernels, CpuKernels):
+        kernels.functions[name](*places, *out.shape, _streams(out), *_divisor(divisor, add))
+    else:
+        kernels.launch(name, cuda.blocks_of(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
     return True
 
 
@@ -171,7 +181,10 @@ def onebit_encode_columns(
         return False
     _check_columns(values, lower, upper, packed)
     _check_halves(values, residual)
-    kernels.onebit_encode_columns(values, residual, lower, upper, packed, scratch)
+    ones = scratch.take("ones", values.shape[1])
+    places = lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr()
+    numbers = *values.shape, values.stride(0), _streams(values)
+    kernels.encode("onebit_columns_encode", values, residual, *places, *numbers)
     return True
 
 
@@ -192,7 +205,9 @@ def onebit_read_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tenso
     if kernels is None:
         return False
     _check_columns(out, lower, upper, packed)
-    kernels.onebit_read_columns(lower, upper, packed, out, add=add)
+    places = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
+    name = "onebit_columns_add" if add else "onebit_columns_decode"
+    kernels.functions[name](*places, *out.shape, out.stride(0), _streams(out))
     return True
 
 
@@ -219,7 +234,20 @@ def twobit_encode(
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
     _check_halves(values, residual)
-    kernels.twobit_encode(values, residual, rule, level, codes, scratch)
+    count, limits = values.numel(), (rule.fixed, rule.scale, rule.cap)
+    made = level.data_ptr(), codes.data_ptr()
+    if isinstance(kernels, CpuKernels):
+        kernels.encode("twobit_encode", values, residual, *made, count, rule.mode, _streams(values), *limits)
+        return True
+    kept, pending, factor = cuda.halves(residual)
+    source = values.data_ptr(), kept
+    parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
+    blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
+    kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
+    if rule.mode == 2:
+        kernels.launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
+    numbers = blocks, count, rule.mode, *limits, factor
+    kernels.launch("twobit_codes", max(cuda.blocks_of(count), 1), *source, pending, *made, parts, *numbers)
     return True
 
 
@@ -242,7 +270,12 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add:
     assert codes.numel() * 4 >= out.numel()
     if add and divisor != 1:
         level, divisor = level / divisor, 1
-    kernels.twobit_read(level, codes, out, divisor, add=add)
+    places = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
+    name = "twobit_add" if add else "twobit_decode"
+    if isinstance(kernels, CpuKernels):
+        kernels.functions[name](*places, _streams(out), *_divisor(divisor, add))
+    else:
+        kernels.launch(name, cuda.blocks_of(out.numel()), *places, float(divisor))
     return True
 
 
@@ -260,7 +293,12 @@ def largest(values: Tensor, out: Tensor) -> bool:
     if kernels is None:
         return False
     assert out.numel() == 1
-    kernels.largest(values, out)
+    places = values.data_ptr(), out.data_ptr(), values.numel()
+    if isinstance(kernels, CpuKernels):
+        kernels.functions["qsgd_scale"](*places)
+    else:
+        out.zero_()
+        kernels.launch("qsgd_scale", cuda.blocks_of(values.numel(), cuda.MOST_PARTS), *places)
     return True
 
 
@@ -289,7 +327,23 @@ def qsgd_encode(
     _check_words(words, fields)
     # A run without values draws no place, as in torch, so that both ways round alike.
     starts = [noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()]
-    kernels.qsgd_encode(values, scale, noise.ring, starts, steps, fields, words, scratch)
+    if isinstance(kernels, CpuKernels):
+        (lies, own), at = _in_words(fields, words, scratch), torch.tensor(starts)
+        places = values.data_ptr(), scale.data_ptr(), own.data_ptr(), noise.ring.data_ptr(), at.data_ptr()
+        numbers = lies.count, lies.words, lies.width, lies.per_word, steps, CHUNK
+        kernels.functions[f"qsgd_encode{8 * own.itemsize}"](*places, *numbers)
+        if own is not words:
+            kernels.functions["qsgd_spread"](own.data_ptr(), words.data_ptr(), lies.words, lies.width)
+        return True
+    source = values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr()
+    layout = fields.count, fields.words, fields.width, fields.per_word
+    chunks = cuda.MOST_PLACES // fields.per_word  # a launch takes so many starts
+    for first in range(0, fields.words, chunks * CHUNK):
+        last = min(first + chunks * CHUNK, fields.words)
+        run = first // CHUNK * fields.per_word
+        part = starts[run : run + chunks * fields.per_word]
+        given = *layout, steps, CHUNK, first, last, struct.pack(f"{len(part)}I", *part)
+        kernels.launch(f"qsgd_encode_{cuda.memory_of(fields)}", cuda.word_blocks(last - first), *source, *given)
     return True
 
 
@@ -316,7 +370,18 @@ def qsgd_read(
         return False
     assert out.numel() == fields.count
     _check_words(words, fields)
-    kernels.qsgd_read(words, scale, fields, zero, unit, out, scratch, add=add)
+    name = "add" if add else "decode"
+    if isinstance(kernels, CpuKernels):
+        lies, own = _in_words(fields, words, scratch)
+        if own is not words:
+            kernels.functions["qsgd_collect"](words.data_ptr(), own.data_ptr(), lies.words, lies.width)
+        places = own.data_ptr(), scale.data_ptr(), out.data_ptr()
+        numbers = lies.count, lies.words, lies.width, lies.per_word, zero, float(unit)
+        kernels.functions[f"qsgd_{name}{8 * own.itemsize}"](*places, *numbers)
+    else:
+        places = words.data_ptr(), scale.data_ptr(), out.data_ptr()
+        numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
+        kernels.launch(f"qsgd_{name}_{cuda.memory_of(fields)}", cuda.word_blocks(fields.words), *places, *numbers)
     return True
 
 
@@ -337,7 +402,9 @@ def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor
         return False
     _check_factors(out, right, values)
     _check_halves(values, residual)
-    kernels.powersgd_left(values, residual, right, out)
+    places = values.data_ptr(), residual.kept.data_ptr(), residual.pending.data_ptr()
+    numbers = right.data_ptr(), out.data_ptr(), *values.shape, _streams(values)
+    kernels.functions[f"powersgd_left{right.shape[0]}"](*places, *numbers, residual.factor)
     return True
 
 
@@ -357,7 +424,8 @@ def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
         return False
     matrix = residual.pending.view(left.shape[1], out.shape[1])
     _check_factors(left, out, matrix)
-    kernels.powersgd_right(matrix, left, out)
+    places = matrix.data_ptr(), left.data_ptr(), out.data_ptr()
+    kernels.functions[f"powersgd_right{left.shape[0]}"](*places, *matrix.shape)
     return True
 
 
@@ -379,7 +447,8 @@ def powersgd_product(left: Tensor, right: Tensor, residual: Residual, out: Tenso
         return False
     _check_factors(left, right, out)
     _check_halves(out, residual)
-    kernels.powersgd_product(left, right, out, residual.pending, scale)
+    places = left.data_ptr(), right.data_ptr(), out.data_ptr(), residual.pending.data_ptr()
+    kernels.functions[f"powersgd_product{left.shape[0]}"](*places, *out.shape, _streams(out), scale)
     return True
 
 
@@ -447,6 +516,23 @@ def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) 
 
 def _check_halves(values: Tensor, residual: Residual) -> None:
     assert all(half.numel() == values.numel() for half in _halves(residual))
+
+
+def _streams(written: Tensor) -> int:
+    """Whether what is written should go past the caches of a CPU."""
+    return int(written.numel() >= _STREAM)
+
+
+def _divisor(divisor: int, add: bool) -> tuple[float, ...]:
+    """What a decoder of a CPU takes last, and one that adds does not."""
+    return () if add else (float(divisor),)
+
+
+def _in_words(fields: Fields, words: Tensor, scratch: Scratch) -> tuple[Fields, Tensor]:
+    """How codes lie as kernels of a CPU have them, and memory for that: the message itself, unless it is in planes."""
+    lies = fields.in_words
+    assert lies is not None
+    return lies, words if lies is fields else scratch.take("plane words", lies.words, lies.word)
 
 
 def _check_words(words: Tensor, fields: Fields) -> None:

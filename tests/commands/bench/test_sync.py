@@ -6,13 +6,15 @@ import csv
 import dataclasses
 import io
 from contextlib import ExitStack
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
 from hybridpar.cli import main
 from hybridpar.commands.bench.request import BenchSync
-from hybridpar.commands.bench.sync import FLOOR, FULL, StepTimes, advice, measure_steps, print_times, write_times
+from hybridpar.commands.bench.sync import FLOOR, FULL, StepTimes, advice, measure_steps, print_times
+from hybridpar.commands.bench.table import write_rows
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
 
@@ -76,7 +78,7 @@ def test_figures_are_shown_and_written(tmp_path) -> None:
     shown = console.export_text()
     assert "100 MB/s per worker" in " ".join(shown.split())
     assert "125.0" in shown
-    write_times(tmp_path / "steps.csv", times)
+    write_rows(tmp_path / "steps.csv", [asdict(one) for one in times])
     with (tmp_path / "steps.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["codec"] for row in rows] == [FLOOR, FULL, "onebit"]
@@ -89,7 +91,7 @@ def test_figures_are_shown_and_written(tmp_path) -> None:
         (["sync", "--workers", "1"], "--workers 1"),
         (["sync", "--steps", "0"], "--steps 0"),
         (["sync", "--batch-size", "3"], "--batch-size 3"),
-        (["codecs", "--codec", "onbit"], "unknown codec 'onbit'"),
+        (["codecs", "--compress", "onbit"], "unknown codec 'onbit'"),
     ],
 )
 def test_wrong_requests_exit_with_2(arguments, said, capsys) -> None:
