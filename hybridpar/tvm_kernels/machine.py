@@ -63,6 +63,17 @@ class Machine:
     level2: int = 512 << 10
     level3: int = 8 << 20
 
+    def is_far(self, size: int) -> bool:
+        """Whether what an operation reads and writes comes from memory.
+
+        Args:
+            size: Bytes of all of it.
+
+        Returns:
+            Whether it is more than a quarter of the last cache, of which others take their part.
+        """
+        return size > self.level3 / 4
+
 
 @dataclass(frozen=True)
 class Speed:
