@@ -64,15 +64,15 @@ class Machine:
     level3: int = 8 << 20
 
     def is_far(self, size: int) -> bool:
-        """Whether what an operation reads and writes comes from memory.
+        """Whether what is read or written is likely to come from memory, or to go there.
 
         Args:
             size: Bytes of all of it.
 
         Returns:
-            Whether it is more than a quarter of the last cache, of which others take their part.
+            Whether it is more than a tenth of the last cache; other cores, and what was computed since, take the rest.
         """
-        return size > self.level3 / 4
+        return size > self.level3 / 10
 
 
 @dataclass(frozen=True)

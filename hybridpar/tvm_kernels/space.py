@@ -252,8 +252,8 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
         Parameters by name.
     """
     height, width = (axis(shape, direction, which).out for which in (0, 1))
-    # A larger result than a core's usual share of the last cache is not found there by whoever reads it next.
-    large = 4 * shape.batch * shape.channels * height * width > machine.level3 / 8
+    # Whoever reads such a result next finds it in no cache, however it was written.
+    large = machine.is_far(4 * shape.batch * shape.channels * height * width)
     orders = [{"stream": 0}, *([{"stream": 1}] if large else [])]
     swept = [{**orders[-1], "sweep": 1}]
     tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
