@@ -97,6 +97,7 @@ class Row:
 
     Attributes:
         shapes: "listed" or "random".
+        device: The CPU, as records name it; rows of another one are measured anew.
         runs_on: "kernel" where the record chose one, else "torch".
         own_ms: The operation as chosen.
         last_ms: Torch in channels_last.
@@ -114,6 +115,7 @@ class Row:
     direction: str
     layout: str
     threads: int
+    device: str
     runs_on: str
     own_ms: float
     last_ms: float
@@ -128,9 +130,9 @@ class Row:
     loaded: bool
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
+    def key(self) -> tuple[str, str, str, int, str]:
         """What makes it this row."""
-        return self.shape, self.direction, self.layout, self.threads
+        return self.shape, self.direction, self.layout, self.threads, self.device
 
 
 def main(options: Options) -> int:
@@ -147,7 +149,7 @@ def main(options: Options) -> int:
         (name, KernelKey(direction, shape, layout, options.threads, cpu_fingerprint()))
         for name, shape in shapes
         for direction in Direction
-        if (shape.text, direction.value, layout.value, options.threads) not in done
+        if (shape.text, direction.value, layout.value, options.threads, cpu_fingerprint()) not in done
     ]
     options.records.parent.mkdir(parents=True, exist_ok=True)
     keys = [key for _, key in left]
@@ -207,6 +209,7 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
         direction=key.direction,
         layout=key.layout.value,
         threads=key.threads,
+        device=key.device,
         runs_on="torch" if choices.decide(key).kernel is None else "kernel",
         own_ms=round(result.median_ms("own"), 4),
         last_ms=round(result.median_ms("channels_last"), 4),
@@ -274,12 +277,13 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
 
 def report(rows: Sequence[Row]) -> None:
     """Print geometric means by setting and direction."""
-    groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int, str], list[Row]] = defaultdict(list)
     for row in rows:
         batch = int(row.shape.partition("x")[0])
         setting = f"{row.shapes}, {row.threads} thread{'s' if row.threads > 1 else ''}"
-        groups[setting, row.layout, batch, row.direction].append(row)
+        groups[row.device, setting, row.layout, batch, row.direction].append(row)
     titles = (
+        "device",
         "shapes",
         "layout",
         "batch",
@@ -292,13 +296,13 @@ def report(rows: Sequence[Row]) -> None:
     )
     print("|", " | ".join((*titles, "promised")), "|")
     print("|", " | ".join(["---"] * (len(titles) + 1)), "|")
-    for (setting, layout, batch, direction), own in sorted(groups.items()):
+    for (device, setting, layout, batch, direction), own in sorted(groups.items()):
         means = [statistics.geometric_mean(values) for values in ([r.ratio for r in own], [r.best_ratio for r in own])]
         floor = statistics.geometric_mean(min(1.0, row.floor_ms / row.own_ms) for row in own)
         kernels = f"{sum(row.runs_on == 'kernel' for row in own)} of {len(own)}"
         promised = PROMISED.get(setting, {}).get(direction)
         numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in own))]
-        cells = (setting, layout, batch, direction, kernels, *numbers, f"{floor:.0%}", promised or "-")
+        cells = (device, setting, layout, batch, direction, kernels, *numbers, f"{floor:.0%}", promised or "-")
         print("|", " | ".join(map(str, cells)), "|")
 
 

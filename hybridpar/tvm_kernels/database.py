@@ -48,13 +48,12 @@ class Database:
         records: All of them, in the order in which they came.
         damaged: Lines that are no records.
         other_versions: Lines of a version that this package does not read.
-        other_operations: Lines of operations that this package does not know.
     """
 
     def __init__(self, name: str = "the database", records: Iterable[Record] = ()) -> None:
         self.name = name
         self.records: list[Record] = []
-        self.damaged = self.other_versions = self.other_operations = 0
+        self.damaged = self.other_versions = 0
         self._by_key: dict[KernelKey, list[Record]] = {}
         for record in records:
             self._enter(record)
@@ -118,7 +117,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
         The database.
     """
     found: list[Record] = []
-    damaged = versions = operations = 0
+    damaged = versions = 0
     for line in text.splitlines():
         if not line.strip():
             continue
@@ -128,15 +127,15 @@ def parse_records(text: str, name: str = "the database") -> Database:
             op, version = fields.get("op", _FIRST_OPERATION), fields.get("version")
             operation = named_operation(op) if isinstance(op, str) else None
             if isinstance(op, str) and operation is None:
-                operations += 1
-            elif isinstance(version, int) and version != RECORD_VERSION:
+                continue
+            if isinstance(version, int) and version != RECORD_VERSION:
                 versions += 1
             else:
                 found.append((KernelRecord if operation is None else operation.record).model_validate(data))
         except ValueError:  # pydantic's errors among them
             damaged += 1
     database = Database(name, found)
-    database.damaged, database.other_versions, database.other_operations = damaged, versions, operations
+    database.damaged, database.other_versions = damaged, versions
     return database
 
 
@@ -225,27 +224,6 @@ def append_records(path: str | Path, records: Iterable[Record]) -> None:
         UsageError: It cannot be written.
     """
     _append(Path(path), [record.line() for record in records])
-
-
-def merge_databases(paths: Sequence[str | Path], into: str | Path) -> int:
-    """Put the lines of several databases into one, each once; lines that cannot be read here are kept as they are.
-
-    Args:
-        paths: Files to read.
-        into: File to append to; may be one of them, or new.
-
-    Returns:
-        Number of lines added.
-
-    Raises:
-        UsageError: A file cannot be read or written.
-    """
-    target = Path(into)
-    present = set(_read_text(target).splitlines()) if target.exists() else set()
-    found = (line for path in paths for line in _read_text(Path(path)).splitlines())
-    added = list(dict.fromkeys(line for line in found if line.strip() and line not in present))
-    _append(target, added)
-    return len(added)
 
 
 def _read_text(path: Path) -> str:

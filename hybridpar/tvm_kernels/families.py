@@ -7,6 +7,8 @@ Forward and input gradient:
     tile_rows, tile_columns or tile_vectors: outputs held in registers; unroll: 1 if rows of taps are written out where
     none crosses a border; columns_outer: 1 if all channels of a tile come before the next tile; stream: 1 if results
     are written past the caches; parts: units of work.
+In channels_last, only where it is 1:
+    sweep: the rows of a strip are read in order first.
 Weight gradient:
     tap_rows, tap_columns: taps whose sums are held in registers; tile_columns, tile_rows: columns or rows of the
     gradient that pass by at a time; parts, groups: units of work, by images (and strips) and by channels.
@@ -41,6 +43,7 @@ class Family:
     Attributes:
         source: Its file, without folder and ending.
         names: Its parameters.
+        optional: Those that are 0 where they are not named.
         imports: Schedules that it is made of besides.
         work: Functions in the order in which they run, each with the end of its range; and the floats of scratch
             memory that all threads together need.
@@ -58,6 +61,7 @@ class Family:
     candidates: Callable[[ConvShape, Direction, int, Machine], Iterator[dict[str, int]]]
     cost: Callable[[ConvShape, Direction, Parameters, int, Machine], Cost]
     most_lanes: Callable[[ConvShape, Direction], int] = lambda shape, _: shape.channels
+    optional: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -79,7 +83,8 @@ def family_of(direction: Direction, layout: Layout, names: Iterable[str]) -> Fam
         The schedule; None where there is none.
     """
     given = set(names)
-    return next((one for one in FAMILIES[layout, _is_sum(direction)] if set(one.names) == given), None)
+    found = FAMILIES[layout, _is_sum(direction)]
+    return next((one for one in found if set(one.names) == given - set(one.optional)), None)
 
 
 def families(direction: Direction, layout: Layout) -> tuple[Family, ...]:
@@ -154,6 +159,7 @@ GATHER = Family(
     ("lanes", "tile_rows", "tile_columns", "strip", "columns_outer", "unroll", "stream"),
     (),
     *(_gather_work, space.reject_gather, space.gather, gather_cost),
+    optional=("sweep",),
 )
 #: The forward of `GATHER` that also leaves the moments of its result, for a norm; no search comes to it by itself.
 GATHER_MOMENTS = replace(GATHER, source="cpu_gather_moments", imports=("cpu_gather", "planes"), work=_moments_work)
@@ -162,6 +168,7 @@ WEIGHT = Family(
     ("lanes", "tap_rows", "tap_columns", "tile_columns", "strip", "parts", "groups"),
     (),
     *(_weight_work, space.reject_weight, space.weight, weight_cost),
+    optional=("sweep",),
 )
 ROWS = Family(
     "cpu_rows",
@@ -182,7 +189,9 @@ TURNED = Family(
     ("planes", "cpu_gather", "cpu_weight"),
     *(_turned_work, space.reject_turned, space.turned, turned_cost),
 )
-TURNED_WEIGHT = replace(WEIGHT, source=TURNED.source, imports=TURNED.imports, work=_turned_work, cost=turned_cost)
+TURNED_WEIGHT = replace(
+    WEIGHT, source=TURNED.source, imports=TURNED.imports, work=_turned_work, cost=turned_cost, optional=()
+)
 
 #: Schedules by layout, and whether it is the weight gradient that they compute.
 FAMILIES: dict[tuple[Layout, bool], tuple[Family, ...]] = {

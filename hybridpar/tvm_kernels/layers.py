@@ -102,42 +102,15 @@ def number_padding(module: nn.Conv2d) -> tuple[int, int]:
     return padding[0], padding[1]
 
 
-def depthwise_layers(
-    model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST, dtype: torch.dtype = torch.float32
-) -> list[DepthwiseLayer]:
-    """The depthwise convolutions of a training step, one entry for each time that one runs.
-
-    Args:
-        model: Any module; it is not changed.
-        sizes: Of its input: N, C, H, W.
-        layout: Of its input.
-        dtype: Of its input.
-
-    Returns:
-        Layers in the order in which they run.
-
-    Raises:
-        UsageError: The model does not run on such an input.
-    """
-    return tunable_layers(model, sizes, layout=layout, dtype=dtype, norms=False)[0]
-
-
 def tunable_layers(
-    model: nn.Module,
-    sizes: Sequence[int],
-    *,
-    layout: Layout = Layout.CHANNELS_LAST,
-    dtype: torch.dtype = torch.float32,
-    norms: bool = True,
+    model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
     """The depthwise convolutions and the norms of a training step, one entry for each time that one runs.
 
     Args:
         model: Any module, swapped or not; it is not changed.
         sizes: Of its input: N, C, H, W.
-        layout: Of its input.
-        dtype: Of its input.
-        norms: Whether to look for norms.
+        layout: Of its input, which is float32.
 
     Returns:
         Convolutions and norms, in the order in which they run.
@@ -147,8 +120,8 @@ def tunable_layers(
     """
     convolutions: list[DepthwiseLayer] = []
     found: list[NormLayer] = []
-    pairs = find_norms(model) if norms else []
-    acts = {**{pair.norm: pair.act for pair in pairs}, **fused_norms(model)} if norms else {}
+    pairs = find_norms(model)
+    acts = {**{pair.norm: pair.act for pair in pairs}, **fused_norms(model)}
     notes = {name: _noting(name, convolutions) for name, module in model.named_modules() if is_depthwise(module)}
     fronts = {pair.norm: pair.convolution for pair in pairs if pair.convolution in notes} | _fronts(model)
     notes |= {name: _noting_norm(name, act, fronts.get(name), found) for name, act in acts.items()}
@@ -161,22 +134,20 @@ def tunable_layers(
         found.clear()
 
     try:
-        _look(model, sizes, layout, dtype, forget)
+        _look(model, sizes, layout, forget)
     finally:
         for hook in hooks:
             hook.remove()
     return convolutions, found
 
 
-def _look(
-    model: nn.Module, sizes: Sequence[int], layout: Layout, dtype: torch.dtype, forget: Callable[[], None]
-) -> None:
+def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:
     """Run the model's forward pass in the cheapest way that it allows.
 
     Raises:
         UsageError: It allows none.
     """
-    example = _input(sizes, layout, dtype, next(model.parameters()).device)
+    example = _input(sizes, layout, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -252,8 +223,8 @@ def _noting_norm(name: str, act: str, convolution: str | None, seen: list[NormLa
     return note
 
 
-def _input(sizes: Sequence[int], layout: Layout, dtype: torch.dtype, device: Any) -> Tensor:
-    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=FORMATS[layout])
+def _input(sizes: Sequence[int], layout: Layout, device: Any) -> Tensor:
+    return torch.zeros(tuple(sizes), device=device).contiguous(memory_format=FORMATS[layout])
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

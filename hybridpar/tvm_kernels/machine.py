@@ -63,6 +63,17 @@ class Machine:
     level2: int = 512 << 10
     level3: int = 8 << 20
 
+    def is_far(self, size: int) -> bool:
+        """Whether what is read or written is likely to come from memory, or to go there.
+
+        Args:
+            size: Bytes of all of it.
+
+        Returns:
+            Whether it is more than a tenth of the last cache; other cores, and what was computed since, take the rest.
+        """
+        return size > self.level3 / 10
+
 
 @dataclass(frozen=True)
 class Speed:

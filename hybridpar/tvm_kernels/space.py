@@ -17,6 +17,8 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 #: Multiply-adds of vectors that may be written out for a tile; compiling takes about a millisecond for each.
 MOST_WRITTEN_OUT = 600
 MOST_LANES = 64
+#: More lanes leave too few registers for sums of different pixels.
+_MOST_TRIED = 32
 _MOST = 64
 #: Rows that a tile over columns has at most: a value of the room is used for each.
 _TALLEST = 6
@@ -149,8 +151,8 @@ def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[st
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
     if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
         return "a tile or strip is empty or too large"
-    if any(parameters[name] not in (0, 1) for name in ("columns_outer", "unroll", "stream")):
-        return "columns_outer, unroll and stream are 0 or 1"
+    if any(parameters.get(name, 0) not in (0, 1) for name in ("columns_outer", "unroll", "stream", "sweep")):
+        return "columns_outer, unroll, stream and sweep are 0 or 1"
     if parameters["stream"] and (parameters["lanes"] % _LINE or shape.channels % parameters["lanes"]):
         return "only whole cache lines are written past the caches"
     if strip % rows:
@@ -182,6 +184,8 @@ def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[st
     most |= {"parts": shape.batch * strips, "groups": -(-shape.channels // parameters["lanes"])}
     if reason := _out_of_bounds(parameters, **most):
         return reason
+    if parameters.get("sweep", 0) not in (0, 1):
+        return "sweep is 0 or 1"
     written = parameters["tap_rows"] * shape.kernel[1] * parameters["tile_columns"]
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
@@ -218,15 +222,21 @@ def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machin
         Parameters by name.
     """
     for own in gather(shape, direction, threads, machine):
-        if not own["columns_outer"] and not own["stream"]:
+        if not own["columns_outer"] and not own["stream"] and "sweep" not in own:
             del own["columns_outer"], own["stream"]
             yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
 
 
 def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
     wanted = [machine.lanes, 2 * machine.lanes, 4 * machine.lanes]
-    fitting = [lanes for lanes in wanted if lanes <= min(shape.channels, MOST_LANES)]
+    fitting = [lanes for lanes in wanted if lanes <= min(shape.channels, _MOST_TRIED)]
     return fitting or [1 << (shape.channels.bit_length() - 1)]
+
+
+def _is_swept(shape: ConvShape, height: int, strip: int, machine: Machine) -> bool:
+    """Whether reading a strip in order first may be of use: it comes from memory, and stays in L2."""
+    rows_bytes = shape.least_bytes / shape.batch / height * strip
+    return machine.is_far(shape.least_bytes) and rows_bytes <= machine.level2 / 2
 
 
 def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
@@ -243,7 +253,9 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
     """
     height, width = (axis(shape, direction, which).out for which in (0, 1))
     # Whoever reads such a result next finds it in no cache, however it was written.
-    large = 4 * shape.batch * shape.channels * height * width > machine.level3
+    large = machine.is_far(4 * shape.batch * shape.channels * height * width)
+    orders = [{"stream": 0}, *([{"stream": 1}] if large else [])]
+    swept = [{**orders[-1], "sweep": 1}]
     tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
     for lanes, rows, columns, columns_outer, unroll in tiles:
         own = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns}
@@ -258,9 +270,8 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
             units = shape.batch * -(-height // strip)
             if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
-                yield own | {"strip": strip, "stream": 0}
-                if large:
-                    yield own | {"strip": strip, "stream": 1}
+                for order in orders + swept * _is_swept(shape, height, strip, machine):
+                    yield own | {"strip": strip} | order
 
 
 def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
@@ -294,7 +305,9 @@ def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machin
                     most_parts = shape.batch * -(-shape.out_height // strip)
                     for parts, groups in _units(threads, most_parts, blocks):
                         if strip <= shape.out_height:
-                            yield own | {"parts": parts, "groups": groups}
+                            yield (one := own | {"parts": parts, "groups": groups})
+                            if _is_swept(shape, shape.out_height, strip, machine):
+                                yield one | {"sweep": 1}
 
 
 def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
@@ -398,7 +411,7 @@ def _row_units(threads: int, shape: ConvShape) -> list[tuple[int, int]]:
 def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
     """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
 
-    Only candidates of the same schedule are compared; others have other parameters.
+    Only candidates of the same schedule are compared; others have other parameters. One that is not named is 0.
 
     Args:
         one: A candidate.
@@ -408,15 +421,15 @@ def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict
         The candidates.
     """
     found = []
-    among = [other for other in among if other.keys() == one.keys()]
-    steps = {name: sorted({other[name] for other in among}) for name in one}
+    steps = {name: sorted({other.get(name, 0) for other in among}) for name in {*one, *itertools.chain(*among)}}
     for other in among:
-        changed = [name for name in one if one[name] != other[name]]
+        changed = [name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0)]
         if changed and set(changed) <= {"strip", "tile_rows"} and len(changed) == 2:
             changed = ["tile_rows"]
         if len(changed) == 1:
             (name,) = changed
             values = steps[name]
-            if one[name] in values and abs(values.index(one[name]) - values.index(other[name])) == 1:
+            before, after = one.get(name, 0), other.get(name, 0)
+            if before in values and abs(values.index(before) - values.index(after)) == 1:
                 found.append(other)
     return found

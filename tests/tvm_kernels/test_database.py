@@ -18,7 +18,6 @@ from hybridpar.tvm_kernels.database import (
     Database,
     append_records,
     default_database,
-    merge_databases,
     read_database,
     user_database,
 )
@@ -64,7 +63,7 @@ def test_what_is_not_known_here_is_no_damage(tmp_path, caplog):
         out.write(json.dumps(json.loads(NORM.line()) | {"version": 2}) + "\n")
     with caplog.at_level(logging.WARNING):
         read = read_database(file)
-    assert (len(read), read.damaged, read.other_versions, read.other_operations) == (1, 0, 1, 1)
+    assert (len(read), read.damaged, read.other_versions) == (1, 0, 1)
     assert len(caplog.records) == 1
 
 
@@ -189,22 +188,6 @@ def test_two_writers_mix_whole_lines(tmp_path):
     assert read.damaged == 0
     for writer in "01":
         assert [one.tuned_at for one in read.records if one.device == writer] == list(range(50))
-
-
-def test_merging_loses_nothing_and_doubles_nothing(tmp_path):
-    one, other, both = (tmp_path / name for name in ("one", "other", "both"))
-    records = all_records(SHAPE)
-    append_records(one, records[:4])
-    append_records(other, records[2:])
-    with other.open("a") as out:
-        out.write('{"version": 7, "of": "the future"}\n{"cut o')
-    assert merge_databases([one, other], both) == 8
-    assert merge_databases([one, other], both) == 0
-    read = read_database(both)
-    assert read.records == records
-    assert (read.damaged, read.other_versions) == (1, 1)
-    assert merge_databases([both], one) == 4
-    assert sorted(one.read_text().splitlines()) == sorted(both.read_text().splitlines())
 
 
 def test_what_was_tuned_here_comes_before_what_is_packaged(monkeypatch, tmp_path):

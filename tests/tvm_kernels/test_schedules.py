@@ -126,6 +126,8 @@ def drawn(count: int, seed: int, layout: Layout) -> Iterator[tuple[Variant, bool
             schedules = sorted({tuple(sorted(one)) for one in space})
             names = draw.choice(schedules)
             parameters = draw.choice([one for one in space if tuple(sorted(one)) == names])
+            if layout is LAST and draw.random() < 0.5:
+                parameters = {**parameters, "sweep": 1}
             yield Variant(shape, direction, layout, parameters), draw.random() < 0.5
         else:
             assert outside(shape, direction)

@@ -12,8 +12,9 @@ from torch import fx, nn
 
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.trace import trace_model
-from hybridpar.tvm_kernels import choice, depthwise_layers, optimize, restore
+from hybridpar.tvm_kernels import choice, optimize, restore
 from hybridpar.tvm_kernels.database import Database, append_records
+from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from hybridpar.tvm_kernels.swap import DepthwiseConv2d
 from tests.tvm_kernels.standin import StandIn, all_records
@@ -53,7 +54,7 @@ def kernels(monkeypatch):
 
 
 def records_of(model: nn.Module, *sizes: int, layout: Layout = Layout.CONTIGUOUS) -> Database:
-    found = depthwise_layers(model, sizes, layout=layout)
+    found, _ = tunable_layers(model, sizes, layout=layout)
     return Database("the test's", [record for layer in found for record in all_records(layer.shape, layer.layout)])
 
 
@@ -151,7 +152,7 @@ def test_layers_of_known_models_are_found(name, count):
     with torch.device("meta"):
         model = torchvision.models.get_model(name)
     model = model.to_empty(device="cpu")
-    found = depthwise_layers(model, (4, 3, 96, 96))
+    found, _ = tunable_layers(model, (4, 3, 96, 96))
     assert len(found) == count
     assert {layer.layout for layer in found} == {Layout.CHANNELS_LAST}
     assert all(layer.shape.batch == 4 and len(layer.needs) == 3 for layer in found)
@@ -161,7 +162,7 @@ def test_looking_for_layers_changes_nothing():
     model = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.BatchNorm2d(3), nn.Dropout())
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
-    (layer,) = depthwise_layers(model, (2, 3, 9, 9), layout=Layout.CONTIGUOUS)
+    ((layer,), _) = tunable_layers(model, (2, 3, 9, 9), layout=Layout.CONTIGUOUS)
     assert layer.needs == (Direction.FORWARD, Direction.WEIGHT_GRADIENT), "an image needs no gradient"
     assert torch.equal(random, torch.get_rng_state())
     for name, tensor in model.state_dict().items():
@@ -181,4 +182,4 @@ class Fickle(nn.Module):
 
 
 def test_a_model_that_wants_values_is_run():
-    assert [one.name for one in depthwise_layers(Fickle(), (1, 3, 9, 9))] == ["layer"]
+    assert [one.name for one in tunable_layers(Fickle(), (1, 3, 9, 9))[0]] == ["layer"]

@@ -31,7 +31,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         w: Writes them.
         shape: As `ConvShape.text`.
         direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll and stream.
+        parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll, stream and perhaps sweep.
 
     Returns:
         Functions of TIR by name.
@@ -47,13 +47,15 @@ class Gather(ConvWriter):
         w: Writes statements.
         shape: The convolution.
         direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip and unroll; columns_outer and stream are 0 by default.
+        parameters: lanes, tile_rows, tile_columns, strip and unroll; columns_outer, stream and sweep are 0 by default.
     """
 
     def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
         super().__init__(w, shape, direction, parameters["lanes"])
         self.strip, self.tile_rows, tile_columns = (parameters[one] for one in ("strip", "tile_rows", "tile_columns"))
-        self.stream, self.columns_outer = parameters.get("stream", 0), parameters.get("columns_outer", 0)
+        self.stream, self.sweep, self.columns_outer = (
+            parameters.get(one, 0) for one in ("stream", "sweep", "columns_outer")
+        )
         #: Elements from one pixel to the next, where the tiles read and write.
         self.pixel = shape.channels
         self.columns = spans(self.horizontal, tile_columns)
@@ -111,6 +113,10 @@ class Gather(ConvWriter):
             image = w.keep(t.floordiv(item, t.int64(strips)))
             top = w.keep((item - image * strips) * self.strip)
             bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
+            if self.sweep:  # what the strip before has not read
+                none = t.int64(0)
+                rows = (self.vertical.end(row, t) for row in (top, bottom))
+                self._sweep(self.input, *(w.keep(self._input_at(image, row, none, none)) for row in rows))
             if self.columns_outer:
                 for row in self._tile_rows(top, bottom):
                     for span, moved in self._tile_columns():

@@ -32,7 +32,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         w: Writes them.
         shape: As `ConvShape.text`.
         direction: The weight gradient.
-        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
+        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts, groups and perhaps sweep.
 
     Returns:
         Functions of TIR by name.
@@ -48,13 +48,14 @@ class Weight(ConvWriter):
     Args:
         w: Writes statements.
         shape: The convolution.
-        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
+        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups; sweep is 0 by default.
     """
 
     def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
         super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters["lanes"])
         self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
         self.strip, self.parts, self.groups = parameters["strip"], parameters["parts"], parameters["groups"]
+        self.sweep = parameters.get("sweep", 0)
         #: Elements from one pixel to the next, where images are read.
         self.pixel = shape.channels
         self.columns = spans(self.horizontal, parameters["tile_columns"])
@@ -89,6 +90,11 @@ class Weight(ConvWriter):
                 image = w.keep(t.floordiv(index, t.int64(strips)))
                 top = w.keep((index - image * strips) * self.strip)
                 bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
+                if self.sweep:  # what the strip before has not read
+                    none = t.int64(0)
+                    rows = (self.vertical.end(row, t) for row in (top, bottom))
+                    self._sweep(self.input, *(w.keep(self._input_at(image, row, none)) for row in rows))
+                    self._sweep(self.gradient, *(w.keep(self._gradient_at(image, row, none)) for row in (top, bottom)))
                 with t.serial(low, high) as block:
                     self._strip(image, top, bottom, block, own, item)
 

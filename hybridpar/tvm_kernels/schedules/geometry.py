@@ -22,6 +22,17 @@ ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
 #: Channels that are one step of the range of `prepare`.
 PREPARED = 16
 
+#: Floats in a cache line.
+LINE = 16
+
+#: A load that no compiler leaves out.
+_READ = """
+define linkonce_odr i32 @hp_read(ptr %at) alwaysinline nounwind {
+  %value = load volatile i32, ptr %at, align 4
+  ret i32 %value
+}
+"""
+
 #: (tap, input element) for each tap that an output element uses.
 Taps = tuple[tuple[int, int], ...]
 
@@ -78,6 +89,22 @@ class Axis:
     def whole(self) -> int:
         """Tiles whose size is a multiple of this use the same taps at the same offsets."""
         return self.stride if self.transposed else 1
+
+    def end(self, out: Any, t: Any) -> Any:
+        """The input element behind the last one that the output elements before `out` use.
+
+        Args:
+            out: Index of an output element, as an expression of TIR.
+            t: TIR's statements.
+
+        Returns:
+            An expression, from 0 to `size`.
+        """
+        if self.transposed:
+            last = t.floordiv(out - 1 + self.padding, t.int64(self.stride))
+        else:
+            last = (out - 1) * self.stride - self.padding + (self.taps - 1) * self.dilation
+        return t.max(t.min(last + 1, t.int64(self.size)), t.int64(0))
 
     def shift(self, tile: int) -> int:
         """Input elements from the start of one tile to the start of the next.
@@ -275,3 +302,13 @@ class ConvWriter:
         """First channel of a block of lanes; the last block overlaps the one before where channels do not fill it."""
         start, last = block * self.lanes, self.shape.channels - self.lanes
         return self.w.keep(self.t.min(start, self.t.int64(last)) if self.shape.channels % self.lanes else start)
+
+    def _sweep(self, buffer: Any, begin: Any, end: Any) -> None:
+        """Read a value of each cache line in order, so that the CPU fetches ahead what is used in steps afterwards.
+
+        Instructions that prefetch do not start that, loads do.
+        """
+        w, t = self.w, self.t
+        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(_READ)):
+            with t.serial(t.int64(0), t.floordiv(end - begin, t.int64(LINE))) as line:
+                t.evaluate(w.call("int32", "hp_read", t.address_of(buffer[begin + line * LINE])))
