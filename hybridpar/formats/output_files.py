@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def require_matplotlib() -> None:
         UsageError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("drawing needs matplotlib, which is not installed", fix="Run: pip install 'hybridpar[plots]'")
+        raise not_installed("drawing needs matplotlib", "plots")
 
 
 def save_picture(figure: Figure, path: Path) -> None:
