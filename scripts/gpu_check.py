@@ -150,7 +150,7 @@ def run_command(arguments: Sequence[str]) -> Check:
 def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, device: torch.device, path: Path) -> None:
     """Time a step of `Trainer` against the loop that it replaces, and add the rows to a table."""
     images, labels = make_batches(1, samples, size)[0]
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    layout = torch.channels_last if config.memory_format == "channels_last" else torch.contiguous_format
     batch = (images.to(device, memory_format=layout), labels.to(device))
     with Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer:
         steps = {
@@ -181,7 +181,7 @@ def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, de
 def plain_step(model: nn.Module, config: TrainConfig, batch: Batch) -> Callable[[], object]:
     """A step as anybody would write it, with the same optimizer and autocast."""
     images, labels = batch
-    layout = torch.channels_last if config.channels_last else torch.preserve_format
+    layout = torch.channels_last if config.memory_format == "channels_last" else torch.preserve_format
     model = model.to(images.device, memory_format=layout)
     optimizer = build_optimizer(model, config)
 

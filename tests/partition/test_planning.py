@@ -232,7 +232,7 @@ def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureF
         ({"passes": 1}, "--passes"),
         ({"threads": 0}, "--threads"),
         ({"seed": -1}, "--seed"),
-        ({"channels_last": True, "input": "8"}, "--memory-format"),
+        ({"memory_format": "channels_last", "input": "8"}, "--memory-format"),
         ({"memory": "0.1B"}, "--memory"),
         ({"link": "0.1B/s"}, "--link"),
         ({"in_flight": "²"}, "in-flight"),
