@@ -100,7 +100,7 @@ class KernelError(HybridparError):
 
 
 def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
-    """Refuses a value that breaks its rule.
+    """Refuse a value that breaks its rule.
 
     Args:
         holds: The rule.
@@ -116,7 +116,7 @@ def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
 
 
 def check_choice(option: str, value: str, choices: Collection[str], why: str) -> None:
-    """Refuses a value that is none of those an option has.
+    """Refuse a value that is none of those an option has.
 
     Args:
         option: Name of the option.

@@ -311,9 +311,9 @@ def _times(party: Callable[[str, int], Party], setting: str, batch: int, rounds:
             made = party(name, 0)
             stack.callback(made.close)
             methods[name] = _step_of(made, images, labels)
-        # At 100 Mbit/s workers wait for the link, 4 s a step, so that busy rounds are kept; rows then say `loaded`.
-        waits = quick or (bits_per_second(link()) or math.inf) <= 1e8
-        result = paired(methods, rounds, warmup=1, foreign_load=math.inf if waits else FOREIGN_LOAD)
+        # On a slow link a step is 4 s of waiting, which other programs hardly change.
+        keep_busy = quick or (bits_per_second(link()) or math.inf) <= 1e8
+        result = paired(methods, rounds, warmup=1, foreign_load=math.inf if keep_busy else FOREIGN_LOAD)
     best = min((name for name in PUSHES if name != "hylo"), key=result.median_ms)
     rows = []
     for name, base in dict.fromkeys([*((name, "full") for name in PUSHES if name != "full"), ("hylo", best)]):

@@ -38,7 +38,7 @@ from torch.nn import functional
 from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
 from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
 from benchmarks.rig.paired import balanced_orders
-from benchmarks.rig.records import write_dicts
+from benchmarks.rig.records import append_dicts
 from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
@@ -80,7 +80,7 @@ class Options:
     seconds: float = 240.0
     """Time for the rounds of a model."""
     output: Path = RESULTS / "training.csv"
-    """Table to write."""
+    """Table to add rows to."""
 
 
 class Method:
@@ -317,16 +317,14 @@ def show(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def main(options: Options) -> None:
-    """Measure all models, and write the table after each."""
+    """Measure all models, and add the rows of each to the table."""
     torch.set_num_threads(options.threads)
     # Compiled models draw the random numbers of eager ones, so that all methods drop the same.
     torch._inductor.config.fallback_random = True
-    rows: list[dict[str, object]] = []
     for name in options.models:
-        found = measure(name, options)
-        show(found)
-        rows += found
-        write_dicts(options.output, rows)
+        rows = measure(name, options)
+        show(rows)
+        append_dicts(options.output, rows)
     print(f"\nwritten to {options.output}")
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.schedules.geometry import axis
+from hybridpar.tvm_kernels.schedules.geometry import LINE, axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: Multiply-adds of vectors that may be written out for a tile; compiling takes about a millisecond for each.
@@ -45,10 +45,6 @@ def outside(shape: ConvShape, direction: Direction) -> str | None:
             if stride > 2 or (stride > 1 and dilation > 1):
                 return "there are no kernels for this input gradient's stride and dilation"
     return None
-
-
-#: Floats in a cache line; part of one that is written past the caches costs more than all of it.
-_LINE = 16
 
 
 def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
@@ -153,8 +149,8 @@ def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[st
         return "a tile or strip is empty or too large"
     if any(parameters.get(name, 0) not in (0, 1) for name in ("columns_outer", "unroll", "stream", "sweep")):
         return "columns_outer, unroll, stream and sweep are 0 or 1"
-    if parameters["stream"] and (parameters["lanes"] % _LINE or shape.channels % parameters["lanes"]):
-        return "only whole cache lines are written past the caches"
+    if parameters["stream"] and (parameters["lanes"] % LINE or shape.channels % parameters["lanes"]):
+        return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
     if strip % rows:
         return "a strip is not made of whole tiles"
     if rows > 1 and not parameters["unroll"]:
@@ -252,7 +248,7 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
         Parameters by name.
     """
     height, width = (axis(shape, direction, which).out for which in (0, 1))
-    # Whoever reads such a result next finds it in no cache, however it was written.
+    # Of such a result most has left the caches before it is read again, however it was written.
     large = machine.is_far(4 * shape.batch * shape.channels * height * width)
     orders = [{"stream": 0}, *([{"stream": 1}] if large else [])]
     swept = [{**orders[-1], "sweep": 1}]

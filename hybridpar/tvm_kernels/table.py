@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.errors import UsageError
+from hybridpar.formats.output_files import require_matplotlib, save_picture
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operations
 
@@ -160,10 +160,9 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--draw needs matplotlib", fix="Install it with `pip install hybridpar[plots]`.") from error
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
     shapes = list(dict.fromkeys((row.shape, row.layout, row.threads) for row in rows))
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(shapes)), layout="constrained")
     axes = figure.subplots()
@@ -183,7 +182,4 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
     axes.set_xscale("log")
     if rows:
         axes.legend(loc="best", fontsize=8)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", fix="Name another file.") from error
+    save_picture(figure, path)

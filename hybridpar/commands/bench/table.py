@@ -29,11 +29,11 @@ def print_table(console: Console, title: str, columns: Mapping[str, bool], rows:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of equal keys as CSV, below these.
+    """Write rows that have the same keys as CSV, with the keys as header.
 
     Args:
         path: The file.
-        rows: Values by column; None makes an empty cell.
+        rows: Values by column, at least one row; None makes an empty cell.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
