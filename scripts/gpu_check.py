@@ -8,8 +8,8 @@
 4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`), and the depthwise convolutions' with float64
    (`scripts/gpu_convolutions.py`), compiled on the spot or, with `--prebuilt DIR`, elsewhere;
 5. runs `hybridpar train` on all GPUs and looks at the accuracy;
-6. times `Trainer` against a plain PyTorch loop on one GPU, kernels against torch and a copy on the device, and
-   convolutions against torch with and without cuDNN in both layouts, in interleaved rounds.
+6. times `Trainer`, with and without a CUDA graph, against a plain PyTorch loop on one GPU, kernels against torch and a
+   copy on the device, and convolutions against torch with and without cuDNN in both layouts, in interleaved rounds.
 
 Results are added to `checks.csv`, `steps.csv`, `kernels.csv` and `convolutions.csv` in `benchmarks/gpu/results/`. Exit
 codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing was checked.
@@ -152,12 +152,17 @@ def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, de
     images, labels = make_batches(1, samples, size)[0]
     layout = torch.channels_last if config.memory_format == "channels_last" else torch.contiguous_format
     batch = (images.to(device, memory_format=layout), labels.to(device))
-    with Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer:
+    captured = dataclasses.replace(config, cuda_graph=True)
+    with (
+        Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer,
+        Trainer(build_model(model_name, 10), config=captured, world=World(device=device)) as replayed,
+    ):
         steps = {
             "plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch), device),
             "hybridpar": _synchronized(lambda: trainer.step(batch), device),
+            "hybridpar, CUDA graph": _synchronized(lambda: replayed.step(batch), device),
         }
-        result = paired(steps)
+        result = paired(steps, warmup=8)  # so many that the step has been captured
     precision = "bf16" if config.amp == "bf16" else "fp32"
     setting = f"{model_name}, {size}x{size}, batch {samples}, {precision}"
     rows = [

@@ -7,6 +7,7 @@ torch's loader processes, and then copied to a GPU on a lane of their own, besid
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import warnings
@@ -327,7 +328,7 @@ class _Reader:
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
         queue[:] = [(indices, key) for indices in jobs]
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _not_collected_by_children():
             _ignore_advice()
             iterator = iter(loader)
         try:
@@ -399,6 +400,22 @@ def _read(source: ImageSource, erasing: NoiseErasing | None, job: _Job, device: 
     indices, key = job
     loaded = source.load_readable(indices, key, device)
     return loaded if erasing is None or key is None else loaded._replace(erased=erasing.draw(key, indices))
+
+
+@contextmanager
+def _not_collected_by_children() -> Iterator[None]:
+    """Inside, processes that are forked never collect what is garbage by now.
+
+    Collecting a CUDA event or stream of the parent ends a forked process: CUDA cannot be used there.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _ignore_advice() -> None:

@@ -125,7 +125,7 @@ class LocalStage:
     def attach(self) -> None:
         """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
         self.gradients = self._make_gradients()
-        self.batch_norm = BatchNormPool(self.module, self._norm_group) if self._pooled else None
+        self.batch_norm = BatchNormPool(self.module, self._norm_group, self.lane.device) if self._pooled else None
 
     def detach(self) -> None:
         """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""

@@ -216,8 +216,10 @@ def _is_random(node: fx.Node, modules: nn.Module) -> bool:
 
 def _draws(module: Any) -> bool:
     """Whether a module's forward pass may draw random numbers: dropout, or something that holds a dropout rate."""
-    if isinstance(module, nn.RReLU | nn.modules.dropout._DropoutNd | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+    if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return True
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
     rate = getattr(module, "dropout", None)
     return isinstance(rate, float) and rate > 0
 

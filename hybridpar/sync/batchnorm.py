@@ -19,7 +19,7 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,15 +44,16 @@ class BatchNormPool:
         model: The model; layers that track running statistics and use the stock forward are taken over.
         group: Adds over the replicas: layers also *normalise* over them, see `hybridpar.sync.sync_batchnorm`.
             None leaves the normalisation to each micro-batch.
+        device: Where sums are, of a model without such layers; None is the CPU.
     """
 
-    def __init__(self, model: nn.Module, group: SumGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, group: SumGroup | None = None, device: torch.device | None = None) -> None:
         self.group = group
         self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
         self._widths = [layer.num_features for layer in self.layers]
         channels = self._channels = sum(self._widths)
         self._originals = [type(layer) for layer in self.layers]
-        device = self.layers[0].running_mean.device if self.layers else torch.device("cpu")
+        device = self.layers[0].running_mean.device if self.layers else device or torch.device("cpu")
         self._mean = torch.zeros(channels, device=device)
         self._variance = torch.zeros(channels, device=device)
         self._constants = Constants(device)
@@ -170,14 +171,17 @@ class BufferRollback:
 
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
         ignored = {id(buffer) for module in spared for buffer in module.buffers()}
-        self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in ignored]
-        self._saved = [buffer.detach().clone() for buffer in self._buffers]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in model.buffers():
+            if id(buffer) not in ignored:
+                kinds.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        self._kinds = [_Kept(buffers) for buffers in kinds.values()]
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
-        if self._buffers:
-            torch._foreach_copy_(self._saved, self._buffers)
+        for kind in self._kinds:
+            torch._foreach_copy_(kind.parts_saved, kind.buffers)
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
@@ -186,8 +190,28 @@ class BufferRollback:
         Args:
             unless: Optional 0-d tensor; where it is not zero nothing changes. Keeps the decision on the device.
         """
-        for saved, buffer in zip(self._saved, self._buffers, strict=True):
-            buffer.copy_(saved if unless is None else torch.where(unless != 0, buffer, saved))
+        for kind in self._kinds:
+            if unless is None:
+                torch._foreach_copy_(kind.buffers, kind.parts_saved)
+            else:
+                # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
+                torch._foreach_copy_(kind.parts_chosen, kind.buffers)
+                torch.where(unless != 0, kind.chosen, kind.saved, out=kind.chosen)
+                torch._foreach_copy_(kind.buffers, kind.parts_chosen)
+
+
+class _Kept:
+    """Buffers of one device and dtype, with room for copies of them, each in one piece."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self.buffers = list(buffers)
+        self.saved = torch.cat([one.detach().flatten() for one in buffers])
+        self.chosen = torch.empty_like(self.saved)
+        self.parts_saved, self.parts_chosen = self._parts(self.saved), self._parts(self.chosen)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [one.numel() for one in self.buffers])
+        return [part.view(one.shape) for part, one in zip(parts, self.buffers, strict=True)]
 
 
 @contextmanager

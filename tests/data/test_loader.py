@@ -1,6 +1,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import pickle
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset, loader
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError, UsageError
 from hybridpar.lanes import Checker, Lanes
@@ -521,6 +522,20 @@ def test_epochs_can_be_read_by_another_thread_than_the_one_that_made_them(file_d
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(lambda: train_on(batches.epoch(0))).result()
     assert same(read, train_on(batches.epoch(0)))
+
+
+def test_loader_processes_collect_nothing_of_a_parent_that_uses_a_gpu(data, monkeypatch):
+    frozen = []
+    start = loader.DataLoader.__iter__
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        loader.DataLoader, "__iter__", lambda self: (frozen.append(gc.get_freeze_count()), start(self))[1]
+    )
+    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))  # what the session froze stays so
+    before = gc.get_freeze_count()
+    read_steps(data, 1, 1, loader_workers=1)
+    assert frozen[0] > before
+    assert frozen[1] == "unfrozen"
 
 
 @pytest.mark.gpu

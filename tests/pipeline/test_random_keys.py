@@ -117,6 +117,11 @@ def test_every_step_micro_batch_and_seed_has_its_own_masks() -> None:
     assert 0.1 < kept < 0.4  # two masks of a half, which are not the same one
 
 
+def test_dropout_with_a_rate_of_zero_is_not_random() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.0), nn.Dropout2d(0.0), nn.Dropout(0.5)))
+    assert key_random_operations(graph.graph, graph) == 1
+
+
 def replica_masks(world: World) -> list[Tensor]:
     """What a dropout passes on, on every replica, for equal inputs."""
     seen: list[Tensor] = []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 from tests.ranks import run_ranks
 
 FEATURES = 4
@@ -281,3 +281,36 @@ def test_mixed_momenta_are_each_layers_own():
         nn.Sequential(*expected)(make_input(seed=step))
     for layer, wanted in zip(layers, expected, strict=True):
         assert_statistics(layer, wanted, rtol=1e-5, atol=1e-5)
+
+
+class TestBufferRollback:
+    @staticmethod
+    def buffers(model):
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    @pytest.mark.parametrize("unless", [None, 0.0, 1.0])
+    def test_buffers_of_every_dtype_go_back_or_stay(self, unless):
+        model = nn.Sequential(make_layer(), nn.BatchNorm2d(5).double())
+        model[1].register_buffer("table", torch.arange(6.0).view(2, 3).t())
+        rollback = BufferRollback(model)
+        for shift in (1, 2):  # what was kept in one step is not what is put back in the next
+            for buffer in model.buffers():
+                buffer.add_(shift)
+            kept = self.buffers(model)
+            rollback.keep()
+            for buffer in model.buffers():
+                buffer.fill_(math.nan if buffer.is_floating_point() else 77)
+            moved = self.buffers(model)
+            rollback.restore(None if unless is None else torch.tensor(unless))
+            for name, buffer in model.named_buffers():
+                wanted = moved if unless else kept
+                assert torch.equal(buffer.nan_to_num(9.0), wanted[name].nan_to_num(9.0)), name
+
+    def test_a_model_without_buffers(self):
+        rollback = BufferRollback(nn.Linear(2, 2))
+        rollback.keep()
+        rollback.restore(unless=torch.tensor(0.0))
+
+
+def test_sums_of_a_stage_without_layers_are_where_its_lane_is():
+    assert BatchNormPool(nn.Linear(2, 2), device=torch.device("meta")).sums.is_meta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("tvm") is None, reason="needs TVM, to write kernels"),
+]
 
 SHAPE = ConvShape.parse("4x24x13x11 k3x3 s2x2 p1x1 d1x1")
 
