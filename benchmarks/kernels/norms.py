@@ -1,13 +1,14 @@
 """Times fused BatchNorm with activation against torch's two operations, shape by shape.
 
 For each shape of norm and activation in MobileNetV2 and EfficientNet-B0 at batch 8 and 32 and images of 160x160:
-forward and backward through autograd, torch against the kernels, in the same rounds, on tensors that take turns so that
-none is warm. The floor is what the least passes over memory take at the speed of copies of that size, which is
-measured first: forward reads a tensor twice and writes one, backward reads two twice and writes one.
+forward and backward through autograd, torch against the kernels and against torch.compile, in the same rounds, on
+tensors that take turns so that none is warm. The floor is what the least passes over memory take at the speed of copies
+of that size, which is measured first: forward reads a tensor twice and writes one, backward reads two twice and writes
+one.
 
-Run from the root of the repository, on an idle machine; it takes about five minutes:
+Run from the root of the repository, on an idle machine; it takes about fifteen minutes:
     python -m benchmarks.kernels.norms [--threads N]
-Writes results/norms.csv, a row for each shape, and one for all layers of a network together: `shape` is then `all`, and
+Adds to results/norms.csv a row for each shape, and one for all layers of a network together: `shape` is then `all`, and
 what is chosen is the kernels where they are faster and torch elsewhere.
 """
 
@@ -20,20 +21,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
+from torch import Tensor
+from torch.nn import functional
 from torchvision import models
 
 from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
-from benchmarks.rig.records import write_dicts
+from benchmarks.rig.records import append_dicts
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import measure_copies
-from hybridpar.tvm_kernels.operations.batch_norm import NormBench, norm_floor_ms
+from hybridpar.tvm_kernels.operations.batch_norm import IN_PLACE, NormBench, norm_floor_ms
 from hybridpar.tvm_kernels.record import LEAST_GAIN
 from hybridpar.tvm_kernels.shapes import NormShape
 
@@ -60,7 +64,7 @@ class Options:
     rounds: int = 20
     """Rounds to keep of each shape, at least 20."""
     output: Path = RESULTS / "norms.csv"
-    """Table to write."""
+    """Table to add rows to."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +72,50 @@ class Found:
     """What was measured of a shape; times in milliseconds.
 
     Attributes:
-        times: Of `stock` and `fused`.
+        times: Of `stock`, `fused` and `compiled`.
+        compile_s: Seconds of the first compiled call.
         floor_ms: Of the least passes.
         error: Against float64.
     """
 
     times: Paired
+    compile_s: float
     floor_ms: float
     error: float
+
+
+def _stock(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, *given: Any) -> Tensor:
+    """What torch.compile is given: torch's two operations, with the arguments of the fused one."""
+    training, momentum, eps, activation = given
+    normed = functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+    return IN_PLACE[activation](normed)
 
 
 def measure(shape: NormShape, rounds: int, copies: Sequence[tuple[int, float]]) -> Found:
     """Torch and the kernels in the same rounds."""
     bench = NormBench(shape)
     repeats = max(1, min(MOST_CALLS, AT_ONCE // (shape.rows * shape.channels)))
-    both = {"stock": bench.instead, "fused": lambda: bench.run(fused_batch_norm_act)}
-    times = paired(both, rounds, repeats=repeats)
-    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), bench.errors(fused_batch_norm_act)[0])
+    torch.compiler.reset()  # or shapes seen before would be guards of this one
+    compiled = torch.compile(_stock, dynamic=False)
+    began = time.monotonic()
+    bench.run(compiled)
+    compile_s = time.monotonic() - began
+    ways = {
+        "stock": bench.instead,
+        "fused": lambda: bench.run(fused_batch_norm_act),
+        "compiled": lambda: bench.run(compiled),
+    }
+    times = paired(ways, rounds, repeats=repeats)
+    return Found(
+        times, compile_s, norm_floor_ms(shape, copies, torch.get_num_threads()), bench.errors(fused_batch_norm_act)[0]
+    )
 
 
 def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapping[NormShape, Found]) -> list[Row]:
     """A row for each shape of a network, and one for all of its layers."""
     common = {"model": model, "batch": batch}
     rows: list[Row] = []
-    stock_ms = fused_ms = chosen_ms = floor_ms = logs = 0.0
+    stock_ms = fused_ms = chosen_ms = floor_ms = logs = compiled_ms = compile_s = 0.0
     for shape, often in sorted(layers.items()):
         one = found[shape]
         ratio = one.times.ratio("stock", "fused")
@@ -100,11 +124,14 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
         stock_ms, fused_ms = stock_ms + often * stock, fused_ms + often * fused
         chosen_ms, floor_ms = chosen_ms + often * stock / chosen, floor_ms + often * one.floor_ms
         logs += often * math.log(chosen)
+        compiled = one.times.median_ms("compiled")
+        compiled_ms, compile_s = compiled_ms + often * compiled, compile_s + one.compile_s
         times = (stock, fused, stock / chosen, one.floor_ms)
         ratios = (ratio.median, ratio.low, ratio.high, chosen)
         best = (one.times.min_ms("stock"), one.times.min_ms("fused"))
         rows.append(common | _cells(shape.text, often, times, ratios, best) | {"loaded": one.times.loaded})
         rows[-1] |= {"error": f"{one.error:.1e}", "verdict": "tuned" if chosen > 1 else "stock"}
+        rows[-1] |= _compiled_cells(compiled, one.times.ratio("stock", "compiled").median, one.compile_s)
     ratio_of_sums = stock_ms / chosen_ms
     mean = math.exp(logs / sum(layers.values()))
     total = _cells(
@@ -117,8 +144,13 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
     met = ratio_of_sums >= TARGET and floor_ms / chosen_ms >= TARGET_FLOOR
     promised = model == "mobilenet_v2" and batch == 32
     total |= {"loaded": any(row["loaded"] for row in rows), "error": ""}
-    rows.append(common | total | {"verdict": ("met" if met else "missed") if promised else ""})
+    total |= {"verdict": ("met" if met else "missed") if promised else ""}
+    rows.append(common | total | _compiled_cells(compiled_ms, stock_ms / compiled_ms, compile_s))
     return rows
+
+
+def _compiled_cells(ms: float, ratio: float, seconds: float) -> Row:
+    return {"compiled_ms": f"{ms:.4f}", "compiled_times_stock": f"{ratio:.4f}", "compile_s": f"{seconds:.1f}"}
 
 
 def _cells(shape: str, layers: int, times: Sequence[float], ratios: Sequence[float], best: Sequence[float]) -> Row:
@@ -140,7 +172,8 @@ def _cells(shape: str, layers: int, times: Sequence[float], ratios: Sequence[flo
 
 def show(rows: Sequence[Row]) -> None:
     """Print what matters."""
-    columns = ("shape", "layers", "stock_ms", "fused_ms", "floor_ms", "times_stock", "low", "high", "floor_share")
+    columns: tuple[str, ...] = ("shape", "layers", "stock_ms", "fused_ms", "compiled_ms", "floor_ms", "times_stock")
+    columns += ("low", "high", "floor_share")
     print(f"\n{rows[0]['model']}, batch {rows[0]['batch']}")
     print_aligned([(*columns, "verdict"), *([str(row[one]) for one in (*columns, "verdict")] for row in rows)])
     total = rows[-1]
@@ -152,14 +185,13 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def main(options: Options) -> None:
-    """Measure every shape once, and write the table after each network."""
+    """Measure every shape once, and add to the table after each network."""
     torch.set_num_threads(options.threads)
     if not norm_kernels.table():
         raise HybridparError("there are no kernels of norms here", fix="See the log for why.")
     began = time.monotonic()
     copies = measure_copies()
     found: dict[NormShape, Found] = {}
-    rows: list[Row] = []
     where = setting() | {"copies_gb_s": " ".join(f"{size >> 20}MiB:{rate / 1e9:.1f}" for size, rate in copies)}
     for name, batch in product(MODELS, options.batches):
         model = models.get_model(name)
@@ -170,8 +202,7 @@ def main(options: Options) -> None:
                 found[shape] = measure(shape, options.rounds, copies)
         fresh = rows_of(name, batch, layers, found)
         show(fresh)
-        rows += [row | where for row in fresh]
-        write_dicts(options.output, rows)
+        append_dicts(options.output, [row | where for row in fresh])
     print(f"\n{time.monotonic() - began:.0f} s; written to {options.output}")
 
 

@@ -24,9 +24,14 @@ SHAPE = NormShape(4 * 64, 8, "relu")
 
 def test_a_network_is_the_sum_of_its_layers_as_chosen() -> None:
     slow, fast = NormShape(16, 8, "none"), NormShape(1024, 8, "relu6")
+
+    def times(stock: float, fused: float, compiled: float, *, loaded: bool) -> Paired:
+        each = {"stock": stock, "fused": fused, "compiled": compiled}
+        return Paired({name: (ms,) * 20 for name, ms in each.items()}, 0, 0.0, loaded)
+
     found = {
-        slow: norms.Found(Paired({"stock": (1.0,) * 20, "fused": (2.0,) * 20}, 0, 0.0, False), 0.5, 1e-7),
-        fast: norms.Found(Paired({"stock": (9.0,) * 20, "fused": (3.0,) * 20}, 0, 0.0, True), 2.5, 1e-7),
+        slow: norms.Found(times(1, 2, 0.5, loaded=False), 7.0, 0.5, 1e-7),
+        fast: norms.Found(times(9, 3, 6, loaded=True), 5.0, 2.5, 1e-7),
     }
     first, second, total = norms.rows_of("mobilenet_v2", 32, {slow: 3, fast: 1}, found)
     assert [first["shape"], second["shape"], total["shape"]] == ["16x8 none", "1024x8 relu6", "all"]
@@ -37,6 +42,7 @@ def test_a_network_is_the_sum_of_its_layers_as_chosen() -> None:
     assert (total["stock_ms"], total["chosen_ms"], total["times_stock"]) == ("12.0000", "6.0000", "2.0000")
     assert float(str(total["as_chosen"])) == pytest.approx(math.exp(math.log(3) / 4), abs=1e-4)
     assert total["floor_ms"] == "4.0000"
+    assert (total["compiled_ms"], total["compiled_times_stock"], total["compile_s"]) == ("7.5000", "1.6000", "12.0")
     assert total["loaded"] is True
     assert len({tuple(row) for row in (first, second, total)}) == 1, "one table, one set of columns"
 
