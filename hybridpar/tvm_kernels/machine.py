@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import platform
 import re
 import time
@@ -28,6 +29,10 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
+#: What tensors that take turns come to at least, where the last cache is smaller than half of it or not known.
+_COLD = 64 << 20
+#: Most sets of tensors that take turns.
+_MOST_TURNS = 64
 
 
 def cpu_features() -> frozenset[str]:
@@ -138,6 +143,22 @@ def this_machine() -> Machine:
     sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
     known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
     return Machine(lanes, registers, **known)
+
+
+def turns(size: int, most: int = _MOST_TURNS) -> int:
+    """How many sets of tensors must take turns for none to be in a cache when it is used again.
+
+    In a training step all other layers run between two calls of one, so its operands have to come from memory. What
+    is timed again and again on one set of small tensors finds them in the caches.
+
+    Args:
+        size: Bytes of one set.
+        most: Sets at most.
+
+    Returns:
+        As many as come to twice the last cache, and two at least.
+    """
+    return max(2, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
 
 
 def _cache(directory: Path) -> tuple[int, int]:
