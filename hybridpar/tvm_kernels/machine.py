@@ -92,29 +92,20 @@ class Speed:
     multiply_adds: float
     copies: tuple[tuple[int, float], ...]
 
-    def bandwidth(self, size: int) -> float:
-        """The speed of memory for operands of a size.
-
-        Args:
-            size: Bytes.
-
-        Returns:
-            Bytes a second.
-        """
-        return copy_speed(self.copies, size)
-
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
         """The time that neither arithmetic nor memory can beat. Memory counts as one thread's speed times the threads.
 
+        Operands come from memory, however small they are, as in a training step and where kernels are timed.
+
         Args:
             multiply_adds: Of a call.
-            size: Bytes.
+            size: Bytes that are read and written.
             threads: That share the work.
 
         Returns:
             Milliseconds.
         """
-        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
+        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.copies[-1][1]) / threads
 
 
 def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:

@@ -64,7 +64,7 @@ def test_a_search_finds_kernels_that_are_right(direction: Direction, layout: Lay
         assert one.ms > 0
         assert one.stock_ms > 0
         assert one.error < 1e-5
-        floor = 1e3 * max(SHAPE.multiply_adds / 50e9, SHAPE.least_bytes / 40e9)
+        floor = 1e3 * max(SHAPE.multiply_adds / 50e9, SHAPE.least_bytes / 10e9)
         assert one.floor_ms == pytest.approx(floor)
     assert len(seen) == 4 + sum(one.final for one in results)
     for one in results:
@@ -153,7 +153,6 @@ def test_speed_is_measured(builder: Builder) -> None:
     speed = measure_speed(builder, Machine(4, 16))
     assert speed.multiply_adds > 1e8
     assert all(rate > 1e7 for _, rate in speed.copies)
-    assert speed.bandwidth(10**12) == speed.copies[-1][1]
     assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)
 
 
