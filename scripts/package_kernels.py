@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,20 +46,21 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
         merged.add(one for one in read_database(path).records if type(one) is KernelRecord)
     best = [merged.best(key, current=False) for key in merged]
     winners = [one for one in best if one is not None and one.wins and one.rejected is None]
-    ranked: list[tuple[int, float, Record]] = []
-    places: Counter[str] = Counter()
-    for saved, record in sorted(
-        (((one.ms or 0.0) - (one.stock_ms or 0.0), one) for one in winners), key=lambda it: it[0]
-    ):
-        ranked.append((places[record.device], saved, record))
-        places[record.device] += 1
+    by_device: dict[str, list[Record]] = {}
+    for record in sorted(winners, key=_saved_ms, reverse=True):
+        by_device.setdefault(record.device, []).append(record)
+    in_turn = (record for place in zip_longest(*by_device.values()) for record in place if record is not None)
     size, kept = 0, []
-    for *_, record in sorted(ranked, key=lambda one: one[:2]):
+    for record in in_turn:
         size += len(short_line(record).encode()) + 1
         if size > most_bytes:
             break
         kept.append(record)
     return sorted(kept, key=lambda one: one.key)
+
+
+def _saved_ms(record: Record) -> float:
+    return (record.stock_ms or 0.0) - (record.ms or 0.0)
 
 
 def short_line(record: Record) -> str:
@@ -74,9 +75,9 @@ def short_line(record: Record) -> str:
     told = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4, "floor_ms": 4}
     told |= {name: float(f"{told[name]:.{count}g}") for name, count in digits.items() if name in told}
-    return json.dumps(
-        told | ({"tuned_at": round(told["tuned_at"])} if "tuned_at" in told else {}), separators=(",", ":")
-    )
+    if "tuned_at" in told:
+        told["tuned_at"] = round(told["tuned_at"])
+    return json.dumps(told, separators=(",", ":"))
 
 
 def main() -> int:
