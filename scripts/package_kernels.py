@@ -1,13 +1,17 @@
 """Makes the database of kernels that comes with the package from tuned ones: the best of each convolution.
 
+Lines are shorter than those of a tune: numbers are rounded, and what has its default is left out.
+
 From the root of the repository: python scripts/package_kernels.py k.jsonl other.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,7 +32,8 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
 
     Args:
         paths: The databases.
-        most_bytes: Where they come to more than this, those that save least are left out.
+        most_bytes: Where they come to more than this, those that save least are left out. Devices share it: one that
+            has many records does not push out those of another that has few.
 
     Returns:
         In the order of their keys, so that two packages differ in what changed.
@@ -41,13 +46,38 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
         merged.add(one for one in read_database(path).records if type(one) is KernelRecord)
     best = [merged.best(key, current=False) for key in merged]
     winners = [one for one in best if one is not None and one.wins and one.rejected is None]
+    by_device: dict[str, list[Record]] = {}
+    for record in sorted(winners, key=_saved_ms, reverse=True):
+        by_device.setdefault(record.device, []).append(record)
+    in_turn = (record for place in zip_longest(*by_device.values()) for record in place if record is not None)
     size, kept = 0, []
-    for record in sorted(winners, key=lambda one: (one.ms or 0.0) - (one.stock_ms or 0.0)):
-        size += len(record.line().encode()) + 1
+    for record in in_turn:
+        size += len(short_line(record).encode()) + 1
         if size > most_bytes:
             break
         kept.append(record)
     return sorted(kept, key=lambda one: one.key)
+
+
+def _saved_ms(record: Record) -> float:
+    return (record.stock_ms or 0.0) - (record.ms or 0.0)
+
+
+def short_line(record: Record) -> str:
+    """A record of a convolution as a line of the packaged database.
+
+    Args:
+        record: A `KernelRecord`, which is what a line without `op` is read as.
+
+    Returns:
+        A line of JSON without a line break.
+    """
+    told = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4, "floor_ms": 4}
+    told |= {name: float(f"{told[name]:.{count}g}") for name, count in digits.items() if name in told}
+    if "tuned_at" in told:
+        told["tuned_at"] = round(told["tuned_at"])
+    return json.dumps(told, separators=(",", ":"))
 
 
 def main() -> int:
@@ -61,7 +91,7 @@ def main() -> int:
     except HybridparError as error:
         print(error, file=sys.stderr)
         return 2
-    options.output.write_text("".join(record.line() + "\n" for record in records), encoding="utf-8")
+    options.output.write_text("".join(short_line(record) + "\n" for record in records), encoding="utf-8")
     print(f"{len(records)} records, {options.output.stat().st_size} bytes in {options.output}")
     return 0
 

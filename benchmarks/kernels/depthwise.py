@@ -1,6 +1,7 @@
 """Times tuned depthwise convolutions against torch's, per shape and direction, called as users call them.
 
-They are timed anew because the fastest time of a search may be partly luck.
+They are timed anew because the fastest time of a search may be partly luck; as there on tensors that are in no cache,
+by `ConvBench`.
 
 Seventeen convolutions of MobileNetV2, EfficientNet-B0 and ConvNeXt-T, or some drawn at random, in all directions, each
 tuned beforehand for a number of seconds. The operation, on whatever its records choose, against torch in both memory
@@ -18,6 +19,7 @@ measured again.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -27,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import tyro
@@ -38,7 +40,7 @@ from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.conv_bench import reference, stock_call
+from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.database import read_database
 from hybridpar.tvm_kernels.machine import Speed, cpu_fingerprint, measure_speed
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -55,6 +57,8 @@ LISTED = (
     *(("ef", 144, 56, 5, 2), ("ef", 240, 28, 5, 1), ("ef", 672, 14, 5, 1), ("ef", 672, 14, 5, 2)),
     *(("cn", 96, 56, 7, 1), ("cn", 192, 28, 7, 1), ("cn", 384, 14, 7, 1), ("cn", 768, 7, 7, 1)),
 )
+#: Of the data; those of a search are others.
+SEED = 1000
 #: Shortest time of one method in a round; faster calls are repeated.
 LEAST_MS = 2.0
 #: What the geometric mean over the listed shapes was promised to be, by threads (or for random shapes) and direction.
@@ -240,39 +244,25 @@ def once(method: Callable[[], object]) -> float:
 
 
 def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable[[], object]], float]:
-    """The operation, torch in both memory formats, and the operation's error."""
+    """The operation, torch in both memory formats, and the operation's error; all on tensors that are in no cache."""
     shape, direction = key.shape, Direction(key.direction)
-    draw = torch.Generator().manual_seed(0)
-    image = torch.randn((shape.batch, shape.channels, shape.height, shape.width), generator=draw)
-    out = (shape.batch, shape.channels, shape.out_height, shape.out_width)
-    gradient = torch.randn(out, generator=draw)
-    weight = torch.randn((shape.channels, 1, *shape.kernel), generator=draw)
+    bench = ConvBench(shape, direction, key.layout, key.threads, SEED)
+    stock = {layout.value: bench.ways[f"torch {layout}"] for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS)}
     sizes = (list(shape.stride), list(shape.padding), list(shape.dilation))
-    stock: dict[str, Callable[[], object]] = {}
-    for name, kind in (("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format)):
-        x, g = (tensor.contiguous(memory_format=kind) for tensor in (image, gradient))
-        stock[name] = stock_call(shape, direction, x, g, weight)
-    kind = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
-    x, g = (tensor.contiguous(memory_format=kind) for tensor in (image, gradient))
     ops = torch.ops.hybridpar
-    if direction is Direction.FORWARD:
 
-        def own() -> Tensor:
+    def own(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        if direction is Direction.FORWARD:
             return depthwise_conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation)
+        if direction is Direction.INPUT_GRADIENT:
+            found = ops.depthwise_conv2d_input_gradient(gradient, weight, [shape.height, shape.width], *sizes)
+        else:
+            found = ops.depthwise_conv2d_weight_gradient(x, gradient, list(weight.shape[2:]), *sizes)
+        return cast("Tensor", found)
 
-    elif direction is Direction.INPUT_GRADIENT:
-
-        def own() -> Tensor:
-            return ops.depthwise_conv2d_input_gradient(g, weight, [shape.height, shape.width], *sizes)
-
-    else:
-
-        def own() -> Tensor:
-            return ops.depthwise_conv2d_weight_gradient(x, g, list(weight.shape[2:]), *sizes)
-
-    right = reference(shape, direction, image, gradient, weight)
-    error = float((own().double() - right).abs().max() / right.abs().max())
-    return own, stock, error
+    operands = bench.operands(key.layout)
+    calls = [functools.partial(own, *one) for one in operands]
+    return bench.in_turn(calls), stock, bench.error_of(calls[0]())
 
 
 def report(rows: Sequence[Row]) -> None:

@@ -1,5 +1,8 @@
 """Data of one depthwise convolution, on the CPU or a GPU, on which kernels are checked and timed against torch.
 
+On the CPU sets of tensors take turns, so that none is in a cache when it is used again, and results are written where
+none was lately.
+
 On a GPU torch may run as it is and with its own kernels in place of cuDNN's; the fastest of all ways, in both layouts,
 is what a kernel is compared with.
 """
@@ -7,13 +10,15 @@ is what a kernel is compared with.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridpar.tvm_kernels.machine import turns
 from hybridpar.tvm_kernels.measure import Bench, Call, relative_error, time_pairs
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -58,23 +63,73 @@ class ConvBench(Bench):
         self._image, self._gradient, self._weight = (
             torch.randn(one, generator=draw).to(DTYPES[dtype]) for one in sizes
         )
-        x, gradient, weight = self._in_layout(layout)
-        self._first, self._second, self._like = {
+        one_set = self._image.nbytes + self._gradient.nbytes
+        self._sets = turns(one_set) if device is None else 1
+        self._turn = itertools.count()
+        self._results: list[object] = [None] * self._sets
+        self._own = self.operands(layout)
+
+    def operands(self, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Image, gradient and weights on the device, for each turn.
+
+        Args:
+            layout: Of image and gradient.
+
+        Returns:
+            The same values at other places each time, as drawing them takes longer than what is measured; of tensors
+            that are not read always the same one.
+        """
+        device, form = self.device or "cpu", FORMATS[layout]
+        x, gradient = (one.to(device).contiguous(memory_format=form) for one in (self._image, self._gradient))
+        reads = self.direction is not Direction.INPUT_GRADIENT, self.direction is not Direction.FORWARD
+        weight = self._weight.to(device)
+        further = [
+            (x.clone() if reads[0] else x, gradient.clone() if reads[1] else gradient, weight)
+            for _ in range(self._sets - 1)
+        ]
+        return [(x, gradient, weight), *further]
+
+    def in_turn(self, calls: Sequence[Call]) -> Call:
+        """One function that makes the next of some calls each time; all such functions of a bench take one turn each.
+
+        Args:
+            calls: One on each of the `operands`.
+
+        Returns:
+            A function that gives what the call gave, and keeps it until it is the turn of these operands again.
+        """
+
+        def call() -> object:
+            place = next(self._turn) % self._sets
+            self._results[place] = None  # the next one may be written where this one was
+            self._results[place] = found = calls[place]()
+            return found
+
+        return call
+
+    def arguments(self, place: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel reads, and a tensor like its result.
+
+        Args:
+            place: The turn.
+
+        Returns:
+            First and second operand, and a tensor of the result's sizes and layout.
+        """
+        x, gradient, weight = self._own[place]
+        return {
             Direction.FORWARD: (x, weight, gradient),
             Direction.INPUT_GRADIENT: (gradient, weight, x),
             Direction.WEIGHT_GRADIENT: (x, gradient, weight),
         }[self.direction]
 
-    def _in_layout(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Image, gradient and weights on the device."""
-        device, form = self.device or "cpu", FORMATS[layout]
-        x, gradient = (one.to(device).contiguous(memory_format=form) for one in (self._image, self._gradient))
-        return x, gradient, self._weight.to(device)
-
     def run(self, kernel: Any) -> Tensor:
         """Call a kernel as a caller would, and allocate its result."""
-        out = torch.empty_like(self._like)
-        kernel(self._first, self._second, None, out)
+        place = next(self._turn) % self._sets
+        first, second, like = self.arguments(place)
+        self._results[place] = None
+        self._results[place] = out = torch.empty_like(like)
+        kernel(first, second, None, out)
         return out
 
     def errors(self, kernel: Any) -> tuple[float, float]:
@@ -90,16 +145,24 @@ class ConvBench(Bench):
         Returns:
             The error, relative to the largest value; infinite for NaN.
         """
-        return self._error_of(self.run(kernel))
+        return self.error_of(self.run(kernel))
 
     @functools.cached_property
     def stock_error(self) -> float:
         """The same of torch's result."""
         found: Any = self.instead()
         place = {Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}
-        return self._error_of(found[place[self.direction]] if self.direction in place else found)
+        return self.error_of(found[place[self.direction]] if self.direction in place else found)
 
-    def _error_of(self, out: Tensor) -> float:
+    def error_of(self, out: Tensor) -> float:
+        """Largest difference of a result from float64.
+
+        Args:
+            out: What `reference` has; of all images where it has some.
+
+        Returns:
+            The error, relative to the largest value; infinite for NaN.
+        """
         if self.direction is not Direction.WEIGHT_GRADIENT:
             out = out[self._checked_images]
         return relative_error(out.cpu(), self.reference)
@@ -120,7 +183,8 @@ class ConvBench(Bench):
         """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
         found: dict[str, Call] = {}
         for layout in Layout:
-            call = stock_call(self.shape, self.direction, *self._in_layout(layout))
+            operands = self._own if layout is self.layout else self.operands(layout)
+            call = self.in_turn([stock_call(self.shape, self.direction, *own) for own in operands])
             found[f"torch {layout}"] = call
             if self.device is not None:
                 found[f"native {layout}"] = functools.partial(_without_cudnn, call)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import platform
 import re
 import time
@@ -28,6 +29,10 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
+#: What tensors that take turns come to at least, where the last cache is smaller than half of it or not known.
+_COLD = 64 << 20
+#: Most sets of tensors that take turns.
+_MOST_TURNS = 64
 
 
 def cpu_features() -> frozenset[str]:
@@ -87,29 +92,20 @@ class Speed:
     multiply_adds: float
     copies: tuple[tuple[int, float], ...]
 
-    def bandwidth(self, size: int) -> float:
-        """The speed of memory for operands of a size.
-
-        Args:
-            size: Bytes.
-
-        Returns:
-            Bytes a second.
-        """
-        return copy_speed(self.copies, size)
-
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
         """The time that neither arithmetic nor memory can beat. Memory counts as one thread's speed times the threads.
 
+        Operands come from memory, however small they are, as in a training step and where kernels are timed.
+
         Args:
             multiply_adds: Of a call.
-            size: Bytes.
+            size: Bytes that are read and written.
             threads: That share the work.
 
         Returns:
             Milliseconds.
         """
-        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
+        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.copies[-1][1]) / threads
 
 
 def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
@@ -138,6 +134,22 @@ def this_machine() -> Machine:
     sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
     known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
     return Machine(lanes, registers, **known)
+
+
+def turns(size: int, most: int = _MOST_TURNS) -> int:
+    """How many sets of tensors must take turns for none to be in a cache when it is used again.
+
+    In a training step all other layers run between two calls of one, so its operands have to come from memory. What
+    is timed again and again on one set of small tensors finds them in the caches.
+
+    Args:
+        size: Bytes of one set.
+        most: Sets at most.
+
+    Returns:
+        As many as come to twice the last cache, and two at least.
+    """
+    return max(2, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
 
 
 def _cache(directory: Path) -> tuple[int, int]:

@@ -149,30 +149,55 @@ def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), noise)
 
 
-def steady_timing(compare: Callable[[], Timing], most: int = 3) -> Timing:
-    """Compare with torch until two comparisons agree to `MOST_NOISE`.
+def is_clear(speedup: float, noise: float) -> bool:
+    """Whether noise leaves no doubt which of two sides is faster.
+
+    Kernels that are many times as fast as torch may differ by half of that from one measurement to the next, and are
+    faster for certain; of one that is 1.1 times as fast, 25 % of noise says nothing.
+
+    Args:
+        speedup: Times as fast as its rival that a kernel was.
+        noise: Relative distance between measurements of that.
+
+    Returns:
+        Of a gain whether its lower end, the speedup over 1 + noise, is a gain too; otherwise whether the noise is at
+        most `MOST_NOISE`.
+    """
+    return speedup > 1 + noise if speedup > 1 else noise <= MOST_NOISE
+
+
+def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1) -> Timing:
+    """Compare with torch until two comparisons agree on which is faster.
 
     Args:
         compare: Does it once.
         most: Comparisons at most.
+        benches: Sets of data that comparisons are made on in turn. Only what was measured on two of them is
+            confirmed, unless there is but one.
 
     Returns:
-        Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. Where that
-        is above `MOST_NOISE` the machine was busy, and the comparison must not be recorded.
+        Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. Where it
+        is not clear by that, see `is_clear`, the machine was busy, and the comparison must not be recorded.
     """
-    found, noise = repeat_until_steady(compare, _noise_of, MOST_NOISE, most)
-    worse = min(itertools.combinations(found, 2), key=_noise_of)
-    return replace(min(worse, key=lambda one: one.speedup), noise=noise)
+
+    def worse_of_agreeing(found: Sequence[Timing]) -> Timing:
+        pairs = itertools.combinations(enumerate(found), 2)
+        apart = [(one, two) for (at, one), (other, two) in pairs if benches == 1 or (other - at) % benches]
+        best = min(apart, key=_noise_of)
+        return replace(min(best, key=lambda one: one.speedup), noise=_noise_of(best))
+
+    def unclear(found: Sequence[Timing]) -> float:
+        if len(found) < 2:
+            return math.inf
+        worse = worse_of_agreeing(found)
+        return 0.0 if is_clear(worse.speedup, worse.noise) else math.inf
+
+    return worse_of_agreeing(repeat_until_steady(compare, unclear, 0.0, most)[0])
 
 
-def _noise_of(timings: Sequence[Timing]) -> float:
-    return min(
-        (
-            max(one.noise, other.noise, relative_distance(one.speedup, other.speedup))
-            for one, other in itertools.combinations(timings, 2)
-        ),
-        default=math.inf,
-    )
+def _noise_of(two: tuple[Timing, Timing]) -> float:
+    one, other = two
+    return max(one.noise, other.noise, relative_distance(one.speedup, other.speedup))
 
 
 @contextmanager

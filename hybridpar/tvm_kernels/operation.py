@@ -65,8 +65,8 @@ class Pace:
         longest: For timing one of them, at most.
         reserved: Part of the time that is kept for that; 1 where candidates are so few that all are measured.
         pairs: Pairs of calls of a final measurement, at least.
-        benches: Sets of tensors that finalists are timed on. Some kernels are fast on one set alone, by where it lies
-            in memory; the worse of two counts.
+        benches: Benches that finalists are timed on, one comparison on each. Some kernels are fast on some tensors
+            alone, by where these lie in memory; the worse of two counts.
     """
 
     liked: int = 10

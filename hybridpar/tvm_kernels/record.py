@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.tvm_kernels.measure import is_clear
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operation_of, operations
 from hybridpar.tvm_kernels.shapes import Direction, Layout, ShapeError
 
@@ -156,8 +157,12 @@ class Record(BaseModel):
         if not is_right(self.error, *where, self.stock_error):
             found = "unknown" if self.error is None else f"{self.error:.1e}"
             return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
-        if self.noise is not None and not self.noise <= MOST_NOISE:
-            return f"its measurements lay {100 * self.noise:.0f} % apart, and at most {100 * MOST_NOISE:.0f} % is used"
+        own, rival = self.times
+        gain = 1.0 if own is None or rival is None else rival / own
+        if self.noise is not None and not is_clear(gain, self.noise):
+            apart = f"its measurements lay {100 * self.noise:.0f} % apart"
+            within = f"within which lies its gain of {gain:.2f}x"
+            return f"{apart}, {within if gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
         return ""
 
     @property

@@ -30,7 +30,6 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
-from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
@@ -237,7 +236,7 @@ def search_all(
             except KeyboardInterrupt as stopped:
                 report.stopped, found = True, getattr(stopped, "results", [])
             finals = [one for one in found if one.final]
-            steady = [one for one in finals if one.noise <= MOST_NOISE]
+            steady = [one for one in finals if one.clear]
             append_records(path, _records_of(operation, key, steady[:KEPT]))
             report.tuned += bool(steady)
             report.unsteady += bool(finals) and not steady
@@ -366,6 +365,7 @@ class Compiled:
         stock_ms: Likewise.
         noise: 0, as there are no measurements that could differ.
         final: True, so that it is recorded.
+        clear: Likewise.
     """
 
     parameters: dict[str, int]
@@ -377,6 +377,7 @@ class Compiled:
     stock_ms: None = None
     noise: float = 0.0
     final: bool = True
+    clear: bool = True
 
 
 def compile_all(

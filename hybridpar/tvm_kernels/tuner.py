@@ -2,12 +2,14 @@
 
 The space is ranked by the operation's cost model. Its best candidates and some drawn at random are compiled in child
 processes, checked against float64 and timed; then the neighbours of the fastest, again by the model's order, until the
-time is up; at last the finalists are timed once more and longer, since the fastest of many noisy times is too good to
-be true. A candidate that fails to compile, crashes the compiler or computes something else is lost, alone.
+time is up; at last the finalists are timed twice more and longer, since the fastest of many noisy times is too good to
+be true. All is timed on tensors that are in no cache, see `machine.turns`. A candidate that fails to compile, crashes
+the compiler or computes something else is lost, alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -15,14 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.machine.process import available_cores
-from hybridpar.tvm_kernels.measure import Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.measure import Bench, Timing, is_clear, steady_timing, torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of
 from hybridpar.tvm_kernels.record import is_right
 from hybridpar.tvm_kernels.space import neighbours
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 BUILD_TIMEOUT = 30.0
 #: Candidates that may be lost before any was measured; then nothing can be built or loaded here.
 _MOST_LOST = 8
+
+#: Comparisons of a finalist, at most.
+_MOST_COMPARED = 4
 
 _Key = tuple[tuple[str, int], ...]
 
@@ -68,6 +72,12 @@ class Tuned:
     layout_ms: float | None = None
     stock_error: float | None = None
     noise: float = 0.0
+
+    @property
+    def clear(self) -> bool:
+        """Whether its noise leaves no doubt which side is faster, see `measure.is_clear`."""
+        rival = self.stock_ms if self.layout_ms is None else self.layout_ms
+        return is_clear(rival / self.ms, self.noise)
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -286,7 +296,11 @@ class _Search:
             self.on_progress(result, self.sorted()[0])
 
     def _finals(self, end: float, budget: float) -> None:
-        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree."""
+        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree.
+
+        The second comparison is on other tensors than the first, and the worse of the two counts: what it does not
+        confirm is slower than torch by its record, and runs on torch.
+        """
         pace = self.operation.pace
         best = [key for key in self.fastest(len(self.results)) if key in self.kernels][: pace.finalists]
         if not best:
@@ -298,20 +312,22 @@ class _Search:
             least = budget if pace.reserved == 1.0 else 0.0
             left = max(least, end - time.monotonic()) / (len(best) - place)
             share = min(left / rivals, pace.longest)
-            each = share / 2 / len(benches)
-            timing = steady_timing(
-                partial(_worst, [partial(one.compare, self.kernels[key], each, pace.pairs) for one in benches])
-            )
+            timing = self._steady(benches, key, share / 2)
             ms = timing.stock_ms / timing.speedup
             again = replace(self.results[key], final=True, ms=ms, stock_ms=timing.stock_ms)
             again = replace(again, speedup=timing.speedup, noise=timing.noise)
             if rivals > 1:
-                compare = partial(self.bench.compare, self.kernels[key], share / 2, pace.pairs, self.bench.instead)
-                same = steady_timing(compare)
+                same = self._steady(benches, key, share / 2, alike=True)
                 # The ratio is of pairs, the times of the two comparisons are not.
                 again = replace(again, layout_ms=ms * same.speedup, noise=max(again.noise, same.noise))
             self._note(key, again)
 
+    def _steady(self, benches: Sequence[Bench], key: _Key, seconds: float, alike: bool = False) -> Timing:
+        """Compare a kernel with torch, or with torch in the kernel's layout, on each bench in turn."""
+        turn, kernel, pairs = itertools.cycle(benches), self.kernels[key], self.operation.pace.pairs
 
-def _worst(comparisons: Sequence[Callable[[], Timing]]) -> Timing:
-    return min((compare() for compare in comparisons), key=lambda one: one.speedup)
+        def compare() -> Timing:
+            bench = next(turn)
+            return bench.compare(kernel, seconds, pairs, bench.instead if alike else None)
+
+        return steady_timing(compare, _MOST_COMPARED, len(benches))

@@ -181,7 +181,7 @@ def test_a_pair_without_a_kernel_is_left_apart(path: Path) -> None:
 
 def test_a_pair_whose_measurements_do_not_agree_is_not_recorded(path: Path) -> None:
     def measure(*_: object, **__: object) -> list[Tuned]:
-        return [Tuned(TILE, 1.0, 64.0, None, 1e-7, final=True, stock_error=1e-7, noise=0.5)]
+        return [Tuned(TILE, 1.0, 1.4, None, 1e-7, final=True, stock_error=1e-7, noise=0.5)]
 
     report = search_all(dict.fromkeys(KEYS, 1), path, 10.0, tuner=measure)
     assert (report.tuned, report.unsteady) == (0, 2)

@@ -113,19 +113,19 @@ def test_the_bias_is_added_where_there_is_one(kernels: list[CudaKernel]) -> None
     out = torch.empty(2, shape.channels, shape.out_height, shape.out_width).contiguous(
         memory_format=torch.channels_last
     )
-    kernel(bench._first, bench._second, bias, out)
+    kernel(*bench.arguments()[:2], bias, out)
     assert torch.allclose(out.double(), bench.reference + bias.double()[:, None, None], atol=1e-5)
 
 
 def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in kernels:
         bench = bench_of(kernel)
-        count = bench._like.numel()
-        padded = torch.full((count + 256,), 7.0, dtype=bench._like.dtype)
+        count = bench.arguments()[2].numel()
+        padded = torch.full((count + 256,), 7.0, dtype=bench.arguments()[2].dtype)
         scratch = torch.full((kernel.scratch_bytes // 4 + 64,), math.nan)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", lambda size, memory=scratch, **_: memory.view(torch.uint8)[:size])
-            kernel(bench._first, bench._second, None, padded[128 : 128 + count])
+            kernel(*bench.arguments()[:2], None, padded[128 : 128 + count])
         assert (padded[:128] == 7).all()
         assert (padded[128 + count :] == 7).all()
         assert scratch[kernel.scratch_bytes // 4 :].isnan().all()
@@ -147,7 +147,7 @@ def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel])
     # At stride 2 the last of eight columns meets the last of three taps only: the first one would meet it in a fifth
     # column of the gradient, for which a thread is there.
     assert kernel.variant.tile.horizontal.tile > kernel.variant.shape.out_width == 4
-    bench._first[..., 7] = math.nan
+    bench.arguments()[0][..., 7] = math.nan
     spoilt = bench.run(kernel)
     assert torch.equal(spoilt[..., :2], clean[..., :2])
     assert spoilt[..., 2].isnan().all()

@@ -231,7 +231,8 @@ PAIR = conv_norm_record(ConvNormShape(ConvShape.parse(SHAPE), "relu6"))
         ({"error": math.nan}, "its error is nan"),
         ({"error": math.inf}, "its error is inf"),
         ({"error": None}, "its error is unknown"),
-        ({"noise": 0.96}, "its measurements lay 96 % apart, and at most 25 %"),
+        ({"noise": 1.04}, "its measurements lay 104 % apart, within which lies its gain of 2.00x"),
+        ({"noise": 0.96, "ms": 3.0}, "its measurements lay 96 % apart, and at most 25 %"),
         ({"noise": math.nan}, "its measurements lay nan % apart"),
     ],
     ids=str,
@@ -265,5 +266,5 @@ def test_a_kernel_may_be_as_far_off_as_torch_is_there():
 def test_a_run_says_why_a_record_is_not_used():
     wrong = ONE.model_copy(update={"error": 3e-2})
     assert why_no_record(Database("", [wrong]), ONE.key).startswith("its error is 3.0e-02, and at most")
-    unsteady = NORM.model_copy(update={"noise": 0.5})
-    assert "50 % apart" in why_no_record(Database("", [unsteady]), NORM.key)
+    unsteady = NORM.model_copy(update={"noise": 1.5})
+    assert "150 % apart" in why_no_record(Database("", [unsteady]), NORM.key)

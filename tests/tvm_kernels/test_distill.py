@@ -20,7 +20,7 @@ from hybridpar.tvm_kernels.database import (
 )
 from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from scripts.package_kernels import MOST_BYTES, distill
+from scripts.package_kernels import MOST_BYTES, distill, short_line
 from tests.tvm_kernels.standin import record_of
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,24 @@ def test_the_best_of_the_newest_search_is_kept(tmp_path):
 
 def test_where_there_is_no_room_what_saves_most_stays(tmp_path):
     append_records(tmp_path / "k.jsonl", records(1.0))
-    line = len(records(1.0)[0].line()) + 1
+    line = len(short_line(records(1.0)[0])) + 1
     assert [record.shape for record in distill([tmp_path / "k.jsonl"], 2 * line + 20)] == SHAPES[1:]
+
+
+def test_devices_share_the_room(tmp_path):
+    append_records(tmp_path / "k.jsonl", [*records(0.1), *records(1.0, device="a slower one")])
+    line = len(short_line(records(1.0, device="a slower one")[0])) + 1
+    kept = distill([tmp_path / "k.jsonl"], 3 * line + 20)
+    assert [record.shape for record in kept if record.device != "a slower one"] == SHAPES[1:]
+    assert [record.shape for record in kept if record.device == "a slower one"] == SHAPES[2:]
+
+
+def test_a_short_line_says_the_same(tmp_path):
+    (record, *_) = records(1.23456, noise=0.123456, tuned_at=12.3, layout_ms=7.0)
+    (tmp_path / "k.jsonl").write_text(short_line(record) + "\n")
+    (read,) = read_database(tmp_path / "k.jsonl").records
+    assert read == record.model_copy(update={"ms": 1.235, "noise": 0.12, "tuned_at": 12.0})
+    assert len(short_line(record)) < 0.8 * len(record.line())
 
 
 @pytest.mark.parametrize(

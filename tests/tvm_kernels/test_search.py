@@ -163,7 +163,7 @@ def test_a_user_who_stops_keeps_what_there_is(tmp_path):
 
 def test_what_no_second_measurement_confirmed_is_not_recorded(tmp_path, caplog):
     def unsteady(*given, **_):
-        first = Tuned({"tile": 1}, 1.0, 228.0, 0.5, 1e-7, final=True, noise=0.9)
+        first = Tuned({"tile": 1}, 1.0, 1.8, 0.5, 1e-7, final=True, noise=0.9)
         steady = Tuned({"tile": 2}, 2.0, 3.0, 0.5, 1e-7, final=True, noise=0.1, stock_error=2e-7)
         glance = Tuned({"tile": 3}, 0.1, 3.0, 0.5, 1e-7)
         return [first, glance] if given[0].direction is Direction.FORWARD else [first, steady, glance]

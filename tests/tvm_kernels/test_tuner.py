@@ -21,7 +21,7 @@ from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.families import candidates, reject
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image, make_kernels
-from hybridpar.tvm_kernels.machine import Machine, Speed, cpu_fingerprint, measure_speed
+from hybridpar.tvm_kernels.machine import Machine, Speed, cpu_fingerprint, measure_speed, this_machine
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -64,7 +64,7 @@ def test_a_search_finds_kernels_that_are_right(direction: Direction, layout: Lay
         assert one.ms > 0
         assert one.stock_ms > 0
         assert one.error < 1e-5
-        floor = 1e3 * max(SHAPE.multiply_adds / 50e9, SHAPE.least_bytes / 40e9)
+        floor = 1e3 * max(SHAPE.multiply_adds / 50e9, SHAPE.least_bytes / 10e9)
         assert one.floor_ms == pytest.approx(floor)
     assert len(seen) == 4 + sum(one.final for one in results)
     for one in results:
@@ -86,8 +86,8 @@ def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
         monkeypatch.setattr(ConvBench, "stock", property(lambda self, own=better: self.ways[f"torch {own}"]))
         (found,) = tune(key, 600.0, trials=1, builder=builder, speed=SPEED)
         assert (found.ms, found.stock_ms, found.layout_ms) == (2.0, 4.0, expected)
-    # Once in the search, in its final twice on each of two sets of tensors, and twice in the other layout.
-    assert [one is not None for one in asked] == [*[False] * 10, True, True]
+    # Once in the search, in its final on each of two benches, and on each in the other layout.
+    assert [one is not None for one in asked] == [*[False] * 6, True, True]
 
 
 def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
@@ -153,7 +153,6 @@ def test_speed_is_measured(builder: Builder) -> None:
     speed = measure_speed(builder, Machine(4, 16))
     assert speed.multiply_adds > 1e8
     assert all(rate > 1e7 for _, rate in speed.copies)
-    assert speed.bandwidth(10**12) == speed.copies[-1][1]
     assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)
 
 
@@ -256,9 +255,68 @@ def test_comparisons_that_never_agree_say_so() -> None:
     taken = iter([timing_of(1.0), timing_of(2.0), timing_of(64.0)])
     found = measure.steady_timing(lambda: next(taken))
     assert (found.speedup, found.noise) == (1.0, pytest.approx(1.0))
-    disturbed = iter([timing_of(2.0, noise=0.8)] * 3)
+    disturbed = iter([timing_of(1.7, noise=0.8)] * 3)
     assert measure.steady_timing(lambda: next(disturbed)).noise == 0.8
     assert next(disturbed, None) is None, "each was disturbed, so all were taken"
+
+
+def test_noise_refuses_only_gains_that_lie_within_it() -> None:
+    taken = iter([timing_of(32.0, noise=0.9), timing_of(24.0), timing_of(9.0)])
+    found = measure.steady_timing(lambda: next(taken))
+    assert (found.speedup, found.noise, next(taken).speedup) == (24.0, 0.9, 9.0), "the third was not needed"
+    assert measure.is_clear(found.speedup, found.noise)
+    assert not measure.is_clear(1.1, 0.2)
+    assert measure.is_clear(1.1, 0.05)
+    assert [measure.is_clear(0.9, noise) for noise in (0.2, 0.3, math.nan)] == [True, False, False]
+    assert not measure.is_clear(2.0, math.nan)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_tensors_take_turns_so_that_none_is_in_a_cache(direction: Direction) -> None:
+    shape = ConvShape.parse("2x64x96x96 k3x3 s1x1 p1x1 d1x1")  # two tensors of 4.5 MiB
+    bench = ConvBench(shape, direction, LAST)
+    asked: list[tuple[int, ...]] = []
+
+    def kernel(first: torch.Tensor, second: torch.Tensor, _: None, out: torch.Tensor) -> None:
+        asked.append((first.data_ptr(), second.data_ptr(), out.data_ptr()))
+
+    count = len(bench.operands(LAST))
+    assert count * 9 * 2**20 >= max(64 << 20, 2 * this_machine().level3)
+    for _ in range(2 * count):
+        bench.run(kernel)
+    large = {Direction.FORWARD: (0, 2), Direction.INPUT_GRADIENT: (0, 2), Direction.WEIGHT_GRADIENT: (0, 1)}
+    for place in large[direction]:
+        assert len({own[place] for own in asked[:count]}) == count
+    read = [place for place in large[direction] if place < 2]
+    assert [[own[place] for place in read] for own in asked[:count]] == [
+        [own[place] for place in read] for own in asked[count:]
+    ]
+
+
+def test_torch_takes_the_turn_behind_a_kernels() -> None:
+    bench = ConvBench(SHAPE, Direction.FORWARD, LAST)
+    seen: list[int] = []
+    calls = [lambda place=place: seen.append(place) for place in range(len(bench.operands(LAST)))]
+    one, other = bench.in_turn(calls), bench.in_turn(calls)
+    for call in (one, other, one):
+        call()
+    assert seen == [0, 1, 2]
+
+
+def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ConvBench] = []
+
+    def compare(bench: ConvBench, kernel: object, seconds: float, least: int = 3, rival: object = None) -> Timing:
+        asked.append(bench)
+        speedup = 2.0 if bench is asked[0] else 0.7
+        return Timing(1.0, speedup, speedup, 3)
+
+    monkeypatch.setattr(ConvBench, "compare", compare)
+    monkeypatch.setattr(ConvBench, "stock", property(lambda self: self.instead))
+    (found,) = tune(FORWARD, 600.0, trials=1, builder=builder, speed=SPEED)
+    assert found.stock_ms / found.ms == pytest.approx(0.7), "two that agree on the same tensors are no confirmation"
+    assert not found.clear
+    assert len({id(bench) for bench in asked}) == 2
 
 
 def test_a_single_pair_is_kept() -> None:

@@ -28,7 +28,6 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.formats.file_reader import read_text
 from hybridpar.machine.cluster import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import seed_everything
 from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model
@@ -231,6 +230,6 @@ def _show_search(bar: ProgressBar, progress: Progress) -> None:
     if progress.best is not None:
         best = progress.best
         text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms"
-        text += f", {best.stock_ms / best.ms:.2f}x" if best.noise <= MOST_NOISE else ", the machine is busy"
+        text += f", {best.stock_ms / best.ms:.2f}x" if best.clear else ", the machine is busy"
     bar.announce(text)
     bar.advance(progress.done, progress.total)

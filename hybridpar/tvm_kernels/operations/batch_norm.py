@@ -22,7 +22,7 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act
-from hybridpar.tvm_kernels.machine import copy_speed, measure_copies
+from hybridpar.tvm_kernels.machine import copy_speed, measure_copies, turns
 from hybridpar.tvm_kernels.measure import Bench, Call, relative_error
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.record import Record
@@ -31,8 +31,8 @@ from hybridpar.tvm_kernels.shapes import Layout, NormShape
 #: The operation's name, and what stands where a convolution has its direction.
 NORM_OP: Literal["batch_norm_act"] = "batch_norm_act"
 
-#: Bytes of input over which tensors take turns, and at most so many tensors.
-COLD, TURNS = 64 << 20, 8
+#: Most tensors that take turns.
+TURNS = 8
 
 #: Values on which the error is taken.
 _CHECKED = 1 << 20
@@ -92,11 +92,11 @@ class NormBench(Bench):
     def __init__(self, shape: NormShape, threads: int = 1, seed: int = 0) -> None:
         self.shape, self.threads, self.seed = shape, threads, seed
         draw = torch.Generator().manual_seed(seed)
-        turns = max(2, min(TURNS, math.ceil(COLD / shape.bytes)))
+        sets = turns(shape.bytes, TURNS)
         x, gradient = images(shape, draw), images(shape, draw)
         # The same values at other places: drawing them takes longer than what is measured.
-        self._inputs = [x.clone().requires_grad_() for _ in range(turns)]
-        self._gradients = [gradient.clone() for _ in range(turns)]
+        self._inputs = [x.clone().requires_grad_() for _ in range(sets)]
+        self._gradients = [gradient.clone() for _ in range(sets)]
         self._turn = count()
         self._weight = torch.ones(shape.channels, requires_grad=True)
         self._bias = torch.zeros(shape.channels, requires_grad=True)

@@ -24,10 +24,11 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
+from hybridpar.tvm_kernels.machine import turns
 from hybridpar.tvm_kernels.measure import Bench, Call
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
-from hybridpar.tvm_kernels.operations.batch_norm import COLD, EPS, TURNS, BatchNormAct, norm_key
+from hybridpar.tvm_kernels.operations.batch_norm import EPS, TURNS, BatchNormAct, norm_key
 from hybridpar.tvm_kernels.operations.depthwise import Depthwise
 from hybridpar.tvm_kernels.record import Record, is_right, shape_text
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
@@ -84,9 +85,9 @@ class ConvNormBench(Bench):
         self.shape, self.alone, self.seed, self.threads = shape, alone, seed, alone.threads
         draw = torch.Generator().manual_seed(seed)
         image = torch.randn((one.batch, one.channels, one.height, one.width), generator=draw)
-        turns = max(2, min(TURNS, math.ceil(COLD / (4 * image.numel()))))
+        sets = turns(4 * image.numel(), TURNS)
         # The same values at other places: drawing them takes longer than what is measured.
-        self._inputs = [image.clone(memory_format=torch.channels_last) for _ in range(turns)]
+        self._inputs = [image.clone(memory_format=torch.channels_last) for _ in range(sets)]
         self._turn = count()
         self._weight = torch.randn((one.channels, 1, *one.kernel), generator=draw)
         sizes = (one.batch, one.channels, one.out_height, one.out_width)
