@@ -14,7 +14,7 @@ import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.config.trained import RunArgument, TrainedOptions
-from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.errors import RunDirectoryError, UsageError, cannot_write
 from hybridpar.machine.launch import leaving_at_once, prepare_worker
 
 
@@ -119,7 +119,7 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
             yield stream
         aside.replace(output)
     except OSError as error:
-        what = f"cannot write {output}: {error.strerror or error}"
+        what = cannot_write(output, error)
         raise RunDirectoryError(what, fix="Name a file that you can write with --output.") from error
     finally:
         with contextlib.suppress(OSError):
