@@ -130,6 +130,16 @@ def check_choice(option: str, value: str, choices: Collection[str], why: str) ->
     check(value in choices, f"{option}={value}", why, nearest(value, choices))
 
 
+def cannot_write(path: os.PathLike[str], error: Exception) -> str:
+    """What to say of a file that cannot be written.
+
+    Args:
+        path: The file.
+        error: What the system, or a library, said.
+    """
+    return f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+
+
 def not_installed(what: str, extra: str) -> UsageError:
     """The error of a package that is missing.
 

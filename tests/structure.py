@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterator
@@ -144,8 +145,13 @@ def is_module(name: str) -> bool:
     return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """Full names of all modules that a file imports, wherever the import stands."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

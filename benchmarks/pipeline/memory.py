@@ -104,7 +104,7 @@ def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None) -> No
                 local.run._call = counters[index].hooked(local.run._call)
             ours.step()
             measured = [counters[index].peak for index in sorted(counters)]
-            program = ours.engine.program
+            program = ours.engine.executor.program
             assert program is not None
             saved = [stage.saved_bytes or 0 for stage in plan.partition.stages]
             predicted = list(most_held(program.schedule, program.layout, saved).stage_bytes)

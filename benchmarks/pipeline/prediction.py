@@ -138,7 +138,7 @@ class Candidate:
         self._ours = Ours(setting, plan, world, schedule)
         for _ in range(2):
             self._ours.step()
-        program = self._ours.engine.program
+        program = self._ours.engine.executor.program
         assert program is not None
         self._program = program
         self._dry = DryRun(setting, plan, program, self._ours.engine.position)

@@ -14,7 +14,7 @@ import tyro
 from hybridpar.commands import register_command
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import RunDirectoryError, UsageError
-from hybridpar.machine.launch import in_job, leaving_at_once, note_orderly_end, prepare_worker
+from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, note_orderly_end, prepare_worker
 
 if TYPE_CHECKING:
     from hybridpar.observe.results import TestResult
@@ -86,6 +86,7 @@ def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
             return launch_workers(arguments, workers, restarts=0)
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.run.evaluate import evaluate_trained
     trained, result = evaluate_trained(trained)
     if result is not None:

@@ -12,7 +12,7 @@ import tyro
 from hybridpar.commands import register_command
 from hybridpar.config.trained import RunArgument, TrainedOptions
 from hybridpar.errors import DataError, UsageError
-from hybridpar.machine.launch import leaving_at_once, prepare_worker
+from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepare_worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +80,7 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         trained = find_trained(command.run, command)
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.models.export import check_format, export_model
         from hybridpar.run.trained import image_facts, load_trained
     check_format(command.format, fold=command.fold_batch_norm)

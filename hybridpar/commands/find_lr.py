@@ -15,7 +15,7 @@ from hybridpar.commands.train import Train as TrainOptions
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
 from hybridpar.errors import UsageError
-from hybridpar.machine.launch import in_job, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, prepare_worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ def run_find_lr(command: FindLr, _: Sequence[str]) -> int:
         print(f"testing learning rates for {command.model} on {command.data}\nloading torch ...", flush=True)
     prepare_worker(command.tune_process)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.observe.live import open_progress
         from hybridpar.observe.progress import Progress
         from hybridpar.run.directory import before_the_start

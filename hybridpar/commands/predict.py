@@ -14,8 +14,8 @@ import tyro
 
 from hybridpar.commands import register_command
 from hybridpar.config.trained import RunArgument, TrainedOptions
-from hybridpar.errors import RunDirectoryError, UsageError
-from hybridpar.machine.launch import leaving_at_once, prepare_worker
+from hybridpar.errors import RunDirectoryError, UsageError, cannot_write
+from hybridpar.machine.launch import import_torchvision, leaving_at_once, prepare_worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
         trained = find_trained(command.run, command)
     prepare_worker(trained.config.tune_process)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.data.image_facts import find_images
         from hybridpar.observe.counter import Counter
         from hybridpar.run.predict import Predictor, Rows
@@ -119,7 +120,7 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
             yield stream
         aside.replace(output)
     except OSError as error:
-        what = f"cannot write {output}: {error.strerror or error}"
+        what = cannot_write(output, error)
         raise RunDirectoryError(what, fix="Name a file that you can write with --output.") from error
     finally:
         with contextlib.suppress(OSError):

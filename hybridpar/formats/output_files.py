@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridpar.errors import UsageError, not_installed
+from hybridpar.errors import UsageError, cannot_write, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,6 +73,5 @@ def save_picture(figure: Figure, path: Path) -> None:
         # No date; ids in SVG are fixed by `svg.hashsalt`.
         figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
-        ) from error
+        why = "The name ends in .svg, .png or .pdf, in a directory with room for it."
+        raise UsageError(cannot_write(path, error), why) from error

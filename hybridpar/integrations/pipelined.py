@@ -161,7 +161,7 @@ class PipelinedModel:
         for place, box in enumerate(self._boxes):
             box.gradients = [None if one is None else self._part(one, place) for one in starts]
         step, self._step, self._leaves, self._boxes = self._step, None, [], []
-        self._pipeline.finish(step)
+        self._pipeline.executor.finish(step)
         self._pipeline.wait()
         for parameter, before in zip(self.own, kept, strict=True):
             if before is not None:

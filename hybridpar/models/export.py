@@ -33,7 +33,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.errors import ExportError, UsageError, shortened
+from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
 from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
 from hybridpar.models.outputs import main_output
 from hybridpar.models.weight_files import map_safetensors
@@ -380,9 +380,7 @@ def _aside(file: Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         place.replace(file)
     except OSError as error:
-        raise ExportError(
-            f"cannot write {file}: {error.strerror or error}", fix="Name a file that you can write with --output."
-        ) from error
+        raise ExportError(cannot_write(file, error), fix="Name a file that you can write with --output.") from error
     finally:
         with contextlib.suppress(OSError):
             place.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from hybridpar.errors import RunDirectoryError
+from hybridpar.errors import RunDirectoryError, cannot_write
 
 
 def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
@@ -21,7 +21,7 @@ def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
         path: The file.
         error: What the system said.
     """
-    what = f"cannot write {path}: {error.strerror or error}"
+    what = cannot_write(path, error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = "The disk is full" if error.errno == errno.ENOSPC else "The disk quota is used up"
         return RunDirectoryError(

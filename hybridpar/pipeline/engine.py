@@ -275,7 +275,8 @@ class PipelineEngine:
             if options.devices:
                 run.move_to(local.lane.device)
             self.stages[index] = local
-        self._executor = Executor(
+        #: Runs the steps, and knows how many there were.
+        self.executor = Executor(
             self.stages,
             self.borders,
             self._make_program,
@@ -306,7 +307,8 @@ class PipelineEngine:
         Args:
             micro_batches: Inputs and targets of every micro-batch, on the device. Every worker of a replica is given
                 the same ones: the first stage uses the inputs, the last the targets.
-            global_samples: Samples of all replicas; of a model that is not cut also what `count_samples` returned.
+            global_samples: Samples of all replicas; of a model that is not cut also what `Executor.count_samples`
+                returned.
             rate_factor: What the optimizers' peak learning rates are multiplied with.
             stop: Ask all workers to stop after this step.
             save: Ask all workers for a checkpoint after this step.
@@ -318,7 +320,7 @@ class PipelineEngine:
             SyncError: A worker died or did not answer in time.
             ScheduleError: The schedule cannot do with so many micro-batches.
         """
-        return self._executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
+        return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
     def begin(self, micro_batches: Sequence[tuple[Any, Any]]) -> StepState:
         """Issue the forward passes of a step whose loss the caller computes, under schedule `gpipe`.
@@ -330,10 +332,10 @@ class PipelineEngine:
             micro_batches: Inputs of every micro-batch, and what is handed to the loss with its outputs.
 
         Returns:
-            What is known of the step, for `finish`.
+            What is known of the step, for `Executor.finish`.
         """
         batches = [self._micro_batch(*one) for one in micro_batches]
-        return self._executor.begin(StepRequest(batches, sum(batch.samples for batch in batches)))
+        return self.executor.begin(StepRequest(batches, sum(batch.samples for batch in batches)))
 
     def last_forward(self, step: StepState) -> None:
         """Wait, as the caller's lane does, for the forward passes that `begin` issued on this worker's last stage.
@@ -345,35 +347,8 @@ class PipelineEngine:
             if action.kind is Kind.FORWARD and action.stage == len(self._all_stages) - 1:
                 self._lanes.caller.wait(event)
 
-    def finish(self, step: StepState) -> LateOutcome:
-        """Issue the backward passes and the rest of a step that was begun.
-
-        Args:
-            step: What `begin` returned.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-        """
-        return self._executor.finish(step)
-
-    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
-        """Start to sum the samples of a step over the replicas, where only each knows its own.
-
-        Args:
-            samples: Of this replica.
-            refusing: This replica cannot do the step.
-
-        Returns:
-            Waits for the sum and returns it.
-
-        Raises:
-            UsageError: By what is returned: another replica refuses the step.
-            SyncError: A worker died or did not answer in time.
-        """
-        return self._executor.count_samples(samples, refusing=refusing)
-
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
-        """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
+        """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it.
 
         Args:
             micro_batches: Inputs and targets of every micro-batch, on the device.
@@ -381,24 +356,9 @@ class PipelineEngine:
             flags: `stop` and `save` of `step`, float64, on the device.
 
         Returns:
-            What is known of the step, for `adopt`.
+            What is known of the step, for `Executor.adopt`.
         """
-        return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
-
-    def adopt(self, step: StepState) -> LateOutcome:
-        """Count a step whose work the current stream does as a whole; see `issue`.
-
-        Args:
-            step: What `issue` returned.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-        """
-        return self._executor.adopt(step)
-
-    def give_up(self) -> None:
-        """Forget what a step that was given up has left."""
-        self._executor.give_up()
+        return self.executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
     def wait(self) -> None:
         """Wait until every step that was issued is done.
@@ -406,12 +366,7 @@ class PipelineEngine:
         Raises:
             SyncError: A worker died or did not answer in time.
         """
-        self._executor.wait()
-
-    @property
-    def program(self) -> Program | None:
-        """What the workers of a replica did in the last step."""
-        return self._executor.program
+        self.executor.wait()
 
     @property
     def peak_saved_bytes(self) -> int:
@@ -480,14 +435,6 @@ class PipelineEngine:
             if stage.reducer is not None:
                 stage.reducer.load_state_dict(orders.get(str(index), {}))
                 stage.reducer.follow_trainable()
-
-    def set_steps(self, steps: int) -> None:
-        """Number of the last step, on which dropout depends; for a resumed run.
-
-        Args:
-            steps: From 1; 0 for none.
-        """
-        self._executor.start_at(steps)
 
     def modules_by_position(self) -> list[list[nn.Module]]:
         """The modules of the stages that the workers of a replica train, by their place in it."""

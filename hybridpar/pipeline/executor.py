@@ -236,7 +236,7 @@ class Executor:
             step.ends.extend(lane.record() for _, lane in self._senders.values())
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
-        """Start to sum the samples of the next step over the replicas; see `Agreement.count_samples`.
+        """Start to sum the samples of the next step over the replicas, where only each knows its own.
 
         Args:
             samples: Of this replica.
@@ -244,6 +244,10 @@ class Executor:
 
         Returns:
             Called, waits for the sum and returns it.
+
+        Raises:
+            UsageError: By what is returned: another replica refuses the step.
+            SyncError: A worker died or did not answer in time.
         """
         self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
         return self._agreement.count_samples(samples, refusing=refusing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TypedDict
 
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
@@ -67,7 +67,16 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     )
 
 
-def _sections(candidate: Candidate, evaluator: Evaluator) -> dict[str, Any]:
+class _Sections(TypedDict):
+    """Sections of a plan."""
+
+    placement: Placement
+    pipeline: Pipeline
+    sync: Sync
+    kernels: Kernels | None
+
+
+def _sections(candidate: Candidate, evaluator: Evaluator) -> _Sections:
     """The sections of a plan that are the same for every cut of a shape."""
     shape, inputs = candidate.shape, evaluator.space.inputs
     choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(shape.stages))

@@ -200,7 +200,7 @@ def _steps(
 
         def step_ms() -> float:
             began = time.perf_counter()
-            engine.step([(example, example)], engine.count_samples(len(example)))
+            engine.step([(example, example)], engine.executor.count_samples(len(example)))
             clock.wait()
             return 1e3 * (time.perf_counter() - began)
 

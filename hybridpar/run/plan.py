@@ -145,8 +145,8 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
 
     pipeline = engine.pipeline
     facts = gather_facts(pipeline)
-    assert pipeline.program is not None
-    program = whole_program(pipeline.program, facts)
+    assert pipeline.executor.program is not None
+    program = whole_program(pipeline.executor.program, facts)
     profile = _profile(plan, pipeline)
     cores = _cores_per_lane(pipeline)
     if profile is None and not steps:

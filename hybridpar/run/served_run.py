@@ -8,6 +8,7 @@ step did. Another process can take its place: what it must know is in the run di
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -50,6 +51,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.learner import Exchanged, GradientPusher, Learner, Pusher
+from hybridpar.server.meetings import save_occasion
 from hybridpar.server.outer import OuterLearner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
@@ -326,8 +328,9 @@ class ServedRun(RunLoop):
         )
         graceful = False
         try:
-            with before_the_start():
-                self.state.begin(self.total, self._images)
+            if not self._join():
+                graceful = True
+                return False
             if self.stages is not None:
                 self.stages.engine.go_on_from(self.at.own_steps)
             self._saved = self._progress_made() if self.at.resumed_from is not None else None
@@ -345,6 +348,18 @@ class ServedRun(RunLoop):
             for trainer in (self.inner, self.stages):
                 if trainer is not None:
                     trainer.close()
+
+    def _join(self) -> bool:
+        """Come to the shards; False where a worker that takes the place of one that died finds that all have left."""
+        try:
+            with before_the_start():
+                self.state.begin(self.total, self._images)
+        except SyncError:
+            if not (self.place.joins and self.place.is_over()):
+                raise
+            print(f"worker {self.place.rank} came back when the run was over; it has nothing to do", file=sys.stderr)
+            return False
+        return True
 
     def _open_learner(self) -> Pusher:
         config, links, took = self.config, self.state.links, self.state.take_weights
@@ -409,7 +424,7 @@ class ServedRun(RunLoop):
             self._watch(result)
             self.state.follow(result.step, applied=result.applied)
             if result.save:
-                self._save(f"save-{result.save}")
+                self._save(save_occasion(result.save))
             if result.stop:
                 return True
             self._end_of_step(before, result)

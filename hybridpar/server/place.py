@@ -25,6 +25,9 @@ from hybridpar.server.handshake import job_token
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"
 
+#: Where servers tell that all workers have left, and how many seconds after that they have said so.
+_OVER, _OVER_SECONDS = "over", 5.0
+
 
 @dataclass(frozen=True)
 class Place:
@@ -117,6 +120,18 @@ class Place:
             SyncError: No process does within the time-out.
         """
         return wait_for_key(self.store, key, timeout)
+
+    def tell_over(self) -> None:
+        """Tell that this server has ended, because all workers have left."""
+        self.store.set(_OVER, "1")
+
+    def is_over(self) -> bool:
+        """Whether servers that cannot be reached have ended because all workers had left."""
+        try:
+            self.wait_for(_OVER, _OVER_SECONDS)
+        except SyncError:
+            return False
+        return True
 
     def find(self, shards: int, timeout: float) -> list[str]:
         """Address of every shard.

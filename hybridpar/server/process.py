@@ -125,3 +125,4 @@ def serve_shards(config: TrainConfig, place: Place) -> None:
         )
     with OwnShards(config, place, parts) as own:
         own.wait()
+    place.tell_over()

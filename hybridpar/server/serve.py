@@ -19,7 +19,7 @@ from hybridpar.machine.process import usable_memory
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
-from hybridpar.server.meetings import Meetings
+from hybridpar.server.meetings import Meetings, save_occasion
 from hybridpar.server.outer import outer_optimizer_of
 from hybridpar.server.peers import Peer, ServerOptions, refusal
 from hybridpar.server.running import RunningBuffers
@@ -395,6 +395,7 @@ class ShardServer(SocketLoop):
         self._stop |= bool(meta["stop"])
         if meta["save"] and not shard.done and not self._stop:  # else some have heard their last answer
             self._save += 1
+            self._meetings.begin(save_occasion(self._save), set(self._peers))  # who joins from now on is not told of it
         push = Push(
             worker,
             int(meta["sequence"]),

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.comm.world import World
+from hybridpar.compress import Policy
+from hybridpar.lanes import Lane, Lanes
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
 from hybridpar.sync.kernels import step_sgd
 from hybridpar.sync.pieces import PIECE, Sgd
-from hybridpar.sync.reducer import Flight, GradientReducer
+from hybridpar.sync.reducer import Flight, GradientReducer, SyncLanes
 
 
 class DirectReducer(GradientReducer):
@@ -31,17 +33,36 @@ class DirectReducer(GradientReducer):
 
     Args:
         parameters: The model's parameters by name, in its order, equal on all workers.
-        arguments: Further ones of `GradientReducer`.
+        replicas: The workers that hold the same stage, at least two.
+        lanes: The lanes of this worker.
+        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
+        bucket_bytes: Size at which a bucket is full.
+        measure: Whether to find out if gradients are finite.
+        sync_lanes: Lanes to sum on, each with the group that sums.
+        codec: As of `GradientReducer`.
+        seed: As of `GradientReducer`.
         exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
-        options: Of `GradientReducer`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *arguments: Any, exact: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        replicas: World,
+        lanes: Lanes,
+        compute: Lane,
+        bucket_bytes: int,
+        measure: bool,
+        sync_lanes: SyncLanes,
+        codec: str | Policy = "none",
+        seed: int = 0,
+        *,
+        exact: bool,
+    ) -> None:
         self._exact = exact
         self._factor: Tensor | None = None
         self._unused: frozenset[str] = frozenset()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        super().__init__(parameters, *arguments, **options)
+        super().__init__(parameters, replicas, lanes, compute, bucket_bytes, measure, sync_lanes, codec, seed)
 
     @staticmethod
     def fits(parameters: Mapping[str, nn.Parameter]) -> bool:

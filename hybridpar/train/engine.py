@@ -309,10 +309,10 @@ class Engine:
         if self.graph is not None:
             issued = self.graph.step(given)
             if issued is not None:
-                return self.pipeline.adopt(issued)
+                return self.pipeline.executor.adopt(issued)
         counted: int | Callable[[], int] | None = given.global_samples
         if counted is None:
-            counted = self.pipeline.count_samples(given.samples)
+            counted = self.pipeline.executor.count_samples(given.samples)
             # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
             # other workers, who may have refused the step. Without samples there is no pass that would ask.
             if self.plan.is_staged or self.plan.sync.batch_norm == "sync" or not given.micro_batches:
@@ -330,13 +330,13 @@ class Engine:
             flags: `stop` and `save`, two float64 numbers on the device.
 
         Returns:
-            What is known of the step; `PipelineEngine.adopt` makes an outcome of it.
+            What is known of the step; `Executor.adopt` makes an outcome of it.
         """
         return self.pipeline.issue(micro_batches, global_samples, flags)
 
     def refuse(self) -> None:
         """Tell the other replicas that this one cannot do the step that they begin."""
-        counted = self.pipeline.count_samples(0, refusing=True)
+        counted = self.pipeline.executor.count_samples(0, refusing=True)
         with suppress(UsageError):  # this worker's own error is the one to raise
             counted()
 
@@ -373,7 +373,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Forget what a step that was given up has left."""
-        self.pipeline.give_up()
+        self.pipeline.executor.give_up()
 
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
@@ -595,7 +595,7 @@ class Engine:
         Args:
             step: The number; the first step has 1.
         """
-        self.pipeline.set_steps(step)
+        self.pipeline.executor.start_at(step)
 
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained."""

@@ -433,7 +433,7 @@ class OuterEngine(Engine):
         self._go_to(step)
         self.outer.begin()
         self._round = self._timetable.round_at(step) if self.parted else None
-        self.pipeline.set_steps(step)
+        self.pipeline.executor.start_at(step)
 
     def close(self) -> None:
         """Remove all hooks and leave the parties. The model stays as trained."""
@@ -466,7 +466,7 @@ class OuterEngine(Engine):
         else:
             self._lanes.free_names()
             self.pipeline = self._pipelines[together] = self._open_pipeline(self._world)
-        self.pipeline.set_steps(step)
+        self.pipeline.executor.start_at(step)
         if self.parted:
             self.outer.begin()
 

@@ -299,8 +299,8 @@ def beside_torch(world: World, name: str, schedule: str) -> dict[str, float]:
     texts: list[str] = []
 
     def look(engine: PipelineEngine) -> None:
-        assert engine.program is not None
-        texts.append(engine.program.schedule.to_csv())
+        assert engine.executor.program is not None
+        texts.append(engine.executor.program.schedule.to_csv())
 
     run = train_stages(
         model,

@@ -82,9 +82,10 @@ class Faulty(nn.Module):
 def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any) -> None:
     size = stages = 2
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
-    world = World.join(timeout=PATIENCE, shared_memory=shared)
     model = seeded(lambda: Faulty(fault, 3))  # micro-batch 2 of the second step
     parts = cut(model, images(2)[0], stages)
+    dist.barrier()  # on a busy machine one of them may be seconds later so far, which is more than the patience below
+    world = World.join(timeout=PATIENCE, shared_memory=shared)
     owner = next(part.index for part in parts if any(isinstance(one, Misbehaves) for one in part.modules()))
     assert owner == stages - 1
     answer = "no error"
@@ -96,6 +97,7 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
             engine = PipelineEngine(model, parts, world, lanes, F.cross_entropy, _no_step, options, 4)
             outcome = None
             for batch in batches_of(8, 4):
+                started = time.monotonic()
                 if outcome is not None:
                     model.fault.armed = rank == size - 1  # not in example runs
                 outcome = engine.step(Setting().of_replica(batch, 0), 8 * size // stages)

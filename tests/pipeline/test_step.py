@@ -139,7 +139,7 @@ def test_a_step_has_a_span_for_every_action_of_its_program(kind: str, schedule: 
     def look(engine: PipelineEngine) -> None:
         outcome = engine.step(Setting().of_replica(images(8), 0), 8)
         spans = outcome.spans.spans
-        program = engine.program
+        program = engine.executor.program
         assert program is not None
         assert sorted(str(span.action) for span in spans) == sorted(str(action) for action in program.workers[0])
         ends = {span.action: span.end_ms for span in spans}

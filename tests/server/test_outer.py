@@ -237,6 +237,16 @@ def test_kill_9_in_mid_interval_leaves_the_others_training_and_the_worker_may_co
     assert summary["staleness"]["most"] >= 1, "it was not alone all the time"
 
 
+def test_a_worker_that_comes_back_when_the_others_have_finished_ends_by_itself(tmp_path, capfd):
+    options = {"sync": "outer:3,ps-async", "timeout": 20}
+    with store() as port, job(3, tmp_path / "run", port=port, **options, fault="KILL@1:4") as answers:
+        assert ends(answers, 2) == {0: 0, 2: 0}
+        with placed(1, 3, port, joins=True):
+            assert train(tmp_path / "run", "plain", **options) == 0
+    assert "worker 1 came back when the run was over" in capfd.readouterr().err
+    check_run(tmp_path / "run", steps=12)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

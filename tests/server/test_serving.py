@@ -21,6 +21,7 @@ from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
+from hybridpar.server.meetings import Meetings, save_occasion
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.serve import ShardServer
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
@@ -486,6 +487,37 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
         assert server._peers.keys() == {0, 1}
         together([worker.close for worker in team])
     assert not served.problems
+
+
+def test_a_worker_that_joins_after_a_checkpoint_was_asked_for_is_not_waited_for():
+    """It is not told of the checkpoint, so it does not come, and is at another occasion in the end."""
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        team, _ = train(served, rules, 2, 1)
+        team[1].close(graceful=False)
+        eventually(lambda: served.servers[0]._peers.keys() == {0})
+        told = team[0].step(1, save=True)
+        assert told.save == 1
+        late = Worker(served, 1, copies(1)[0], rules)
+        late.begin()
+        assert late.step(2).save == 0
+        waits = ThreadPoolExecutor(1).submit(exchange, team[0].links.links[0], f"{save_occasion(told.save)}/0", "here")
+        assert waits.result(10) == ([0], ["here"])
+        last = [partial(exchange, one.links.links[0], "last/0", one.number) for one in (team[0], late)]
+        assert together(last) == [([0, 1], [0, 1])] * 2
+        late.close(), team[0].close()
+
+
+def test_nobody_waits_at_an_occasion_for_one_that_is_at_a_later_one():
+    meetings, message = Meetings(), torch.zeros(1)
+    assert not meetings.deposit("a/0", 0, message, {0, 1, 2})
+    assert not meetings.deposit("b/0", 1, message, {0, 1, 2})
+    assert meetings.waiting == {0, 1}
+    done = meetings.deposit("b/0", 2, message, {0, 1, 2})
+    assert {tag: sorted(said) for tag, said in done.items()} == {"a/0": [0]}
+    done = meetings.deposit("b/0", 0, message, {0, 1, 2})
+    assert {tag: sorted(said) for tag, said in done.items()} == {"b/0": [0, 1, 2]}
+    assert not meetings.waiting
 
 
 def test_workers_with_different_models_are_told_apart_at_the_first_message():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hybridpar.commands import register_command
 from hybridpar.commands.bench.request import Bench, BenchCodecs
-from hybridpar.machine.launch import in_job, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 
 
@@ -37,6 +37,7 @@ def _run(command: Benchmark, arguments: Sequence[str]) -> int:
         return launch_workers(arguments, request.workers, restarts=0, patience=LEAVE_SECONDS)
     prepare_worker(request.tune_process)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.commands.bench.sync import run_bench_sync
 
     return run_bench_sync(request)

@@ -34,7 +34,12 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     Args:
         path: The file.
         rows: Values by column, at least one row; None makes an empty cell.
+
+    Raises:
+        ValueError: There are no rows, so nothing says what the columns are.
     """
+    if not rows:
+        raise ValueError(f"no rows for {path}: the columns are the keys of the first row")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hybridpar.commands import register_command
 from hybridpar.commands.plan.request import PlanRequest
-from hybridpar.machine.launch import in_job, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, prepare_worker
 from hybridpar.machine.process import tune_this_process
 from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 
@@ -34,6 +34,7 @@ def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
 
         return run_plan(command)
     with leaving_at_once():
+        import_torchvision()
         from hybridpar.commands.plan.search import run_search
 
     return run_search(command)

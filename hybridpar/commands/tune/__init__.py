@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridpar.commands import register_command
+from hybridpar.machine.launch import import_torchvision
 from hybridpar.machine.process import tune_this_process
 from hybridpar.tvm_kernels.request import TuneConfig
 
@@ -16,6 +17,7 @@ def _run(command: TuneConfig, _: Sequence[str]) -> int:
     command.check()
     if command.tune_process and command.show is None:
         tune_this_process(1)
+    import_torchvision()
     from hybridpar.commands.tune.tuning import run_tune
 
     return run_tune(command)

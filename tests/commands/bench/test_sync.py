@@ -85,6 +85,12 @@ def test_figures_are_shown_and_written(tmp_path) -> None:
     assert float(rows[2]["speedup"]) == 0.8
 
 
+def test_a_table_without_rows_is_not_written(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"no rows for .*steps\.csv"):
+        write_rows(tmp_path / "steps.csv", [])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
