@@ -99,10 +99,13 @@ class ConvBench(Bench):
             A function that gives what the call gave, and keeps it until it is the turn of these operands again.
         """
 
+        # Not of `self`, which keeps such functions: a reference cycle would hold all tensors until the next collection.
+        turn, sets, results = self._turn, self._sets, self._results
+
         def call() -> object:
-            place = next(self._turn) % self._sets
-            self._results[place] = None  # the next one may be written where this one was
-            self._results[place] = found = calls[place]()
+            place = next(turn) % sets
+            results[place] = None  # the next one may be written where this one was
+            results[place] = found = calls[place]()
             return found
 
         return call

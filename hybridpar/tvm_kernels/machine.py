@@ -147,9 +147,9 @@ def turns(size: int, most: int = _MOST_TURNS) -> int:
         most: Sets at most.
 
     Returns:
-        As many as come to twice the last cache, and two at least.
+        As many as come to twice the last cache.
     """
-    return max(2, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
+    return max(1, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
 
 
 def _cache(directory: Path) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -269,6 +271,20 @@ def test_noise_refuses_only_gains_that_lie_within_it() -> None:
     assert measure.is_clear(1.1, 0.05)
     assert [measure.is_clear(0.9, noise) for noise in (0.2, 0.3, math.nan)] == [True, False, False]
     assert not measure.is_clear(2.0, math.nan)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
+    gc.disable()  # what waits for a collection holds gigabytes until then
+    try:
+        bench = ConvBench(SHAPE, direction, LAST)
+        for way in (bench.instead, *bench.ways.values()):
+            way()
+        held = [weakref.ref(bench), weakref.ref(bench.arguments()[0])]
+        del bench, way
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("direction", list(Direction))
