@@ -98,7 +98,6 @@ class ConvBench(Bench):
         Returns:
             A function that gives what the call gave, and keeps it until it is the turn of these operands again.
         """
-
         # Not of `self`, which keeps such functions: a reference cycle would hold all tensors until the next collection.
         turn, sets, results = self._turn, self._sets, self._results
 
