@@ -113,6 +113,10 @@ class MomentsVariant(Variant):
         return GATHER_MOMENTS
 
 
+#: Phases that read or write nothing but weights and scratch memory: they turn the weights, or add up partial sums. Up
+#: to so many bytes of it they take 10 to 30 us, and starting threads takes 40 to 70.
+_ON_SCRATCH, _MOST_ALONE = ("prepare", "merge"), 256 << 10
+
 #: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,
 #: and releases the GIL; with how far the range goes that must be computed before the next function.
 Phase = tuple[Callable[..., Any], int]
@@ -128,6 +132,8 @@ class TunedKernel:
         align: What all addresses are multiples of.
         threads: On how many threads it runs.
         align_out: What the address of the result is a multiple of; else the process would be killed.
+        alone: Places of the phases that the calling thread computes by itself, as they take less time than it takes to
+            start threads.
     """
 
     phases: Sequence[Phase]
@@ -135,6 +141,7 @@ class TunedKernel:
     align: int
     threads: int
     align_out: int = 4
+    alone: frozenset[int] = frozenset()
 
     def takes(self, *tensors: Tensor) -> bool:
         """Whether the addresses are aligned as they must be.
@@ -179,8 +186,8 @@ class TunedKernel:
             out.data_ptr(),
             0 if scratch is None else scratch.data_ptr(),
         )
-        for function, count in self.phases:
-            if self.threads == 1:
+        for place, (function, count) in enumerate(self.phases):
+            if self.threads == 1 or place in self.alone:
                 function(*places, 0, count)
             else:
                 run_ranges(partial(function, *places), count, self.threads)
@@ -204,7 +211,9 @@ def load_image(variant: Variant, built: Built, into: Session | None = None, thre
     """
     functions = session().load(built) if into is None else into.load(built, keep=False)
     phases = tuple((functions[name], count) for name, count in variant.phases)
-    return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out)
+    small = variant.scratch_bytes <= _MOST_ALONE
+    alone = frozenset(place for place, (name, _) in enumerate(variant.phases) if small and name in _ON_SCRATCH)
+    return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out, alone)
 
 
 def make_kernels(records: Sequence[Record]) -> list[Any]:

@@ -201,6 +201,23 @@ def test_every_schedule_is_tried_first(builder: Builder) -> None:
     assert {frozenset(one) for one in liked[:2]} == {frozenset(one) for one in search.space}
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_small_phases_start_no_threads(direction: Direction, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread: list[int] = []
+
+    def run_ranges(run: Any, rows: int, threads: int) -> None:
+        spread.append(rows)
+        run(0, 1)
+        run(1, rows)
+
+    monkeypatch.setattr("hybridpar.tvm_kernels.kernel.run_ranges", run_ranges)
+    variant = Variant(SHAPE, direction, LAST, next(candidates(SHAPE, direction, LAST, 2, Machine(8, 16))))
+    kernel = load_image(variant, builder.build(variant.request), threads=2)
+    assert ConvBench(SHAPE, direction, LAST, 2).error(kernel) < 1e-5
+    assert spread == [count for name, count in variant.phases if name == "rows"]
+    assert len(variant.phases) == 2
+
+
 def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
     own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1, "stream": 0}
