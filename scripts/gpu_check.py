@@ -18,6 +18,7 @@ codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,6 +41,7 @@ from benchmarks.rig.rows import commit, row  # noqa: E402
 from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
 from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.comm.world import World  # noqa: E402
+from hybridpar.errors import HybridparError  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim.build import build_optimizer  # noqa: E402
 from hybridpar.run.worker import device_name  # noqa: E402
@@ -152,17 +155,22 @@ def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, de
     images, labels = make_batches(1, samples, size)[0]
     layout = torch.channels_last if config.memory_format == "channels_last" else torch.contiguous_format
     batch = (images.to(device, memory_format=layout), labels.to(device))
-    captured = dataclasses.replace(config, cuda_graph=True)
-    with (
-        Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer,
-        Trainer(build_model(model_name, 10), config=captured, world=World(device=device)) as replayed,
-    ):
-        steps = {
-            "plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch), device),
-            "hybridpar": _synchronized(lambda: trainer.step(batch), device),
-            "hybridpar, CUDA graph": _synchronized(lambda: replayed.step(batch), device),
+    kinds = {"hybridpar": config}
+    if device.type == "cuda":
+        kinds["hybridpar, CUDA graph"] = dataclasses.replace(config, cuda_graph=True)
+    with contextlib.ExitStack() as stack:
+        trainers = {
+            name: stack.enter_context(Trainer(build_model(model_name, 10), config=kind, world=World(device=device)))
+            for name, kind in kinds.items()
         }
+        steps = {"plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch), device)}
+        for name, trainer in trainers.items():
+            steps[name] = _synchronized(partial(trainer.step, batch), device)
         result = paired(steps, warmup=8)  # so many that the step has been captured
+        for trainer in trainers.values():
+            graph = trainer.engine.graph
+            if graph is not None and not graph.captured:
+                raise HybridparError(f"no step of {model_name} was captured: {graph.reason}")
     precision = "bf16" if config.amp == "bf16" else "fp32"
     setting = f"{model_name}, {size}x{size}, batch {samples}, {precision}"
     rows = [

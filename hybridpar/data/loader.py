@@ -328,7 +328,7 @@ class _Reader:
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
         queue[:] = [(indices, key) for indices in jobs]
-        with warnings.catch_warnings(), _not_collected_by_children():
+        with warnings.catch_warnings(), _without_collections():
             _ignore_advice()
             iterator = iter(loader)
         try:
@@ -370,7 +370,7 @@ class _Reader:
                 num_workers=count,
                 collate_fn=_as_is,
                 pin_memory=self._device.type == "cuda",
-                worker_init_fn=_ignore_interrupt,
+                worker_init_fn=_begin_process,
                 persistent_workers=True,
                 # Without a generator of its own, a loader draws a seed from the global one.
                 generator=torch.Generator(),
@@ -403,19 +403,15 @@ def _read(source: ImageSource, erasing: NoiseErasing | None, job: _Job, device: 
 
 
 @contextmanager
-def _not_collected_by_children() -> Iterator[None]:
-    """Inside, processes that are forked never collect what is garbage by now.
-
-    Collecting a CUDA event or stream of the parent ends a forked process: CUDA cannot be used there.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    gc.freeze()
+def _without_collections() -> Iterator[None]:
+    """Inside, the garbage collector does not run, here and in processes that are forked, until `_begin_process`."""
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _ignore_advice() -> None:
@@ -427,6 +423,9 @@ def _as_is(loaded: Any) -> Any:
     return loaded
 
 
-def _ignore_interrupt(_: int) -> None:
+def _begin_process(_: int) -> None:
     # Ctrl-C reaches every process of the terminal; the worker decides what becomes of its loader processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Garbage of the parent stays: to free its CUDA streams and events would end a forked process.
+    gc.freeze()
+    gc.enable()

@@ -129,14 +129,14 @@ def key_random_operations(graph: fx.Graph, modules: nn.Module, *, compiled: bool
         compiled: Keep torch.compile out of the calls, which it would compile again for every micro-batch of every step.
 
     Returns:
-        How many there are.
+        How many of them draw as they are: dropout of rate 0 does not, though its rate may be raised later.
     """
     enter, leave = (torch.compiler.disable(one) if compiled else one for one in (enter_random, leave_random))  # type: ignore[no-untyped-call]
     count = 0
     for node in list(graph.nodes):
         if not _is_random(node, modules):
             continue
-        count += 1
+        count += _draws_now(node, modules)
         if (before := node.prev).args == (node.name,):  # the stage has been in a pipeline before
             before.target, node.next.target = enter, leave
         else:
@@ -157,6 +157,8 @@ def enter_random(name: str) -> None:
     if key is None:
         return
     device, text, own = key
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return  # only dropout of rate 0 is captured, see `check_capturable`
     seed = zlib.crc32(f"{text}:{name}".encode())
     if own:
         mode = _OwnGenerator(seed)
@@ -214,12 +216,18 @@ def _is_random(node: fx.Node, modules: nn.Module) -> bool:
     return node.op in ("call_function", "call_method") and name in _FUNCTIONS
 
 
+def _draws_now(node: fx.Node, modules: nn.Module) -> bool:
+    """Whether a random operation draws as it is: not a dropout layer of rate 0."""
+    if node.op != "call_module":
+        return True
+    layer = modules.get_submodule(str(node.target))
+    return not (isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p == 0)
+
+
 def _draws(module: Any) -> bool:
     """Whether a module's forward pass may draw random numbers: dropout, or something that holds a dropout rate."""
-    if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+    if isinstance(module, nn.RReLU | nn.modules.dropout._DropoutNd | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         return True
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
     rate = getattr(module, "dropout", None)
     return isinstance(rate, float) and rate > 0
 

@@ -355,7 +355,8 @@ class ServedRun(RunLoop):
             with before_the_start():
                 self.state.begin(self.total, self._images)
         except SyncError:
-            if not (self.place.joins and self.place.is_over()):
+            # Worker 0 writes the results, so a run that has ended without it is to be resumed.
+            if self.place.rank == 0 or not (self.place.joins and self.place.is_over()):
                 raise
             print(f"worker {self.place.rank} came back when the run was over; it has nothing to do", file=sys.stderr)
             return False

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -206,8 +207,17 @@ class _Kept:
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
         self.saved = torch.cat([one.detach().flatten() for one in buffers])
-        self.chosen = torch.empty_like(self.saved)
-        self.parts_saved, self.parts_chosen = self._parts(self.saved), self._parts(self.chosen)
+        self.parts_saved = self._parts(self.saved)
+
+    @cached_property
+    def chosen(self) -> Tensor:
+        """Room for what a device chooses; made in the first step that needs it, which is never captured."""
+        return torch.empty_like(self.saved)
+
+    @cached_property
+    def parts_chosen(self) -> list[Tensor]:
+        """Its parts."""
+        return self._parts(self.chosen)
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [one.numel() for one in self.buffers])

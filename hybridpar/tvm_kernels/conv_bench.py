@@ -68,6 +68,7 @@ class ConvBench(Bench):
         self._turn = itertools.count()
         self._results: list[object] = [None] * self._sets
         self._own = self.operands(layout)
+        self._arguments = [self._arguments_of(*own) for own in self._own]
 
     def operands(self, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Image, gradient and weights on the device, for each turn.
@@ -118,7 +119,9 @@ class ConvBench(Bench):
         Returns:
             First and second operand, and a tensor of the result's sizes and layout.
         """
-        x, gradient, weight = self._own[place]
+        return self._arguments[place]
+
+    def _arguments_of(self, x: Tensor, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return {
             Direction.FORWARD: (x, weight, gradient),
             Direction.INPUT_GRADIENT: (gradient, weight, x),

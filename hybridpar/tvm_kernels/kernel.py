@@ -113,8 +113,8 @@ class MomentsVariant(Variant):
         return GATHER_MOMENTS
 
 
-#: Phases that read or write nothing but weights and scratch memory: they turn the weights, or add up partial sums. Up
-#: to so many bytes of it they take 10 to 30 us, and starting threads takes 40 to 70.
+#: Small phases, beside the one that reads images: they turn the weights, or add up partial sums. With up to so many
+#: bytes of scratch memory they take 10 to 30 us, and starting threads takes 40 to 70.
 _ON_SCRATCH, _MOST_ALONE = ("prepare", "merge"), 256 << 10
 
 #: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,

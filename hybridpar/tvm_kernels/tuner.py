@@ -2,9 +2,9 @@
 
 The space is ranked by the operation's cost model. Its best candidates and some drawn at random are compiled in child
 processes, checked against float64 and timed; then the neighbours of the fastest, again by the model's order, until the
-time is up; at last the finalists are timed twice more and longer, since the fastest of many noisy times is too good to
-be true. All is timed on tensors that are in no cache, see `machine.turns`. A candidate that fails to compile, crashes
-the compiler or computes something else is lost, alone.
+time is up; at last the finalists are timed again, two times at least and longer, since the fastest of many noisy times
+is too good to be true. Tensors take turns, so that they come from memory, see `machine.turns`. A candidate that fails
+to compile, crashes the compiler or computes something else is lost, alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.machine.process import available_cores
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.measure import Bench, Timing, is_clear, steady_timing, torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of
 from hybridpar.tvm_kernels.record import is_right
@@ -75,9 +76,9 @@ class Tuned:
 
     @property
     def clear(self) -> bool:
-        """Whether its noise leaves no doubt which side is faster, see `measure.is_clear`."""
+        """Whether it is worth a record: noise is low, or leaves no doubt which side is faster (`measure.is_clear`)."""
         rival = self.stock_ms if self.layout_ms is None else self.layout_ms
-        return is_clear(rival / self.ms, self.noise)
+        return self.noise <= MOST_NOISE or is_clear(rival / self.ms, self.noise)
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -296,10 +297,10 @@ class _Search:
             self.on_progress(result, self.sorted()[0])
 
     def _finals(self, end: float, budget: float) -> None:
-        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree.
+        """Time the fastest again, as long as there is time, in turn, until two comparisons agree.
 
-        The second comparison is on other tensors than the first, and the worse of the two counts: what it does not
-        confirm is slower than torch by its record, and runs on torch.
+        The second comparison is on other tensors than the first, and the worse of the two counts. A gain that it does
+        not confirm is not used: there is no record of it, or one that says how far the two lay apart.
         """
         pace = self.operation.pace
         best = [key for key in self.fastest(len(self.results)) if key in self.kernels][: pace.finalists]

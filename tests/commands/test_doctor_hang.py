@@ -150,8 +150,13 @@ def test_a_worker_that_was_stopped_is_found(tmp_path, capsys):
         eventually(lambda: len(flights()) == 2 and flights()[0].open_notes("MainThread"))
         stopped = flights()[1].pid
         eventually(lambda: process_fields(stopped)[0] == "T")
+
+        def waits() -> list[tuple[int, tuple[int, ...]]]:
+            found = examine(read_flights(tmp_path / FOLDER), time.time() + 60)
+            return [(wait.rank, wait.absent) for wait in found.waits]
+
+        eventually(lambda: waits() == [(0, (1,))])  # what a worker does is written a moment after it began
         found = examine(read_flights(tmp_path / FOLDER), time.time() + 60)
-        assert [(wait.rank, wait.absent) for wait in found.waits] == [(0, (1,))]
         assert f"`kill -CONT {stopped}` lets it go on" in found.conclusion[0]
         assert main(["doctor", "--hang", str(tmp_path), "--json"]) in (0, 1)
         told = json.loads(capsys.readouterr().out)

@@ -524,18 +524,26 @@ def test_epochs_can_be_read_by_another_thread_than_the_one_that_made_them(file_d
     assert same(read, train_on(batches.epoch(0)))
 
 
-def test_loader_processes_collect_nothing_of_a_parent_that_uses_a_gpu(data, monkeypatch):
-    frozen = []
-    start = loader.DataLoader.__iter__
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        loader.DataLoader, "__iter__", lambda self: (frozen.append(gc.get_freeze_count()), start(self))[1]
-    )
-    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("unfrozen"))  # what the session froze stays so
-    before = gc.get_freeze_count()
+class Collector(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return gc.get_freeze_count(), gc.isenabled()
+
+
+def test_loader_processes_never_collect_what_their_parent_left(data, monkeypatch):
+    enabled, start = [], loader.DataLoader.__iter__
+    monkeypatch.setattr(loader.DataLoader, "__iter__", lambda self: (enabled.append(gc.isenabled()), start(self))[1])
     read_steps(data, 1, 1, loader_workers=1)
-    assert frozen[0] > before
-    assert frozen[1] == "unfrozen"
+    assert enabled == [False], "nor do they before they begin"
+    assert gc.isenabled()
+    processes = torch.utils.data.DataLoader(
+        Collector(), batch_size=None, num_workers=1, collate_fn=loader._as_is, worker_init_fn=loader._begin_process
+    )
+    ((frozen, collects),) = list(processes)
+    assert frozen > gc.get_freeze_count()
+    assert collects
 
 
 @pytest.mark.gpu

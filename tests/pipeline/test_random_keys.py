@@ -117,9 +117,18 @@ def test_every_step_micro_batch_and_seed_has_its_own_masks() -> None:
     assert 0.1 < kept < 0.4  # two masks of a half, which are not the same one
 
 
-def test_dropout_with_a_rate_of_zero_is_not_random() -> None:
-    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.0), nn.Dropout2d(0.0), nn.Dropout(0.5)))
-    assert key_random_operations(graph.graph, graph) == 1
+def test_dropout_of_rate_zero_does_not_count_and_is_keyed_for_when_it_is_raised() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.0), nn.Dropout2d(0.0)))
+    assert key_random_operations(graph.graph, graph) == 0
+    graph.recompile()
+    graph.get_submodule("0").p = 0.5
+    keys = RandomKeys(3, torch.device("cpu"))
+    masks = []
+    for _ in range(2):
+        with keys.of(1, 0):
+            masks.append(graph(torch.ones(2, 2, 8)))
+    assert torch.equal(*masks)
+    assert (masks[0] == 0).any()
 
 
 def replica_masks(world: World) -> list[Tensor]:

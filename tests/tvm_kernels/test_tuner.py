@@ -292,6 +292,7 @@ def test_noise_refuses_only_gains_that_lie_within_it() -> None:
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
+    enabled = gc.isenabled()
     gc.disable()  # what waits for a collection holds gigabytes until then
     try:
         bench = ConvBench(SHAPE, direction, LAST)
@@ -301,7 +302,8 @@ def test_tensors_are_freed_with_their_bench(direction: Direction) -> None:
         del bench, way
         assert [one() for one in held] == [None, None]
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @pytest.mark.parametrize("direction", list(Direction))
