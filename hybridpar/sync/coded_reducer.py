@@ -14,54 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view
-from hybridpar.comm.world import SumGroup, World
-from hybridpar.compress import Policy
-from hybridpar.lanes import Lane, Lanes
+from hybridpar.comm.world import SumGroup
+from hybridpar.lanes import Lane
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot
 from hybridpar.sync.direct_reducer import DirectReducer
-from hybridpar.sync.kernels import functions, step_sgd_of_signs
+from hybridpar.sync.kernels import step_sgd_of_signs
 from hybridpar.sync.pieces import Sgd
-from hybridpar.sync.reducer import Flight, SyncLanes
+from hybridpar.sync.reducer import Flight
 
 
 class CodedReducer(DirectReducer):
     """Sums gradients over the workers as messages of a codec, which the optimizer decodes.
 
-    Args:
-        parameters: The model's parameters by name, in its order, float32, equal on all workers.
-        replicas: The workers that hold the same stage, at least two.
-        lanes: The lanes of this worker.
-        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
-        bucket_bytes: Size at which a bucket is full.
-        measure: Whether to find out if gradients are finite.
-        sync_lanes: Lanes to exchange messages on, each with its group.
-        codec: What gradients are sent as, a `Policy.in_one_message` or its text.
-        seed: Of what the codec draws at random; equal on all replicas.
-        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
+    Its arguments are those of `DirectReducer`, with float32 parameters and a codec that is a `Policy.in_one_message`.
 
     Raises:
         SyncError: The workers share memory, where only sums can be taken.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        replicas: World,
-        lanes: Lanes,
-        compute: Lane,
-        bucket_bytes: int,
-        measure: bool,
-        sync_lanes: SyncLanes,
-        *,
-        codec: str | Policy,
-        seed: int,
-        exact: bool,
-    ) -> None:
-        self._opened = False  # the step, for gradients
-        functions()  # so that no step waits for a compiler
-        place = (parameters, replicas, lanes, compute, bucket_bytes, measure, sync_lanes)
-        super().__init__(*place, codec, seed, exact=exact)
+    _opened = False  # the step, for gradients
 
     @staticmethod
     def fits(parameters: Mapping[str, nn.Parameter]) -> bool:

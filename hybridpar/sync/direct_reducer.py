@@ -21,7 +21,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Policy
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
-from hybridpar.sync.kernels import step_sgd
+from hybridpar.sync.kernels import functions, step_sgd
 from hybridpar.sync.pieces import PIECE, Sgd
 from hybridpar.sync.reducer import Flight, GradientReducer, SyncLanes
 
@@ -58,6 +58,7 @@ class DirectReducer(GradientReducer):
         *,
         exact: bool,
     ) -> None:
+        functions()  # so that no step waits for a compiler
         self._exact = exact
         self._factor: Tensor | None = None
         self._unused: frozenset[str] = frozenset()

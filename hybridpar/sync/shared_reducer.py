@@ -22,7 +22,7 @@ from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, sum_of_squares
 from hybridpar.sync.direct_reducer import DirectReducer
 from hybridpar.sync.figures import BucketCost
-from hybridpar.sync.kernels import functions, hand_over
+from hybridpar.sync.kernels import hand_over
 from hybridpar.sync.pieces import Sgd
 from hybridpar.sync.reducer import Flight, SyncLanes
 
@@ -78,7 +78,6 @@ class SharedReducer(DirectReducer):
         }
         own = (parts[replicas.rank] for parts in self._slots.values())
         self._own = dict(zip(self._slots, zip(own, self._squares, strict=True), strict=True))
-        functions()  # so that no step waits for a compiler
         super().__init__(parameters, replicas, lanes, compute, 1 << 62, measure, sync_lanes[:1], exact=exact)
         self._observed = None  # the order of gradients makes no difference
 

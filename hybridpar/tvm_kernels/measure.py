@@ -177,7 +177,7 @@ def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1
 
     Returns:
         Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. Where it
-        is not clear by that, see `is_clear`, the machine was busy, and the comparison must not be recorded.
+        is not clear by that, see `is_clear`, the machine was busy; `tuner.Tuned.clear` says whether it is recorded.
     """
 
     def worse_of_agreeing(found: Sequence[Timing]) -> Timing:
