@@ -29,7 +29,7 @@ _LINE = 64
 #: Sets of a common L1, between which lines are shared out by their address.
 _SETS = 64
 #: Cycles for a line from L2 to L1, in parts of planes and in channels_last.
-_IN_ORDER, _IN_STEPS = 3.0, 1.0
+_IN_ORDER, _IN_STEPS = 3.0, 0.5
 #: Cycles around each tile for addresses and loops, and for a loop whose length varies.
 _TILE, _MISPREDICTED = 2.0, 14.0
 #: Cycles of a byte from the last cache, from memory in steps, and of one that is read or written in order.
