@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
 from hybridpar.tvm_kernels.operation import KernelKey, named_operation
@@ -258,7 +258,7 @@ def _append(path: Path, lines: Sequence[str]) -> None:
             os.close(handle)
     except OSError as error:
         raise UsageError(
-            f"cannot write the kernel database {path}: {error.strerror}",
-            "Records are appended to it as they are measured.",
+            cannot_write(path, error),
+            "Records of kernels are appended to it as they are measured.",
             "Name another place with -o.",
         ) from error

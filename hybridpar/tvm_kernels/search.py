@@ -156,6 +156,7 @@ def search_all(
     tuner: Callable[..., list[Tuned]] = tune,
     weigher: Callable[[Mapping[KernelKey, int], float], Mapping[KernelKey, float]] | None = None,
     measured: bool = True,
+    quick: bool = False,
 ) -> SearchReport:
     """Tune keys of one operation, and append what is found to a database.
 
@@ -171,6 +172,8 @@ def search_all(
         tuner: Searches for one, as `tuner.tune`.
         weigher: Says how much is at stake for each, in so many seconds; None for `weigh`.
         measured: Whether what it finds was measured; otherwise any record that is not of other versions is enough.
+        quick: Time one candidate of each, see `tuner.tune`; the record says so, and only a search that is not quick
+            is begun in spite of it. Also recorded is what is too unsteady to be used, so that it is not tried again.
 
     Returns:
         What became of those that were not left out.
@@ -181,21 +184,27 @@ def search_all(
     """
     counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
     database = read_database(path) if path.exists() else Database(str(path))
+    if quick:
+        database.add(packaged_records())
     parts = {key: own for key in counts if (own := _parts_of(database, key)) is not None}
     there = set() if measured else {record.key for record in database.records if record.current}
-    todo = [key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own))]
+    todo = [
+        key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own, quick))
+    ]
     report = SearchReport(skipped=len(parts) - len(todo))
     if not todo:
         return report
     operation = operation_of(todo[0])
-    if seconds < operation.least_seconds:
+    least = 0.0 if quick else operation.least_seconds
+    if seconds < least:
         raise UsageError(
             f"a budget of {seconds:g} s is too short to try one candidate",
             f"A search takes {operation.least_seconds:g} s at least, and {len(todo)} are to be done.",
             f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
         )
     end = time.monotonic() + seconds
-    weighed = weigher or functools.partial(weigh, measure=torch_ms if operation.longest is None else None)
+    timed = operation.longest is None and not quick
+    weighed = weigher or functools.partial(weigh, measure=torch_ms if timed else None)
     stakes = weighed({key: counts[key] for key in todo}, _WEIGHING * seconds) if len(todo) > 1 else {todo[0]: 1.0}
     todo = sorted(todo, key=lambda key: -stakes[key])
     known = Database("what is known", [*database.records, *packaged_records()])
@@ -204,7 +213,7 @@ def search_all(
         for place, key in enumerate(todo):
             left = end - time.monotonic()
             # The first one is always begun: weighing them, too, has taken time.
-            if left < operation.least_seconds and (place or not operation.least_seconds):
+            if left < least and (place or not least):
                 report.left = len(todo) - place
                 break
             share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)
@@ -219,7 +228,7 @@ def search_all(
             try:
                 found = tuner(
                     key,
-                    max(share, operation.least_seconds),
+                    max(share, least),
                     seed,
                     lambda _, best, tell=tell: tell(best),
                     known=_known(known, key),
@@ -227,6 +236,7 @@ def search_all(
                     trials=trials,
                     builder=builder,
                     speed=speed,
+                    quick=quick,
                 )
             except KernelsUnavailable as error:
                 if operation.longest is None:
@@ -237,7 +247,7 @@ def search_all(
                 report.stopped, found = True, getattr(stopped, "results", [])
             finals = [one for one in found if one.final]
             steady = [one for one in finals if one.clear]
-            append_records(path, _records_of(operation, key, steady[:KEPT]))
+            append_records(path, _records_of(operation, key, (finals if quick else steady)[:KEPT], quick))
             report.tuned += bool(steady)
             report.unsteady += bool(finals) and not steady
             if not found and not report.stopped:
@@ -254,11 +264,12 @@ def search_all(
     return report
 
 
-def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned]) -> list[Record]:
+def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned], quick: bool) -> list[Record]:
     """The records of what a search found."""
     now = time.time()
     shape = {name: getattr(key.shape, name, None) for name in ("rows", "channels")}
     told = {**dataclasses.asdict(key), **shape, "versions": dict(operation.versions), "tuned_at": now}
+    told |= {"quick": quick or None}
     told |= {"shape": getattr(key.shape, "convolution", key.shape).text, "activation": getattr(key.shape, "act", None)}
     return [operation.record.model_validate({**told, **dataclasses.asdict(one)}) for one in found]
 
@@ -270,9 +281,11 @@ def _parts_of(database: Database, key: KernelKey) -> list[Record] | None:
     return won if len(won) == len(found) else None
 
 
-def _is_old(record: Record | None, parts: Sequence[Record]) -> bool:
-    """Whether there is no record, or one of its parts was measured since."""
-    return record is None or any(part.tuned_at > record.tuned_at for part in parts)
+def _is_old(record: Record | None, parts: Sequence[Record], quick: bool) -> bool:
+    """Whether there is no record, or none of a search where one is wanted, or one of its parts was measured since."""
+    if record is None or (record.quick and not quick):
+        return True
+    return any(part.tuned_at > record.tuned_at for part in parts)
 
 
 def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
@@ -291,14 +304,14 @@ def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
     """Parameters that did well before, also with other versions, other devices, threads or batches: where to begin."""
     alike = [
-        (other != key, other.device != key.device, best.ms / best.stock_ms, best)
+        (other != key, other.device != key.device, other.shape != key.shape, best.ms / best.stock_ms, best)
         for other in database
         if (other.op, other.direction, other.layout) == (key.op, key.direction, key.layout)
         and is_gpu(other.device) == is_gpu(key.device)
         and other.shape.unlike(key.shape) is not None
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
-    ordered = [best for *_, best in sorted(alike, key=lambda one: one[:3])]
+    ordered = [best for *_, best in sorted(alike, key=lambda one: one[:4])]
     return [one.numbers for one in ordered]
 
 
