@@ -18,17 +18,21 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
 from hybridpar.errors import HybridparError, cannot_write
+from hybridpar.machine.process import available_cores
+from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.database import Database, default_database, user_database
 from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.operation import KernelKey, find_operation, named_operation
+from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP
 from hybridpar.tvm_kernels.search import tune_all
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
@@ -75,14 +79,17 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
     operation = find_operation(key)
-    if operation is None or is_gpu(key.device) or operation.without_kernels(key):
+    if operation is None or is_gpu(key.device) or not operation.covers(key):
         return False
     record = database.best(key, current=False)
     if (record is not None and record.current) or dict(operation.versions).get("tvm") == "none":
         return False
-    parts = [database.best(part) for part in operation.parts(key)]
-    # Before parts have records, they are missing themselves.
-    return all(part is not None and part.wins for part in parts) if parts else bool(operation.space(key, ()))
+
+    def may_win(part: KernelKey) -> bool:
+        own = database.best(part)
+        return _is_missing(part, database) if own is None else own.wins
+
+    return all(map(may_win, operation.parts(key)))
 
 
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
@@ -138,11 +145,22 @@ def _serve() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            _build_norms(keys)
             tune_all(keys, path, told["seconds"], quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))
     except (HybridparError, KernelsUnavailable) as error:
         sys.exit(first_line(error))
+
+
+def _build_norms(keys: Iterable[KernelKey]) -> None:
+    """Build the kernels of norms, which are the same for all of them, while convolutions are timed on fewer cores."""
+    threads = [key.threads for key in keys if key.op == NORM_OP]
+    if threads:
+        building = threading.Thread(target=norm_kernels.table, daemon=True)
+        building.start()
+        if max(threads) >= len(available_cores()):
+            building.join()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hybridpar.codegen.build import contents_of
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
@@ -37,12 +38,15 @@ from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of
 from hybridpar.tvm_kernels.record import Record
-from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, tune
+from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, first_candidate, tune
 
 _log = logging.getLogger(__name__)
 
 #: Candidates of a search that are kept: the fastest, and others to begin the next search with.
 KEPT = 3
+
+#: Candidates that are built before they are timed, where each key has one.
+_AHEAD = 12
 
 #: Part of the time that may be spent on finding out how long torch takes.
 _WEIGHING = 0.1
@@ -104,6 +108,8 @@ def tune_all(
     path: Path,
     seconds: float,
     search: Callable[..., SearchReport] | None = None,
+    *,
+    quick: bool = False,
     **options: Any,
 ) -> SearchReport:
     """Tune keys of several operations: those that are measured first, those made of others last.
@@ -113,7 +119,8 @@ def tune_all(
         path: The database.
         seconds: Time for all of it.
         search: Tunes the keys of one operation; None for `search_all`.
-        options: Handed to it.
+        quick: Time one candidate of each. Those that are measured are not faster then, and gain less: they come later.
+        options: Handed to the search.
 
     Returns:
         What became of all of them.
@@ -123,7 +130,8 @@ def tune_all(
         KernelsUnavailable: Nothing can be built on this machine.
     """
     end, report = time.monotonic() + seconds, SearchReport()
-    ordered = sorted(keys, key=lambda key: operation_of(key).order)
+    options |= {"quick": True} if quick else {}
+    ordered = sorted(keys, key=lambda key: (quick and operation_of(key).longest is not None, operation_of(key).order))
     groups = [(one, list(own)) for one, own in groupby(ordered, key=operation_of)]
 
     def reserved(operation: Operation, own: Sequence[KernelKey]) -> float:
@@ -172,8 +180,8 @@ def search_all(
         tuner: Searches for one, as `tuner.tune`.
         weigher: Says how much is at stake for each, in so many seconds; None for `weigh`.
         measured: Whether what it finds was measured; otherwise any record that is not of other versions is enough.
-        quick: Time one candidate of each, see `tuner.tune`; the record says so, and only a search that is not quick
-            is begun in spite of it. Also recorded is what is too unsteady to be used, so that it is not tried again.
+        quick: Time one candidate of each, and record it whatever comes out, so that it is done once. The record says
+            so, and a tune that is not quick searches in spite of it.
 
     Returns:
         What became of those that were not left out.
@@ -209,7 +217,7 @@ def search_all(
     todo = sorted(todo, key=lambda key: -stakes[key])
     known = Database("what is known", [*database.records, *packaged_records()])
     with Builder(len(available_cores()), BUILD_TIMEOUT) as builder:
-        speed = functools.cache(lambda: operation.measure_speed(builder))
+        speed, firsts = functools.cache(lambda: operation.measure_speed(builder)), dict[KernelKey, Parameters]()
         for place, key in enumerate(todo):
             left = end - time.monotonic()
             # The first one is always begun: weighing them, too, has taken time.
@@ -219,6 +227,8 @@ def search_all(
             share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)
             if operation.longest is not None:
                 share = min(operation.longest, left / (len(todo) - place))
+            if quick and place % _AHEAD == 0:
+                firsts |= _firsts(todo[place : place + _AHEAD], known, parts, builder)
 
             def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
                 if on_progress is not None:
@@ -226,17 +236,21 @@ def search_all(
 
             tell(None)
             try:
-                found = tuner(
-                    key,
-                    max(share, least),
-                    seed,
-                    lambda _, best, tell=tell: tell(best),
-                    known=_known(known, key),
-                    parts=_made(parts[key]),
-                    trials=trials,
-                    builder=builder,
-                    speed=speed,
-                    quick=quick,
+                found = (
+                    []
+                    if quick and key not in firsts
+                    else tuner(
+                        key,
+                        max(share, least),
+                        seed,
+                        lambda _, best, tell=tell: tell(best),
+                        known=_known(known, key),
+                        parts=_made(parts[key]),
+                        trials=trials,
+                        builder=builder,
+                        speed=speed,
+                        only=firsts.get(key),
+                    )
                 )
             except KernelsUnavailable as error:
                 if operation.longest is None:
@@ -286,6 +300,19 @@ def _is_old(record: Record | None, parts: Sequence[Record], quick: bool) -> bool
     if record is None or (record.quick and not quick):
         return True
     return any(part.tuned_at > record.tuned_at for part in parts)
+
+
+def _firsts(
+    keys: Sequence[KernelKey], known: Database, parts: Mapping[KernelKey, Sequence[Record]], builder: Builder
+) -> dict[KernelKey, Parameters]:
+    """The candidates to begin with, built together on all cores before anything is timed."""
+    told = ((key, first_candidate(key, _known(known, key), [one.numbers for one in parts[key]])) for key in keys)
+    firsts = {key: one for key, one in told if one is not None}
+    asked = [(key, one, request) for key, one in firsts.items() if (request := operation_of(key).request(key, one))]
+    contents_of(
+        [operation_of(key).path(key, one) for key, one, _ in asked], [one for *_, one in asked], builder=builder
+    )
+    return firsts
 
 
 def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:

@@ -106,7 +106,7 @@ def tune(
     builder: Builder | None = None,
     speed: Any = None,
     trials: int | None = None,
-    quick: bool = False,
+    only: Parameters | None = None,
 ) -> list[Tuned]:
     """Search for the fastest kernel of one key.
 
@@ -120,8 +120,8 @@ def tune(
         builder: Builds candidates; None for one of this call's own.
         speed: What the device can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
-        quick: Time but one candidate, the first that is known or the one that the model likes best, beside torch in
-            the layout of the key; its machine code is kept in the cache, and its floor is not known.
+        only: Time but this candidate, in a second, beside torch in the layout of the key; its machine code is kept in
+            the cache, and its floor is not known.
 
     Returns:
         All that were measured, best first: finalists before others. Empty where no kernel covers the key, or none could
@@ -133,18 +133,41 @@ def tune(
     """
     own = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
     with torch_threads(key.threads), own as build:
-        search = _Search(key, seed, build, parts, on_progress, quick)
+        search = _Search(key, seed, build, parts, on_progress, only)
         if not search.space:
             return []
-        if not quick:
+        if only is None:
             found = speed() if callable(speed) else speed
             found = search.operation.measure_speed(build) if found is None else found
             search.floor_ms = search.operation.floor_ms(key, found)
         try:
-            search.run(time.monotonic() + seconds, seconds, known, 1 if quick else trials)
+            search.run(time.monotonic() + seconds, seconds, known, trials)
         except KeyboardInterrupt:
             raise TuningStopped(search.sorted()) from None
         return search.sorted()
+
+
+def first_candidate(
+    key: KernelKey, known: Sequence[Parameters] = (), parts: Sequence[Parameters] = ()
+) -> dict[str, int] | None:
+    """The candidate that is most likely to be fast, before anything is timed.
+
+    Args:
+        key: What is to be computed, and where.
+        known: Parameters measured earlier, best first.
+        parts: Parameters of the kernels that the operation's `parts` run on.
+
+    Returns:
+        The first known one that suits this device, else the one that the model likes best; None where there is none.
+    """
+    ranked = [one for one, _ in _ranked(key, parts)]
+    fresh = {_key_of(one): one for one in ranked}
+    return next((fresh[_key_of(one)] for one in known if _key_of(one) in fresh), ranked[0] if ranked else None)
+
+
+def _ranked(key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
+    """All candidates with what the model says, the best first."""
+    return sorted(operation_of(key).space(key, parts), key=lambda one: one[1])
 
 
 def _key_of(parameters: Parameters) -> _Key:
@@ -164,13 +187,13 @@ class _Search:
         builder: Builder,
         parts: Sequence[tuple[Parameters, Any]] = (),
         on_progress: Callable[[Tuned, Tuned], None] | None = None,
-        quick: bool = False,
+        only: Parameters | None = None,
     ) -> None:
-        self.key, self.operation, self.quick = key, operation_of(key), quick
-        self.pace = replace(self.operation.pace, **_QUICK) if quick else self.operation.pace
+        self.key, self.operation, self.quick = key, operation_of(key), only is not None
+        self.pace = replace(self.operation.pace, **_QUICK) if self.quick else self.operation.pace
         self.seed, self.builder, self.on_progress = seed, builder, on_progress
         self.part_kernels = [kernel for _, kernel in parts]
-        ranked = sorted(self.operation.space(key, [own for own, _ in parts]), key=lambda one: one[1])
+        ranked = [(dict(only), 0.0)] if only is not None else _ranked(key, [own for own, _ in parts])
         self.space = [one for one, _ in ranked]
         self.predicted = {_key_of(one): cost for one, cost in ranked}
         self.random, self.session = random.Random(seed), Session() if ranked else None
@@ -219,7 +242,7 @@ class _Search:
         self._finals(end, budget)
 
     def _build(self, one: Parameters) -> Future[Built] | None:
-        """Begin to build a candidate; a single one is likely to be used, so it is kept in the cache."""
+        """Begin to build a candidate; a single one is kept in the cache, as it is likely to be used."""
         request = self.operation.request(self.key, one)
         if request is None or not self.quick:
             return None if request is None else self.builder.submit(request)
