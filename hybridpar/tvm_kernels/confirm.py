@@ -1,8 +1,9 @@
 """Confirms kernels on a CPU that has no records of its own: one candidate for each operation, in seconds.
 
-What comes with the package was measured on other CPUs. At the start of a run the operations that have no record here
+Most of what comes with the package was measured on other CPUs. At the start of a run the operations that have no record here
 are each given one kernel: the best that is known of the same convolution, of the package too, where its vectors are as
-wide, else the one that the cost model likes best. It is timed beside torch as the finalists of a search are, and what
+wide, else the one that the cost model likes best. Convolutions that sum up their results for norms are left to
+`hybridpar tune`, as they gain little and seldom. The kernel is timed beside torch as the finalists of a search are, and what
 was found is recorded, gain or not, in the database of this machine, so that it is done once. `hybridpar tune` goes on
 from there.
 
@@ -64,7 +65,6 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
     began, path = time.perf_counter(), user_database()
     why = _run(missing, path, seconds)
     found = default_database()
-    # Pairs of kernels that are not both faster than torch are not tried.
     tried = [record for key in missing if (record := found.best(key, current=False)) is not None and record.current]
     left = sum(_is_missing(key, found) for key in missing)
     if why and not tried:
@@ -79,17 +79,10 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
     operation = find_operation(key)
-    if operation is None or is_gpu(key.device) or not operation.covers(key):
+    if operation is None or is_gpu(key.device) or operation.parts(key) or not operation.covers(key):
         return False
     record = database.best(key, current=False)
-    if (record is not None and record.current) or dict(operation.versions).get("tvm") == "none":
-        return False
-
-    def may_win(part: KernelKey) -> bool:
-        own = database.best(part)
-        return _is_missing(part, database) if own is None else own.wins
-
-    return all(map(may_win, operation.parts(key)))
+    return not (record is not None and record.current) and dict(operation.versions)["tvm"] != "none"
 
 
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:

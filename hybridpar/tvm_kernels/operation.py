@@ -150,7 +150,7 @@ class Operation(ABC):
             key: What is to be computed.
 
         Returns:
-            Whether there is; of an operation with parts that may depend on their kernels.
+            Whether there is; of an operation with parts that depends on their kernels.
         """
         return not self.without_kernels(key)
 

@@ -192,8 +192,6 @@ def search_all(
     """
     counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
     database = read_database(path) if path.exists() else Database(str(path))
-    if quick:
-        database.add(packaged_records())
     parts = {key: own for key in counts if (own := _parts_of(database, key)) is not None}
     there = set() if measured else {record.key for record in database.records if record.current}
     todo = [
@@ -228,7 +226,7 @@ def search_all(
             if operation.longest is not None:
                 share = min(operation.longest, left / (len(todo) - place))
             if quick and place % _AHEAD == 0:
-                firsts |= _firsts(todo[place : place + _AHEAD], known, parts, builder)
+                firsts |= _firsts(todo[place : place + _AHEAD], known, builder)
 
             def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
                 if on_progress is not None:
@@ -302,11 +300,9 @@ def _is_old(record: Record | None, parts: Sequence[Record], quick: bool) -> bool
     return any(part.tuned_at > record.tuned_at for part in parts)
 
 
-def _firsts(
-    keys: Sequence[KernelKey], known: Database, parts: Mapping[KernelKey, Sequence[Record]], builder: Builder
-) -> dict[KernelKey, Parameters]:
+def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dict[KernelKey, Parameters]:
     """The candidates to begin with, built together on all cores before anything is timed."""
-    told = ((key, first_candidate(key, _known(known, key), [one.numbers for one in parts[key]])) for key in keys)
+    told = ((key, first_candidate(key, _known(known, key))) for key in keys)
     firsts = {key: one for key, one in told if one is not None}
     asked = [(key, one, request) for key, one in firsts.items() if (request := operation_of(key).request(key, one))]
     contents_of(

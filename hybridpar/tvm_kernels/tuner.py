@@ -147,20 +147,17 @@ def tune(
         return search.sorted()
 
 
-def first_candidate(
-    key: KernelKey, known: Sequence[Parameters] = (), parts: Sequence[Parameters] = ()
-) -> dict[str, int] | None:
+def first_candidate(key: KernelKey, known: Sequence[Parameters] = ()) -> dict[str, int] | None:
     """The candidate that is most likely to be fast, before anything is timed.
 
     Args:
-        key: What is to be computed, and where.
+        key: What is to be computed, and where; of an operation without parts.
         known: Parameters measured earlier, best first.
-        parts: Parameters of the kernels that the operation's `parts` run on.
 
     Returns:
         The first known one that suits this device, else the one that the model likes best; None where there is none.
     """
-    ranked = [one for one, _ in _ranked(key, parts)]
+    ranked = [one for one, _ in _ranked(key, ())]
     fresh = {_key_of(one): one for one in ranked}
     return next((fresh[_key_of(one)] for one in known if _key_of(one) in fresh), ranked[0] if ranked else None)
 

@@ -116,12 +116,11 @@ def test_only_what_is_not_known_is_missing() -> None:
         database = Database("", records)
         return [key for key in (CONV, NORM, BOTH) if confirm._is_missing(key, database)]
 
-    assert missing() == [CONV, NORM, BOTH]
-    assert missing(own) == [NORM, BOTH]
-    assert missing(own, norm) == [BOTH]
-    assert missing(own.model_copy(update={"ms": 5.0})) == [NORM], "a pair of which one part does not win is none"
+    assert missing() == [CONV, NORM], "pairs are left to a tune"
+    assert missing(own) == [NORM]
+    assert missing(own.model_copy(update={"ms": 5.0})) == [NORM]
     assert missing(own.model_copy(update={"noise": 9.0})) == [NORM], "what was too unsteady is not tried again"
-    assert missing(own.model_copy(update={"versions": {"tvm": "0.1"}}), norm) == [CONV, BOTH]
+    assert missing(own.model_copy(update={"versions": {"tvm": "0.1"}}), norm) == [CONV]
     assert not confirm._is_missing(replace(CONV, device="NVIDIA H200 sm_90"), Database())
 
 
