@@ -1,11 +1,10 @@
 """Confirms kernels on a CPU that has no records of its own: one candidate for each operation, in seconds.
 
-Most of what comes with the package was measured on other CPUs. At the start of a run the operations that have no record here
-are each given one kernel: the best that is known of the same convolution, of the package too, where its vectors are as
-wide, else the one that the cost model likes best. Convolutions that sum up their results for norms are left to
-`hybridpar tune`, as they gain little and seldom. The kernel is timed beside torch as the finalists of a search are, and what
-was found is recorded, gain or not, in the database of this machine, so that it is done once. `hybridpar tune` goes on
-from there.
+Most of what comes with the package was measured on other CPUs. At the start of a run the operations that have no record
+here are each given one kernel: the best that is known of the same convolution, of the package too, where its vectors
+are as wide, else the one that the cost model likes best. It is timed beside torch as the finalists of a search are, and
+what was found is recorded, gain or not, in the database of this machine, so that it is done once. `hybridpar tune` goes
+on from there; convolutions that sum up their results for norms are left to it, as they gain little and seldom.
 
 A process of its own does it: what it needs of memory goes with it, a crash is not the run's, and it is ended when its
 time is up. Each record is appended when it is there.

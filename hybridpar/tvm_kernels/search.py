@@ -227,6 +227,9 @@ def search_all(
                 share = min(operation.longest, left / (len(todo) - place))
             if quick and place % _AHEAD == 0:
                 firsts |= _firsts(todo[place : place + _AHEAD], known, builder)
+            if quick and key not in firsts:
+                report.empty += 1
+                continue
 
             def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
                 if on_progress is not None:
@@ -234,21 +237,17 @@ def search_all(
 
             tell(None)
             try:
-                found = (
-                    []
-                    if quick and key not in firsts
-                    else tuner(
-                        key,
-                        max(share, least),
-                        seed,
-                        lambda _, best, tell=tell: tell(best),
-                        known=_known(known, key),
-                        parts=_made(parts[key]),
-                        trials=trials,
-                        builder=builder,
-                        speed=speed,
-                        only=firsts.get(key),
-                    )
+                found = tuner(
+                    key,
+                    max(share, least),
+                    seed,
+                    lambda _, best, tell=tell: tell(best),
+                    known=_known(known, key),
+                    parts=_made(parts[key]),
+                    trials=trials,
+                    builder=builder,
+                    speed=speed,
+                    only=firsts.get(key),
                 )
             except KernelsUnavailable as error:
                 if operation.longest is None:

@@ -35,8 +35,8 @@ BUILD_TIMEOUT = 30.0
 #: Candidates that may be lost before any was measured; then nothing can be built or loaded here.
 _MOST_LOST = 8
 
-#: How one candidate is timed at the start of a run: as a finalist is, for a shorter time.
-_QUICK = {"liked": 1, "drawn": 0, "glance": 0.0, "finalists": 1, "longest": 0.2, "reserved": 1.0}
+#: Seconds for timing a single candidate.
+_QUICK = 0.2
 
 #: Comparisons of a finalist, at most.
 _MOST_COMPARED = 4
@@ -120,7 +120,7 @@ def tune(
         builder: Builds candidates; None for one of this call's own.
         speed: What the device can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
-        only: Time but this candidate, in a second, beside torch in the layout of the key; its machine code is kept in
+        only: Time but this candidate, in about a second, beside torch in the layout of the key; its machine code is kept in
             the cache, and its floor is not known.
 
     Returns:
@@ -187,7 +187,11 @@ class _Search:
         only: Parameters | None = None,
     ) -> None:
         self.key, self.operation, self.quick = key, operation_of(key), only is not None
-        self.pace = replace(self.operation.pace, **_QUICK) if self.quick else self.operation.pace
+        self.pace = (
+            replace(self.operation.pace, glance=0.0, longest=_QUICK, reserved=1.0)
+            if self.quick
+            else self.operation.pace
+        )
         self.seed, self.builder, self.on_progress = seed, builder, on_progress
         self.part_kernels = [kernel for _, kernel in parts]
         ranked = [(dict(only), 0.0)] if only is not None else _ranked(key, [own for own, _ in parts])

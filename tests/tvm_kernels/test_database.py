@@ -254,6 +254,15 @@ def test_a_record_that_is_wrong_or_unsteady_is_not_used(tmp_path, caplog, record
         assert len(caplog.records) == 1
 
 
+def test_a_record_promises_the_lower_end_of_its_gain():
+    fields = {"ms": 1.0, "stock_ms": 3.0, "noise": 0.5}
+    assert ONE.model_copy(update=fields).saved_ms == pytest.approx(1.0)
+    assert NORM.model_copy(update={**fields, "noise": None}).saved_ms == pytest.approx(2.0)
+    assert ONE.model_copy(update={**fields, "layout_ms": 1.8}).saved_ms == pytest.approx(0.2)
+    within = ONE.model_copy(update={**fields, "stock_ms": 1.1, "noise": 0.2})
+    assert (within.saved_ms, within.wins, within.doubt) == (0.0, False, ""), "a gain within the noise is none"
+
+
 def test_a_kernel_may_be_as_far_off_as_torch_is_there():
     assert ONE.model_copy(update={"error": 3e-5}).doubt
     assert not ONE.model_copy(update={"error": 3e-5, "stock_error": 1e-5}).doubt
