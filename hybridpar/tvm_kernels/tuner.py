@@ -120,8 +120,8 @@ def tune(
         builder: Builds candidates; None for one of this call's own.
         speed: What the device can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
-        only: Time but this candidate, in about a second, beside torch in the layout of the key; its machine code is kept in
-            the cache, and its floor is not known.
+        only: Time but this candidate, for a short time, beside torch in the layout of the key; its machine code is kept
+            in the cache, and its floor is not known.
 
     Returns:
         All that were measured, best first: finalists before others. Empty where no kernel covers the key, or none could
