@@ -178,7 +178,8 @@ def _warn(database: Database) -> None:
     if old:
         versions = ", ".join(f"{name} {version}" for name, version in old[0].operation.versions)
         _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), versions)
-    doubtful = [one for one in database.records if one.current and None not in one.times and one.doubt]
+    measured = [one for one in database.records if one.current and None not in one.times]
+    doubtful = [one for one in measured if one.doubt and not one.quick]  # these say what need not be tried again
     if doubtful:
         of, why = doubtful[0].key.shape.text, doubtful[0].doubt
         _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", name, len(doubtful), of, why)
