@@ -302,7 +302,7 @@ def _is_old(record: Record | None, parts: Sequence[Record], quick: bool) -> bool
 def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dict[KernelKey, Parameters]:
     """The candidates to begin with, built together on all cores before anything is timed."""
     told = ((key, first_candidate(key, _known(known, key))) for key in keys)
-    firsts = {key: one for key, one in told if one is not None}
+    firsts: dict[KernelKey, Parameters] = {key: one for key, one in told if one is not None}
     asked = [(key, one, request) for key, one in firsts.items() if (request := operation_of(key).request(key, one))]
     contents_of(
         [operation_of(key).path(key, one) for key, one, _ in asked], [one for *_, one in asked], builder=builder

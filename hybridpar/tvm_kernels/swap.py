@@ -90,8 +90,8 @@ def optimize(
     if database is None:
         database = default_database()
         if example is not None:
-            told = tuple(example.shape), layout_of(example) or Layout.CONTIGUOUS
-            keys = step_keys(model, *told, torch.get_num_threads(), cpu_fingerprint())
+            layout = layout_of(example) or Layout.CONTIGUOUS
+            keys = step_keys(model, example.shape, layout, torch.get_num_threads(), cpu_fingerprint())
             if said := confirm_kernels(keys, database):
                 _log.warning("%s", said)
                 database = default_database()

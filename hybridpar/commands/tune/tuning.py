@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -68,7 +69,7 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
     if config.output is not None and config.output.is_file():
         read_database(path)  # refuses a file of something else, which records would be added to
     work = find_work(config)
-    options = {"again": config.again, "seed": config.seed, "trials": config.trials}
+    options: dict[str, Any] = {"again": config.again, "seed": config.seed, "trials": config.trials}
     with ProgressBar() as bar:
         try:
             report = tune_all(work, path, config.seconds, search, **options, on_progress=partial(_show_search, bar))
