@@ -86,7 +86,8 @@ def _is_missing(key: KernelKey, database: Database) -> bool:
 
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
     """Have another process confirm kernels; why that failed, empty where it did not."""
-    told = {"path": str(path), "seconds": seconds, "keys": [_plain(key, count) for key, count in keys.items()]}
+    # The clock is the same in all processes of a machine, and loading torch counts too.
+    told = {"path": str(path), "end": time.monotonic() + seconds, "keys": [_plain(key, count) for key, count in keys.items()]}
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
@@ -138,7 +139,7 @@ def _serve() -> None:
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _build_norms(keys)
-            tune_all(keys, path, told["seconds"], quick=True)
+            tune_all(keys, path, told["end"] - time.monotonic(), quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))
     except (HybridparError, KernelsUnavailable) as error:
