@@ -87,7 +87,11 @@ def _is_missing(key: KernelKey, database: Database) -> bool:
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
     """Have another process confirm kernels; why that failed, empty where it did not."""
     # The clock is the same in all processes of a machine, and loading torch counts too.
-    told = {"path": str(path), "end": time.monotonic() + seconds, "keys": [_plain(key, count) for key, count in keys.items()]}
+    told = {
+        "path": str(path),
+        "end": time.monotonic() + seconds,
+        "keys": [_plain(key, count) for key, count in keys.items()],
+    }
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
