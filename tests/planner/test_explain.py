@@ -248,8 +248,8 @@ def test_the_report_is_printed_though_a_file_cannot_be_written(place, capsys, mo
 
     monkeypatch.setattr(Path, "write_text", full)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    for option, told in (("output", "cannot write the plan"), ("draw", "cannot write")):
-        with pytest.raises(HybridparError, match=f"{told} .*No space left"):
+    for option in ("output", "draw"):
+        with pytest.raises(HybridparError, match=r"cannot write .*No space left"):
             run_search(request(place, batch_size=8, **{option: place / "x.svg"}))
         assert "numbers of workers" in capsys.readouterr().out
 
