@@ -245,7 +245,7 @@ def _tap_sums(shape: ConvShape, own: Mapping[str, int], machine: Machine) -> flo
         sums, cycles = tap_rows * tap_columns * vectors, float(_TAP_ROW)
         for span, inputs in columns:
             adds = sum(len(uses) for _, uses in inputs) * tap_rows * vectors / groups_across
-            loads = (span.width + len(inputs) * tap_rows) * vectors
+            loads = float((span.width + len(inputs) * tap_rows) * vectors)
             # A single row of taps is done with a gradient as soon as its columns have passed.
             held = (span.width if tap_rows > 1 else min(span.width, shape.kernel[1])) * vectors
             lacking = sums + held + vectors - (machine.registers - _TAKEN)
