@@ -27,7 +27,7 @@ from hybridpar.sync.reducer import Flight
 class CodedReducer(DirectReducer):
     """Sums gradients over the workers as messages of a codec, which the optimizer decodes.
 
-    Its arguments are those of `DirectReducer`, with float32 parameters and a codec that takes gradients `Policy.at_once`.
+    Its arguments are those of `DirectReducer`, with float32 parameters and a policy that takes gradients `at_once`.
 
     Raises:
         SyncError: The workers share memory, where only sums can be taken.

@@ -139,7 +139,8 @@ class Compression(ParameterCoders):
     def open(self) -> None:
         """Begin a step in which gradients come one by one: `take` each, `carry` each bucket, then `finish` each.
 
-        For codecs that take gradients at once, without nodes. A decision on the step before that was left on the device is read.
+        For codecs that take gradients at once, without nodes. A decision on the step before that was left on the device
+        is read.
         """
         self.catch_up()
         for bucket in self._buckets:

@@ -158,5 +158,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
-    rate = options.lr if options.maximize else -options.lr
-    return factor, rate, options.weight_decay, options.momentum, 1.0 - options.dampening
+    factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
+    return factor, -options.lr, options.weight_decay, options.momentum, 1.0 - options.dampening

@@ -251,7 +251,9 @@ def test_special_values(kind: str) -> None:
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rows", "columns", "offset"), [(1, 1, 0), (3, 5, 1), (64, 147, 0), (11, 64, 3), (130, 576, 0)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "offset"), [(1, 1, 0), (3, 5, 1), (64, 147, 0), (11, 64, 3), (130, 576, 0)]
+)
 def test_powersgd(rows: int, columns: int, offset: int, rank: int) -> None:
     gradient, kept, old = (torch.randn(rows, columns) for _ in range(3))
     right, left = torch.randn(rank, columns), torch.randn(rank, rows)

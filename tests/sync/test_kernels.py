@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress import kernels
+from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
 from hybridpar.compress.codecs.powersgd import Product
 from hybridpar.compress.exchange import Exchange
@@ -25,6 +26,20 @@ OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01},
     {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    caches = functions, kernels.table
+    for one in caches:
+        one.cache_clear()
+    yield
+    monkeypatch.undo()
+    for one in caches:
+        one.cache_clear()
+
+
 NONE = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
