@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hybridpar.errors import PlanError, shortened
+from hybridpar.errors import PlanError, cannot_write, shortened
 from hybridpar.formats.file_reader import first_problem, read_json
 
 PLAN_VERSION: Literal[1] = 1
@@ -392,7 +392,7 @@ class Plan(_Section):
                 with contextlib.suppress(OSError):
                     aside.unlink()
             raise PlanError(
-                f"cannot write the plan to {path}: {error.strerror}",
+                cannot_write(Path(path), error),
                 "A plan is a file in a directory that exists, with room for some kilobytes.",
                 "Name another place.",
             ) from error

@@ -47,7 +47,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
     best = [merged.best(key, current=False) for key in merged]
     winners = [one for one in best if one is not None and one.wins and one.rejected is None]
     by_device: dict[str, list[Record]] = {}
-    for record in sorted(winners, key=_saved_ms, reverse=True):
+    for record in sorted(winners, key=lambda one: one.saved_ms, reverse=True):
         by_device.setdefault(record.device, []).append(record)
     in_turn = (record for place in zip_longest(*by_device.values()) for record in place if record is not None)
     size, kept = 0, []
@@ -57,10 +57,6 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
             break
         kept.append(record)
     return sorted(kept, key=lambda one: one.key)
-
-
-def _saved_ms(record: Record) -> float:
-    return (record.stock_ms or 0.0) - (record.ms or 0.0)
 
 
 def short_line(record: Record) -> str:

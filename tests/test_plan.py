@@ -187,7 +187,7 @@ def test_a_missing_file_is_an_error(tmp_path):
 
 def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     FULL.save(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="cannot write the plan"):
+    with pytest.raises(PlanError, match=r"cannot write .*plan\.json"):
         FULL.save(tmp_path / "missing" / "plan.json")
 
     def full(self, target):

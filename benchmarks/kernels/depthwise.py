@@ -41,7 +41,7 @@ from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.database import read_database
+from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.machine import Speed, cpu_fingerprint, measure_speed
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -157,9 +157,10 @@ def main(options: Options) -> int:
     ]
     options.records.parent.mkdir(parents=True, exist_ok=True)
     keys = [key for _, key in left]
-    if keys:
+    known = read_database(options.records) if options.records.exists() else Database("none")
+    if missing := [key for key in keys if known.best(key) is None]:
         # As long for each of them, whatever it takes: the table is of all.
-        search_all(keys, options.records, options.seconds * len(keys), weigher=evenly)
+        search_all(missing, options.records, options.seconds * len(missing), weigher=evenly)
     if options.tune_only:
         return 0
     with Builder() as builder:

@@ -166,8 +166,8 @@ def promised(database: Database, work: Mapping[KernelKey, int]) -> tuple[float, 
     saved, runs = 0.0, 0
     for key, often in work.items():
         record = database.best(key)
-        if record is not None and record.wins and record.ms is not None and record.stock_ms is not None:
-            saved += often * (record.stock_ms - record.ms)
+        if record is not None and record.wins:
+            saved += often * record.saved_ms
             runs += often if key.op != CONV_NORM_OP else 0  # these are two operations that were counted already
     return saved, runs
 

@@ -35,7 +35,7 @@ from torch.nn import functional
 from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import all_reduce_bytes
-from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
+from hybridpar.compress import Exchange, TensorSpec, read_policy, run_together
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
@@ -47,7 +47,13 @@ from hybridpar.optim.schedule import rate_factor
 RESULTS = Path(__file__).parent / "results"
 
 #: What is compared, the first with all others.
-METHODS = ("none", "onebit:decay=0.9", "hylo", "qsgd_mn:bits=4", "powersgd:rank=2,warmup=45")
+METHODS = (
+    "none",
+    "fc.weight -> none; conv1.weight -> none; * -> onebit:decay=0.5",
+    "hylo",
+    "qsgd_mn:bits=4",
+    "powersgd:rank=2,warmup=45",
+)
 RATES = (0.005, 0.01, 0.02, 0.05)
 FOLDS = 5
 SEEDS = (1, 2, 3)
@@ -76,7 +82,7 @@ class Options:
     report: bool = False
     """Print what the rows say, and train nothing."""
     methods: tuple[str, ...] = METHODS
-    """Codecs."""
+    """Codecs or policies."""
     rates: tuple[float, ...] = RATES
     """Learning rates to try."""
     epochs: int = EPOCHS
@@ -187,7 +193,7 @@ def train(run: Run) -> Run:
     optimizer = build_optimizer(model, config)
     rates = Rates(optimizer)
     exchanges = [
-        Exchange([bind(parse_codec(run.method), spec) for spec in specs(model, rank, run.seed)])
+        Exchange([read_policy(run.method).bind(spec) for spec in specs(model, rank, run.seed)])
         for rank in range(WORKERS)
     ]
     order = torch.Generator().manual_seed(run.seed)

@@ -131,14 +131,14 @@ def place_of(text: str) -> tuple[str, int, int]:
 
 def _check(options: Options) -> None:
     from benchmarks.sync.methods import codec_of
-    from hybridpar.compress.policy import parse_codec
+    from hybridpar.compress.policy import read_policy
 
     for link in options.links:
         place_of(link)
     named = [codec for codec in map(codec_of, options.methods) if codec is not None]
     for codec in (*options.codecs, *named):
-        if codec.partition(":")[0] != "auto" and not codec.endswith(".toml"):
-            parse_codec(codec)
+        if codec.partition(":")[0] != "auto":
+            read_policy(codec)
 
 
 def _links(options: Options) -> None:

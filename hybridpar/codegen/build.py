@@ -127,7 +127,7 @@ def cpu_info() -> dict[str, str]:
 
 
 def contents_of(
-    paths: Sequence[Path], requests: Sequence[Request], workers: int = 1
+    paths: Sequence[Path], requests: Sequence[Request], workers: int = 1, builder: Builder | None = None
 ) -> list[Built | KernelsUnavailable]:
     """The contents of cache files; those that are not there are built together.
 
@@ -135,6 +135,7 @@ def contents_of(
         paths: From `kernel_paths`.
         requests: What builds each.
         workers: How many may be built at a time.
+        builder: Builds them; None for one of this call's own with so many workers.
 
     Returns:
         Of each file what it holds, or why it cannot be built.
@@ -143,14 +144,17 @@ def contents_of(
         KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
         OSError: It cannot be written to.
     """
-    contents = cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+    contents = cached_all(paths, lambda missing: _built({one: requests[one] for one in missing}, workers, builder))
     return [_parted(content) for content in contents]
 
 
-def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
+def _built(
+    requests: Mapping[int, Request], workers: int, builder: Builder | None
+) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
     """Build in child processes."""
-    with Builder(max(1, min(workers, len(requests)))) as builder:
-        asked = {index: builder.submit(request) for index, request in requests.items()}
+    own = Builder(max(1, min(workers, len(requests)))) if builder is None else contextlib.nullcontext(builder)
+    with own as build:
+        asked = {index: build.submit(request) for index, request in requests.items()}
         for index, future in asked.items():
             try:
                 built = future.result()

@@ -118,6 +118,15 @@ define linkonce_odr i32 @hp_pairs(<16 x i1> %high, <16 x i1> %low) alwaysinline 
   %bits = bitcast <32 x i1> %both to i32
   ret i32 %bits
 }}
+define linkonce_odr <16 x float> @hp_load(ptr %place) alwaysinline nounwind {{
+  %values = load volatile <16 x float>, ptr %place, align 4
+  ret <16 x float> %values
+}}
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+define linkonce_odr i32 @hp_prefetch(ptr %place) alwaysinline nounwind {{
+  call void @llvm.prefetch.p0(ptr %place, i32 0, i32 3, i32 1)
+  ret i32 0
+}}
 define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinline nounwind {{
   store <16 x float> %values, ptr %place, align 64, !nontemporal !0
   ret void
@@ -312,6 +321,29 @@ class Writer(BaseWriter):
             A vector of indices.
         """
         return self.t.ramp(start, 1, LANES)
+
+    def load(self, buffer: Any, start: Any) -> Any:
+        """A vector of `LANES` float32, read at once and whole even where a mask takes only some of it.
+
+        LLVM would read under the mask, and then not before the mask is known.
+
+        Args:
+            buffer: What is read.
+            start: Index of the first one.
+
+        Returns:
+            The vector.
+        """
+        return self.keep(self.call(f"float32x{LANES}", "hp_load", self.t.address_of(buffer[start])))
+
+    def prefetch(self, buffer: Any, place: Any) -> None:
+        """Fetch a cache line that will be read soon; it need not be there.
+
+        Args:
+            buffer: What will be read.
+            place: Index of an element.
+        """
+        self.t.evaluate(self.call("int32", "hp_prefetch", self.t.address_of(buffer[place])))
 
     def stream(self, buffer: Any, start: Any, values: Any) -> None:
         """Store a vector of `LANES` values past the caches.

@@ -152,8 +152,8 @@ class KernelConfig:
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format of images and activations; auto: contiguous, and channels_last with --kernels."""
     kernels: str = "off"
-    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, or a file of
-    `hybridpar tune`."""
+    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto`, which times what this
+    machine has no record of, once, or a file of `hybridpar tune`."""
     compile: bool = False
     """Compile the model, or every stage of it, with torch.compile."""
     cuda_graph: bool = False

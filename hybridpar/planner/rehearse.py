@@ -57,7 +57,7 @@ LEAST, MOST = 0.9, 1.4
 SHARED = 0.5
 
 #: The codec that stands for all.
-CODEC = "onebit:decay=0.9"
+CODEC = "onebit:decay=0.5"
 #: By how much that shortens an exchange, at least.
 _LESS = 20
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,10 +12,13 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.machine.process import host_identity
 from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
 from hybridpar.planner.resolve import lane_threads
 from hybridpar.sync.batchnorm import without_replicas
-from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
+from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices, use_choices
+from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
+from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, conv_norm_shapes, tunable_layers
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -40,6 +43,7 @@ class KernelUse:
         operations: Layer and decision of each direction of each convolution in a training step of one micro-batch.
         norms: Layer and decision of each norm of one micro-batch.
         pairs: Layer and decision of each convolution that alone is read by a norm.
+        confirmed: A line on the kernels that were timed before that; empty where none were.
     """
 
     micro_batches: int
@@ -47,6 +51,7 @@ class KernelUse:
     operations: Sequence[tuple[DepthwiseLayer, Decision]]
     norms: Sequence[tuple[NormLayer, Decision]] = ()
     pairs: Sequence[tuple[DepthwiseLayer, Decision]] = ()
+    confirmed: str = ""
 
     @property
     def tuned(self) -> int:
@@ -57,7 +62,7 @@ class KernelUse:
         """Lines for the start of the run."""
         if not self.operations and not self.norms:
             return ["kernels  the model has no depthwise convolution and no norm that could be tuned"]
-        lines = []
+        lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
         for own, said in (
             ([(f"{layer.name} {one.key.direction}", one) for layer, one in self.operations], _OPERATIONS),
             ([(layer.name, one) for layer, one in self.norms], _NORMS),
@@ -115,9 +120,16 @@ def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def prepare_kernels(
-    model: nn.Module, config: TrainConfig, plan: ResolvedPlan, world: World, sample_shape: Sequence[int]
+    model: nn.Module,
+    config: TrainConfig,
+    plan: ResolvedPlan,
+    world: World,
+    sample_shape: Sequence[int],
+    confirm: bool = False,
 ) -> KernelUse | None:
     """Decide for all depthwise convolutions and norms of a run, and load their kernels before the first step.
+
+    A collective of all workers.
 
     Args:
         model: The whole model, swapped.
@@ -125,6 +137,7 @@ def prepare_kernels(
         plan: The plan of the run.
         world: The workers.
         sample_shape: Of one sample.
+        confirm: With `--kernels auto` on CPUs, first time kernels of which this machine has no record.
 
     Returns:
         None where kernels were not asked for.
@@ -157,11 +170,27 @@ def prepare_kernels(
     # Under autocast the operation of a convolution is seen by others, and so only it runs.
     pairs = conv_norm_shapes(layers, norms) if world.device.type == "cpu" and dtype == "float32" else []
     pair_keys = [(layer, conv_norm_key(shape, *where)) for layer, shape in pairs]
-    choices.prepare(key for _, key in (*operations, *norm_keys, *pair_keys))
+    everything = Counter(key for _, key in (*operations, *norm_keys, *pair_keys))
+    confirmed = ""
+    if confirm and plan.kernels.database == "auto" and world.device.type == "cpu" and dtype == "float32":
+        confirmed = _confirm(everything, choices, world)
+        choices = active_choices() or choices
+    choices.prepare(everything)
     return KernelUse(
         plan.pipeline.micro_batches,
         choices,
         [(layer, choices.decide(key)) for layer, key in operations],
         [(norm, choices.decide(key)) for norm, key in norm_keys],
         [(layer, choices.decide(key)) for layer, key in pair_keys],
+        confirmed,
     )
+
+
+def _confirm(keys: Mapping[KernelKey, int], choices: Choices, world: World) -> str:
+    """Time kernels on one worker of each machine, while the others wait, and have all use the records."""
+    hosts, said = world.gather(host_identity()), ""
+    if hosts.index(hosts[world.rank]) == world.rank:
+        said = confirm_kernels(keys, choices.database, min(LIMIT, world.timeout / 4))
+    if any(world.gather(said)):
+        use_choices(Choices(default_database()))
+    return said

@@ -290,7 +290,9 @@ class Run(RunLoop):
             return None
         from hybridpar.run.kernels import prepare_kernels
 
-        return prepare_kernels(self.trainer.model, self.config, plan, self.world, self.data.sample_shape)
+        # A run that is resumed goes on with the same kernels, bit for bit.
+        confirm = self.place.checkpoint is None
+        return prepare_kernels(self.trainer.model, self.config, plan, self.world, self.data.sample_shape, confirm)
 
     def _claim(self, plan: ResolvedPlan) -> None:
         """Make the run's directory its own, and write how to repeat it."""

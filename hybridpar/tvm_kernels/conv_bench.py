@@ -10,7 +10,6 @@ is what a kernel is compared with.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar.tvm_kernels.machine import turns
-from hybridpar.tvm_kernels.measure import Bench, Call, relative_error, time_pairs
+from hybridpar.tvm_kernels.measure import Bench, Call, Rotation, relative_error, time_pairs
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,8 +64,7 @@ class ConvBench(Bench):
         )
         one_set = self._image.nbytes + self._gradient.nbytes
         self._sets = turns(one_set) if device is None else 1
-        self._turn = itertools.count()
-        self._results: list[object] = [None] * self._sets
+        self._rotation = Rotation(self._sets)
         self._own = self.operands(layout)
         self._arguments = [self._arguments_of(*own) for own in self._own]
 
@@ -97,18 +95,11 @@ class ConvBench(Bench):
             calls: One on each of the `operands`.
 
         Returns:
-            A function that gives what the call gave, and keeps it until it is the turn of these operands again.
+            A function that gives what the call gave.
         """
         # Not of `self`, which keeps such functions: a reference cycle would hold all tensors until the next collection.
-        turn, sets, results = self._turn, self._sets, self._results
-
-        def call() -> object:
-            place = next(turn) % sets
-            results[place] = None  # the next one may be written where this one was
-            results[place] = found = calls[place]()
-            return found
-
-        return call
+        rotation = self._rotation
+        return lambda: rotation.compute(lambda place: calls[place]())
 
     def arguments(self, place: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What a kernel reads, and a tensor like its result.
@@ -130,12 +121,14 @@ class ConvBench(Bench):
 
     def run(self, kernel: Any) -> Tensor:
         """Call a kernel as a caller would, and allocate its result."""
-        place = next(self._turn) % self._sets
-        first, second, like = self.arguments(place)
-        self._results[place] = None
-        self._results[place] = out = torch.empty_like(like)
-        kernel(first, second, None, out)
-        return out
+
+        def call(place: int) -> Tensor:
+            first, second, like = self.arguments(place)
+            out = torch.empty_like(like)
+            kernel(first, second, None, out)
+            return out
+
+        return self._rotation.compute(call)
 
     def errors(self, kernel: Any) -> tuple[float, float]:
         """Largest difference from float64 of a kernel's result and of torch's."""

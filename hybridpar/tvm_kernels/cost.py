@@ -12,6 +12,7 @@ better by the weighted sum than by the busiest port. Weights are fitted to times
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,13 +29,19 @@ _LINE = 64
 #: Sets of a common L1, between which lines are shared out by their address.
 _SETS = 64
 #: Cycles for a line from L2 to L1, in parts of planes and in channels_last.
-_IN_ORDER, _IN_STEPS = 3.0, 1.0
+_IN_ORDER, _IN_STEPS = 3.0, 0.5
 #: Cycles around each tile for addresses and loops, and for a loop whose length varies.
 _TILE, _MISPREDICTED = 2.0, 14.0
 #: Cycles of a byte from the last cache, from memory in steps, and of one that is read or written in order.
 _PER_NEAR_BYTE, _PER_BYTE, _PER_STREAMED_BYTE = 0.12, 0.25, 0.1
 #: Cycles to copy a vector and to copy two apart, around a padded tile, a row and a plane, and to transpose a vector.
 _COPY, _SPLIT, _PADDED, _ROW, _PLANE, _TURN = 1.2, 2.5, 3.0, 2.5, 20.0, 5.0
+#: Of the weight gradient in channels_last, fitted to candidates of an AVX-512 CPU whose tensors were in no cache: what
+#: a load counts, and what a lacking register; registers that the compiler takes; cycles around a row and a pass, and of
+#: a vector of sums that is fetched and put back; cycles of a byte from the last cache, from memory in order and not in
+#: order, and more of one that is read in steps.
+_TAP_LOAD, _SPILL, _TAKEN, _TAP_ROW, _SUM = 0.3, 3.0, 4, 2.0, 8.0
+_PER_NEAR_TAP_BYTE, _PER_SWEPT_BYTE, _PER_UNSWEPT_BYTE, _PER_STEP_BYTE = 0.4, 0.37, 0.45, 0.16
 #: Cycles for a line from L2 from some planes at a time, and of a vector of sums that is folded.
 _PLANES_CYCLES, _FOLD = 6.0, 8.0
 
@@ -203,7 +210,7 @@ def _room(shape: ConvShape, lanes: int, machine: Machine) -> float:
 
 
 def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """The weight gradient in channels_last.
+    """The weight gradient in channels_last. Measured, its work and its memory traffic do not overlap.
 
     Args:
         shape: The convolution.
@@ -215,34 +222,70 @@ def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     Returns:
         The cost.
     """
+    size = shape.least_bytes
+    per_byte = 0.0 if size <= machine.level2 else _PER_NEAR_TAP_BYTE
+    if machine.is_far(size):
+        per_byte = _PER_SWEPT_BYTE if own.get("sweep") else _PER_UNSWEPT_BYTE
+        per_byte += _PER_STEP_BYTE * (not own.get("sweep") and own["lanes"] < shape.channels)
+    cycles = _tap_sums(shape, own, machine) + per_byte * size
+    return Cost(cycles, 0.0, 0.0, _share_of(own["parts"] * own["groups"], threads))
+
+
+def _tap_sums(shape: ConvShape, own: Mapping[str, int], machine: Machine) -> float:
+    """Cycles to add up the taps' sums from images in a cache."""
     vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
-    lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
+    lanes, tap_columns = own["lanes"], own["tap_columns"]
     vectors = -(-lanes // machine.lanes)
     blocks = -(-shape.channels // lanes)
-    strip = min(own["strip"], vertical.out)
-    strips = -(-vertical.out // strip)
-    groups_down = -(-shape.kernel[0] // tap_rows)
     groups_across = -(-shape.kernel[1] // tap_columns)
-    sums = tap_rows * tap_columns * vectors
-    row = 0.0
-    for span in spans(horizontal, own["tile_columns"]):
-        input_columns = by_input(span.taps)
-        work = sum(len(uses) for _, uses in input_columns) * tap_rows * vectors / groups_across
-        loads = (span.width + len(input_columns) * tap_rows) * vectors
-        live = sums + (span.width + 1) * vectors
-        row += span.count * (_cycles(machine, work, loads, 0, sums, live, span.width * vectors) + 3)
-    # Rows of taps that lie in the image, counted in groups; a group apart at a border costs as much per row of taps.
-    useful = sum(len(vertical.bounded(one)) for one in range(vertical.out)) / tap_rows
-    held = strips * groups_down * (4 * sums + _TILE + _MISPREDICTED)
-    compute = shape.batch * blocks * groups_across * (useful * (row + 4) + held)
+    columns = [(span, by_input(span.taps)) for span in spans(horizontal, own["tile_columns"])]
+
+    def row(tap_rows: int) -> float:
+        """An output row for some rows of taps."""
+        sums, cycles = tap_rows * tap_columns * vectors, float(_TAP_ROW)
+        for span, inputs in columns:
+            adds = sum(len(uses) for _, uses in inputs) * tap_rows * vectors / groups_across
+            loads = float((span.width + len(inputs) * tap_rows) * vectors)
+            # A single row of taps is done with a gradient as soon as its columns have passed.
+            held = (span.width if tap_rows > 1 else min(span.width, shape.kernel[1])) * vectors
+            lacking = sums + held + vectors - (machine.registers - _TAKEN)
+            if lacking > 0:
+                loads += _SPILL * (adds * min(1.0, lacking / held) + max(0, lacking - held))
+            issued = machine.lanes * 4 / _BYTES * (adds + _TAP_LOAD * loads)
+            cycles += span.count * max(issued, adds * _LATENCY / sums)
+        return cycles
+
+    image = 0.0
+    for tap_rows, rows, passes in _passes(vertical, shape.kernel[0], own["tap_rows"], own["strip"]):
+        image += rows * row(tap_rows) + passes * (_SUM * tap_rows * tap_columns * vectors + _TAP_ROW)
     taps = shape.kernel[0] * shape.kernel[1]
-    compute += own["parts"] * taps * blocks * vectors * 2 + taps * shape.channels * 2.0
-    pixel = max(1.0, lanes * 4 / _LINE)
-    lines = (_reach(vertical, strip) * horizontal.size + strip * horizontal.out) * pixel
-    passes = 1 if lines <= _room(shape, lanes, machine) else groups_down * groups_across
-    moved = shape.batch * blocks * strips * lines * passes * _IN_STEPS
-    memory = _memory_cycles(shape, machine, own)
-    return Cost(compute, moved, memory, _share_of(own["parts"] * own["groups"], threads))
+    merged = own["parts"] * taps * blocks * vectors * 2 + taps * shape.channels * 2.0
+    return shape.batch * blocks * groups_across * image + merged
+
+
+@functools.cache
+def _passes(vertical: Axis, taps: int, together: int, strip: int) -> tuple[tuple[int, int, int], ...]:
+    """Passes over the strips of an image: (rows of taps, output rows, passes).
+
+    Rows of taps that all meet the image share a pass; at a border each has one of its own.
+    """
+    rows_of: list[set[int]] = [set() for _ in range(taps)]
+    for row in range(vertical.out):
+        for tap, _ in vertical.bounded(row):
+            rows_of[tap].add(row)
+    found: dict[int, list[int]] = {}
+    for first in range(0, taps, together):
+        group = rows_of[first : first + together]
+        joint = set.intersection(*group)
+        for top in range(0, vertical.out, strip):
+            own = set(range(top, min(top + strip, vertical.out)))
+            shared = [(len(group), own & joint)] if own & joint else []
+            apart = [(1, (rows & own) - joint) for rows in group] if len(group) > 1 and own - joint else []
+            for count, rows in shared + apart:
+                total = found.setdefault(count, [0, 0])
+                total[0] += len(rows)
+                total[1] += 1
+    return tuple((count, rows, passes) for count, (rows, passes) in found.items())
 
 
 # ------------------------------------------------------------------------------------------- contiguous images
@@ -363,7 +406,7 @@ def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     _, padded = turned_tile(vertical, horizontal, strip, lanes)
     units = own["parts"]
     if direction is Direction.WEIGHT_GRADIENT:
-        inner = weight_cost(shape, direction, own, 1, machine).compute
+        inner = _tap_sums(shape, own, machine)
         units *= own["groups"]
     else:
         inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute

@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
 from hybridpar.tvm_kernels.operation import KernelKey, named_operation
@@ -178,7 +178,8 @@ def _warn(database: Database) -> None:
     if old:
         versions = ", ".join(f"{name} {version}" for name, version in old[0].operation.versions)
         _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), versions)
-    doubtful = [one for one in database.records if one.current and None not in one.times and one.doubt]
+    measured = [one for one in database.records if one.current and None not in one.times]
+    doubtful = [one for one in measured if one.doubt and not one.quick]  # these say what need not be tried again
     if doubtful:
         of, why = doubtful[0].key.shape.text, doubtful[0].doubt
         _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", name, len(doubtful), of, why)
@@ -258,7 +259,7 @@ def _append(path: Path, lines: Sequence[str]) -> None:
             os.close(handle)
     except OSError as error:
         raise UsageError(
-            f"cannot write the kernel database {path}: {error.strerror}",
-            "Records are appended to it as they are measured.",
+            cannot_write(path, error),
+            "Records of kernels are appended to it as they are measured.",
             "Name another place with -o.",
         ) from error

@@ -6,6 +6,7 @@ and every norm with the shape and the layout that reach it. A model that needs v
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -17,8 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.call_plan import layout_of
 from hybridpar.tvm_kernels.conv_bench import FORMATS
+from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.moments import behind
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
@@ -139,6 +144,35 @@ def tunable_layers(
         for hook in hooks:
             hook.remove()
     return convolutions, found
+
+
+def step_keys(
+    model: nn.Module, sizes: Sequence[int], layout: Layout, threads: int, device: str, dtype: str = "float32"
+) -> Counter[KernelKey]:
+    """What can be tuned in a training step, and how often each of it runs.
+
+    Args:
+        model: Any module, swapped or not.
+        sizes: Of its input: N, C, H, W.
+        layout: Of its input.
+        threads: Threads that compute.
+        device: Fingerprint of the device.
+        dtype: Of all tensors.
+
+    Returns:
+        Convolutions, and on a CPU also norms and pairs of both; for norms in other layouts there are no kernels.
+
+    Raises:
+        UsageError: The model does not run on such an input.
+    """
+    convolutions, norms = tunable_layers(model, sizes, layout=layout)
+    keys: Counter[KernelKey] = Counter()
+    for layer in convolutions:
+        keys.update(KernelKey(one, layer.shape, layer.layout, threads, device, dtype) for one in layer.needs)
+    if not is_gpu(device):
+        keys.update(norm_key(norm.shape, threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+        keys.update(conv_norm_key(shape, threads, device) for _, shape in conv_norm_shapes(convolutions, norms))
+    return keys
 
 
 def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ _MOST_PAIRS = 1000
 _STRETCH = 4e-4
 
 Call = Callable[[], object]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -149,21 +150,33 @@ def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), noise)
 
 
-def is_clear(speedup: float, noise: float) -> bool:
-    """Whether noise leaves no doubt which of two sides is faster.
+def is_gain(speedup: float, noise: float) -> bool:
+    """Whether a kernel is faster than its rival for certain: the lower end of its speedup is a gain too.
 
     Kernels that are many times as fast as torch may differ by half of that from one measurement to the next, and are
-    faster for certain; of one that is 1.1 times as fast, 25 % of noise says nothing.
+    faster all the same; of one that is 1.1 times as fast, 25 % of noise says nothing.
 
     Args:
         speedup: Times as fast as its rival that a kernel was.
         noise: Relative distance between measurements of that.
 
     Returns:
-        Of a gain whether its lower end, the speedup over 1 + noise, is a gain too; otherwise whether the noise is at
-        most `MOST_NOISE`.
+        Whether it is.
     """
-    return speedup > 1 + noise if speedup > 1 else noise <= MOST_NOISE
+    return speedup > 1 + noise
+
+
+def is_clear(speedup: float, noise: float) -> bool:
+    """Whether a measurement is worth a record: it is a gain for certain, or steady enough to say that it is none.
+
+    Args:
+        speedup: Times as fast as its rival that a kernel was.
+        noise: Relative distance between measurements of that.
+
+    Returns:
+        Whether it is.
+    """
+    return is_gain(speedup, noise) or noise <= MOST_NOISE
 
 
 def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1) -> Timing:
@@ -176,8 +189,8 @@ def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1
             confirmed, unless there is but one.
 
     Returns:
-        Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. Where it
-        is not clear by that, see `is_clear`, the machine was busy; `tuner.Tuned.clear` says whether it is recorded.
+        Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. A gain
+        within the noise is measured again; where it stays one, the kernel counts as no faster.
     """
 
     def worse_of_agreeing(found: Sequence[Timing]) -> Timing:
@@ -190,7 +203,8 @@ def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1
         if len(found) < 2:
             return math.inf
         worse = worse_of_agreeing(found)
-        return 0.0 if is_clear(worse.speedup, worse.noise) else math.inf
+        told = worse.speedup, worse.noise
+        return 0.0 if is_gain(*told) or (worse.speedup <= 1 and is_clear(*told)) else math.inf
 
     return worse_of_agreeing(repeat_until_steady(compare, unclear, 0.0, most)[0])
 
@@ -213,6 +227,32 @@ def torch_threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Rotation:
+    """Sets of tensors that take turns, so that none is in a cache when it is used again, results among them.
+
+    Args:
+        sets: How many there are.
+    """
+
+    def __init__(self, sets: int) -> None:
+        self._places = itertools.cycle(range(sets))
+        self._results: list[object] = [None] * sets
+
+    def compute(self, call: Callable[[int], _Result]) -> _Result:
+        """Compute on the next set.
+
+        Args:
+            call: Is given the number of the set.
+
+        Returns:
+            What the call gave; it is kept until it is the turn of this set again.
+        """
+        place = next(self._places)
+        self._results[place] = None  # the next one may be written where this one was
+        self._results[place] = found = call(place)
+        return found
 
 
 class Bench(ABC):

@@ -25,6 +25,9 @@ _SOURCES = [Path(__file__).parent / "schedules" / f"norm_{part}.py" for part in 
 #: At most so many segments are made of a tensor, so that sums of segments stay few beside it.
 _SEGMENTS = 64
 
+#: Values of a segment at least: segments are walked from the last one on, and CPUs fetch ahead only within one.
+_LEAST = 1 << 16
+
 #: Bytes from which on a result is written past the caches.
 _STREAM = 16 << 20
 
@@ -96,7 +99,8 @@ def plan_rows(rows: int, channels: int) -> RowPlan:
     """
     repeat = wide_channels(channels) // channels
     wide = rows // repeat
-    length = norm_rows.CHUNK * max(2, math.ceil(wide / (norm_rows.CHUNK * _SEGMENTS)))
+    least = max(wide / _SEGMENTS, _LEAST / (repeat * channels))
+    length = norm_rows.CHUNK * max(2, math.ceil(least / norm_rows.CHUNK))
     return RowPlan(rows, channels, repeat, length, math.ceil(wide / length))
 
 

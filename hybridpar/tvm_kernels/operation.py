@@ -143,6 +143,17 @@ class Operation(ABC):
         del key
         return ""
 
+    def covers(self, key: KernelKey) -> bool:
+        """Whether there is any candidate.
+
+        Args:
+            key: What is to be computed.
+
+        Returns:
+            Whether there is; of an operation with parts that depends on their kernels.
+        """
+        return not self.without_kernels(key)
+
     @abstractmethod
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
         """Why parameters make no kernel, or None; nothing else is compiled.

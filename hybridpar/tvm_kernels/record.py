@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.tvm_kernels.measure import is_clear
+from hybridpar.tvm_kernels.measure import is_clear, is_gain
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operation_of, operations
 from hybridpar.tvm_kernels.shapes import Direction, Layout, ShapeError
 
@@ -81,6 +81,8 @@ class Record(BaseModel):
         stock_ms: Of its rival.
         layout_ms: Of torch in the layout of the record; None where that is its faster one.
         floor_ms: What neither arithmetic nor memory can beat; None where that is not known.
+        quick: True where one candidate was timed, at the start of a run, beside torch in the layout of the record
+            alone; see `hybridpar.tvm_kernels.confirm`.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
@@ -106,6 +108,7 @@ class Record(BaseModel):
         None, gt=0, description="torch in the layout of the record, where that is not its better one"
     )
     floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
+    quick: bool | None = Field(None, description="true: one candidate, timed at the start of a run; a tune searches")
 
     def what(self) -> tuple[str, Any]:
         """Direction and shape of what was computed."""
@@ -157,19 +160,32 @@ class Record(BaseModel):
         if not is_right(self.error, *where, self.stock_error):
             found = "unknown" if self.error is None else f"{self.error:.1e}"
             return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
-        own, rival = self.times
-        gain = 1.0 if own is None or rival is None else rival / own
-        if self.noise is not None and not is_clear(gain, self.noise):
+        if self.noise is not None and not is_clear(self.gain, self.noise):
             apart = f"its measurements lay {100 * self.noise:.0f} % apart"
-            within = f"within which lies its gain of {gain:.2f}x"
-            return f"{apart}, {within if gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
+            within = f"within which lies its gain of {self.gain:.2f}x"
+            return f"{apart}, {within if self.gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
         return ""
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as its rival that the kernel was; 1 where it was not measured."""
+        own, rival = self.times
+        return 1.0 if own is None or rival is None else rival / own
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds that the kernel saves for certain, by the lower end of its gain; 0 where it is not used.
+
+        A rival that was timed beside other programs may have taken many times as long as it does alone, which noise
+        tells: its median is no promise.
+        """
+        own, rival = self.times
+        return max(0.0, rival / (1 + (self.noise or 0.0)) - own) if self.wins and own and rival else 0.0
 
     @property
     def wins(self) -> bool:
         """Whether it may be used, and was measured to be faster than its rival, by `LEAST_GAIN`."""
-        own, rival = self.times
-        return own is not None and rival is not None and LEAST_GAIN * own < rival and not self.doubt
+        return self.gain > LEAST_GAIN and is_gain(self.gain, self.noise or 0.0) and not self.doubt
 
     def line(self) -> str:
         """The record as a line of a database."""

@@ -26,6 +26,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hybridpar.codegen.build import contents_of
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
@@ -37,12 +38,15 @@ from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of
 from hybridpar.tvm_kernels.record import Record
-from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, tune
+from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, first_candidate, tune
 
 _log = logging.getLogger(__name__)
 
 #: Candidates of a search that are kept: the fastest, and others to begin the next search with.
 KEPT = 3
+
+#: Candidates that are built before they are timed, where each key has one.
+_AHEAD = 12
 
 #: Part of the time that may be spent on finding out how long torch takes.
 _WEIGHING = 0.1
@@ -104,6 +108,8 @@ def tune_all(
     path: Path,
     seconds: float,
     search: Callable[..., SearchReport] | None = None,
+    *,
+    quick: bool = False,
     **options: Any,
 ) -> SearchReport:
     """Tune keys of several operations: those that are measured first, those made of others last.
@@ -113,7 +119,8 @@ def tune_all(
         path: The database.
         seconds: Time for all of it.
         search: Tunes the keys of one operation; None for `search_all`.
-        options: Handed to it.
+        quick: Time one candidate of each. Those that are measured are not faster then, and gain less: they come later.
+        options: Handed to the search.
 
     Returns:
         What became of all of them.
@@ -123,7 +130,8 @@ def tune_all(
         KernelsUnavailable: Nothing can be built on this machine.
     """
     end, report = time.monotonic() + seconds, SearchReport()
-    ordered = sorted(keys, key=lambda key: operation_of(key).order)
+    options |= {"quick": True} if quick else {}
+    ordered = sorted(keys, key=lambda key: (quick and operation_of(key).longest is not None, operation_of(key).order))
     groups = [(one, list(own)) for one, own in groupby(ordered, key=operation_of)]
 
     def reserved(operation: Operation, own: Sequence[KernelKey]) -> float:
@@ -156,6 +164,7 @@ def search_all(
     tuner: Callable[..., list[Tuned]] = tune,
     weigher: Callable[[Mapping[KernelKey, int], float], Mapping[KernelKey, float]] | None = None,
     measured: bool = True,
+    quick: bool = False,
 ) -> SearchReport:
     """Tune keys of one operation, and append what is found to a database.
 
@@ -171,6 +180,8 @@ def search_all(
         tuner: Searches for one, as `tuner.tune`.
         weigher: Says how much is at stake for each, in so many seconds; None for `weigh`.
         measured: Whether what it finds was measured; otherwise any record that is not of other versions is enough.
+        quick: Time one candidate of each, and record it whatever comes out, so that it is done once. The record says
+            so, and a tune that is not quick searches in spite of it.
 
     Returns:
         What became of those that were not left out.
@@ -183,33 +194,42 @@ def search_all(
     database = read_database(path) if path.exists() else Database(str(path))
     parts = {key: own for key in counts if (own := _parts_of(database, key)) is not None}
     there = set() if measured else {record.key for record in database.records if record.current}
-    todo = [key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own))]
+    todo = [
+        key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own, quick))
+    ]
     report = SearchReport(skipped=len(parts) - len(todo))
     if not todo:
         return report
     operation = operation_of(todo[0])
-    if seconds < operation.least_seconds:
+    least = 0.0 if quick else operation.least_seconds
+    if seconds < least:
         raise UsageError(
             f"a budget of {seconds:g} s is too short to try one candidate",
             f"A search takes {operation.least_seconds:g} s at least, and {len(todo)} are to be done.",
             f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
         )
     end = time.monotonic() + seconds
-    weighed = weigher or functools.partial(weigh, measure=torch_ms if operation.longest is None else None)
+    timed = operation.longest is None and not quick
+    weighed = weigher or functools.partial(weigh, measure=torch_ms if timed else None)
     stakes = weighed({key: counts[key] for key in todo}, _WEIGHING * seconds) if len(todo) > 1 else {todo[0]: 1.0}
     todo = sorted(todo, key=lambda key: -stakes[key])
     known = Database("what is known", [*database.records, *packaged_records()])
     with Builder(len(available_cores()), BUILD_TIMEOUT) as builder:
-        speed = functools.cache(lambda: operation.measure_speed(builder))
+        speed, firsts = functools.cache(lambda: operation.measure_speed(builder)), dict[KernelKey, Parameters]()
         for place, key in enumerate(todo):
             left = end - time.monotonic()
             # The first one is always begun: weighing them, too, has taken time.
-            if left < operation.least_seconds and (place or not operation.least_seconds):
+            if left < least and (place or not least):
                 report.left = len(todo) - place
                 break
             share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)
             if operation.longest is not None:
                 share = min(operation.longest, left / (len(todo) - place))
+            if quick and place % _AHEAD == 0:
+                firsts |= _firsts(todo[place : place + _AHEAD], known, builder)
+            if quick and key not in firsts:
+                report.empty += 1
+                continue
 
             def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
                 if on_progress is not None:
@@ -219,7 +239,7 @@ def search_all(
             try:
                 found = tuner(
                     key,
-                    max(share, operation.least_seconds),
+                    max(share, least),
                     seed,
                     lambda _, best, tell=tell: tell(best),
                     known=_known(known, key),
@@ -227,6 +247,7 @@ def search_all(
                     trials=trials,
                     builder=builder,
                     speed=speed,
+                    only=firsts.get(key),
                 )
             except KernelsUnavailable as error:
                 if operation.longest is None:
@@ -237,7 +258,7 @@ def search_all(
                 report.stopped, found = True, getattr(stopped, "results", [])
             finals = [one for one in found if one.final]
             steady = [one for one in finals if one.clear]
-            append_records(path, _records_of(operation, key, steady[:KEPT]))
+            append_records(path, _records_of(operation, key, (finals if quick else steady)[:KEPT], quick))
             report.tuned += bool(steady)
             report.unsteady += bool(finals) and not steady
             if not found and not report.stopped:
@@ -254,11 +275,12 @@ def search_all(
     return report
 
 
-def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned]) -> list[Record]:
+def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned], quick: bool) -> list[Record]:
     """The records of what a search found."""
     now = time.time()
     shape = {name: getattr(key.shape, name, None) for name in ("rows", "channels")}
     told = {**dataclasses.asdict(key), **shape, "versions": dict(operation.versions), "tuned_at": now}
+    told |= {"quick": quick or None}
     told |= {"shape": getattr(key.shape, "convolution", key.shape).text, "activation": getattr(key.shape, "act", None)}
     return [operation.record.model_validate({**told, **dataclasses.asdict(one)}) for one in found]
 
@@ -270,9 +292,22 @@ def _parts_of(database: Database, key: KernelKey) -> list[Record] | None:
     return won if len(won) == len(found) else None
 
 
-def _is_old(record: Record | None, parts: Sequence[Record]) -> bool:
-    """Whether there is no record, or one of its parts was measured since."""
-    return record is None or any(part.tuned_at > record.tuned_at for part in parts)
+def _is_old(record: Record | None, parts: Sequence[Record], quick: bool) -> bool:
+    """Whether there is no record, or none of a search where one is wanted, or one of its parts was measured since."""
+    if record is None or (record.quick and not quick):
+        return True
+    return any(part.tuned_at > record.tuned_at for part in parts)
+
+
+def _firsts(keys: Sequence[KernelKey], known: Database, builder: Builder) -> dict[KernelKey, Parameters]:
+    """The candidates to begin with, built together on all cores before anything is timed."""
+    told = ((key, first_candidate(key, _known(known, key))) for key in keys)
+    firsts: dict[KernelKey, Parameters] = {key: one for key, one in told if one is not None}
+    asked = [(key, one, request) for key, one in firsts.items() if (request := operation_of(key).request(key, one))]
+    contents_of(
+        [operation_of(key).path(key, one) for key, one, _ in asked], [one for *_, one in asked], builder=builder
+    )
+    return firsts
 
 
 def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
@@ -291,14 +326,14 @@ def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
     """Parameters that did well before, also with other versions, other devices, threads or batches: where to begin."""
     alike = [
-        (other != key, other.device != key.device, best.ms / best.stock_ms, best)
+        (other != key, other.device != key.device, other.shape != key.shape, best.ms / best.stock_ms, best)
         for other in database
         if (other.op, other.direction, other.layout) == (key.op, key.direction, key.layout)
         and is_gpu(other.device) == is_gpu(key.device)
         and other.shape.unlike(key.shape) is not None
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
-    ordered = [best for *_, best in sorted(alike, key=lambda one: one[:3])]
+    ordered = [best for *_, best in sorted(alike, key=lambda one: one[:4])]
     return [one.numbers for one in ordered]
 
 

@@ -14,12 +14,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from hybridpar.tvm_kernels.call_plan import layout_of
 from hybridpar.tvm_kernels.choice import Choices, active_choices, choose_norm, use_choices
+from hybridpar.tvm_kernels.confirm import confirm_kernels
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
-from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
+from hybridpar.tvm_kernels.layers import is_depthwise, number_padding, step_keys
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.moments import behind, set_behind
 from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
 from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.shapes import Layout
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +60,12 @@ class DepthwiseConv2d(nn.Conv2d):
         return depthwise_conv2d(input, self.weight, self.bias, self.stride, padding, self.dilation)
 
 
-def optimize(model: _Model, database: str | Path | Database | None = None, report: bool = False) -> _Model:
+def optimize(
+    model: _Model,
+    database: str | Path | Database | None = None,
+    report: bool = False,
+    example: Tensor | None = None,
+) -> _Model:
     """Let a model's depthwise convolutions run tuned kernels, wherever a record says that they are faster.
 
     BatchNorm layers and the activations behind them run as one operation where a record says so, and take their
@@ -69,15 +78,23 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
         database: A file that `hybridpar tune` wrote, or what was read from it; default: what comes with the package and
             what was tuned on this machine.
         report: Log a line at level WARNING, so that it is seen, that says how many layers were swapped.
+        example: A batch of float32 images on the CPU, as the model will be trained on, without a `database`: what this
+            CPU has no record of is first timed for up to half a minute, and recorded; a line at level WARNING says so.
 
     Returns:
         The model itself.
 
     Raises:
-        UsageError: The database cannot be read.
+        UsageError: The database cannot be read, or the model does not run on the example.
     """
     if database is None:
         database = default_database()
+        if example is not None:
+            layout = layout_of(example) or Layout.CONTIGUOUS
+            keys = step_keys(model, example.shape, layout, torch.get_num_threads(), cpu_fingerprint())
+            if said := confirm_kernels(keys, database):
+                _log.warning("%s", said)
+                database = default_database()
     elif not isinstance(database, Database):
         database = read_database(database)
     use_choices(Choices(database))

@@ -19,12 +19,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybridpar.codegen.build import Session
+from hybridpar.codegen.build import Session, contents_of
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.machine.process import available_cores
-from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.tvm_kernels.measure import Bench, Timing, is_clear, steady_timing, torch_threads
+from hybridpar.tvm_kernels.measure import Bench, Call, Timing, is_clear, steady_timing, torch_threads
 from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of
 from hybridpar.tvm_kernels.record import is_right
 from hybridpar.tvm_kernels.space import neighbours
@@ -35,6 +34,9 @@ _log = logging.getLogger(__name__)
 BUILD_TIMEOUT = 30.0
 #: Candidates that may be lost before any was measured; then nothing can be built or loaded here.
 _MOST_LOST = 8
+
+#: Seconds for timing a single candidate.
+_QUICK = 0.2
 
 #: Comparisons of a finalist, at most.
 _MOST_COMPARED = 4
@@ -76,9 +78,9 @@ class Tuned:
 
     @property
     def clear(self) -> bool:
-        """Whether it is worth a record: noise is low, or leaves no doubt which side is faster (`measure.is_clear`)."""
+        """Whether it is worth a record, see `measure.is_clear`."""
         rival = self.stock_ms if self.layout_ms is None else self.layout_ms
-        return self.noise <= MOST_NOISE or is_clear(rival / self.ms, self.noise)
+        return is_clear(rival / self.ms, self.noise)
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -104,6 +106,7 @@ def tune(
     builder: Builder | None = None,
     speed: Any = None,
     trials: int | None = None,
+    only: Parameters | None = None,
 ) -> list[Tuned]:
     """Search for the fastest kernel of one key.
 
@@ -117,6 +120,8 @@ def tune(
         builder: Builds candidates; None for one of this call's own.
         speed: What the device can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
+        only: Time but this candidate, for a short time, beside torch in the layout of the key; its machine code is kept
+            in the cache, and its floor is not known.
 
     Returns:
         All that were measured, best first: finalists before others. Empty where no kernel covers the key, or none could
@@ -128,17 +133,38 @@ def tune(
     """
     own = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
     with torch_threads(key.threads), own as build:
-        search = _Search(key, seed, build, parts, on_progress)
+        search = _Search(key, seed, build, parts, on_progress, only)
         if not search.space:
             return []
-        if callable(speed):
-            speed = speed()
-        search.speed = search.operation.measure_speed(build) if speed is None else speed
+        if only is None:
+            found = speed() if callable(speed) else speed
+            found = search.operation.measure_speed(build) if found is None else found
+            search.floor_ms = search.operation.floor_ms(key, found)
         try:
             search.run(time.monotonic() + seconds, seconds, known, trials)
         except KeyboardInterrupt:
             raise TuningStopped(search.sorted()) from None
         return search.sorted()
+
+
+def first_candidate(key: KernelKey, known: Sequence[Parameters] = ()) -> dict[str, int] | None:
+    """The candidate that is most likely to be fast, before anything is timed.
+
+    Args:
+        key: What is to be computed, and where; of an operation without parts.
+        known: Parameters measured earlier, best first.
+
+    Returns:
+        The first known one that suits this device, else the one that the model likes best; None where there is none.
+    """
+    ranked = [one for one, _ in _ranked(key, ())]
+    fresh = {_key_of(one): one for one in ranked}
+    return next((fresh[_key_of(one)] for one in known if _key_of(one) in fresh), ranked[0] if ranked else None)
+
+
+def _ranked(key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
+    """All candidates with what the model says, the best first."""
+    return sorted(operation_of(key).space(key, parts), key=lambda one: one[1])
 
 
 def _key_of(parameters: Parameters) -> _Key:
@@ -149,7 +175,7 @@ def _key_of(parameters: Parameters) -> _Key:
 class _Search:
     """One search: what was asked for, what was measured, what is best."""
 
-    speed: Any
+    floor_ms: float | None = None
 
     def __init__(
         self,
@@ -158,11 +184,17 @@ class _Search:
         builder: Builder,
         parts: Sequence[tuple[Parameters, Any]] = (),
         on_progress: Callable[[Tuned, Tuned], None] | None = None,
+        only: Parameters | None = None,
     ) -> None:
-        self.key, self.operation = key, operation_of(key)
+        self.key, self.operation, self.quick = key, operation_of(key), only is not None
+        self.pace = (
+            replace(self.operation.pace, glance=0.0, longest=_QUICK, reserved=1.0)
+            if self.quick
+            else self.operation.pace
+        )
         self.seed, self.builder, self.on_progress = seed, builder, on_progress
         self.part_kernels = [kernel for _, kernel in parts]
-        ranked = sorted(self.operation.space(key, [own for own, _ in parts]), key=lambda one: one[1])
+        ranked = [(dict(only), 0.0)] if only is not None else _ranked(key, [own for own, _ in parts])
         self.space = [one for one, _ in ranked]
         self.predicted = {_key_of(one): cost for one, cost in ranked}
         self.random, self.session = random.Random(seed), Session() if ranked else None
@@ -182,7 +214,7 @@ class _Search:
 
     def run(self, end: float, budget: float, known: Sequence[Parameters], trials: int | None) -> None:
         """Measure until the time is up."""
-        pace, cores = self.operation.pace, len(available_cores())
+        pace, cores = self.pace, len(available_cores())
         self.bench = self.operation.bench(self.key, self.seed, self.part_kernels)
         self.stop = end - pace.reserved * budget
         allowed = len(self.space) if trials is None else trials
@@ -195,8 +227,7 @@ class _Search:
                 if len(self.asked) >= allowed:
                     break
                 self.asked.add(_key_of(one))
-                request = self.operation.request(self.key, one)
-                building[_key_of(one)] = None if request is None else self.builder.submit(request)
+                building[_key_of(one)] = self._build(one)
                 if len(building) >= cores + 1:
                     take(building)
                 if self._is_over():
@@ -211,14 +242,27 @@ class _Search:
             wait(futures)
         self._finals(end, budget)
 
+    def _build(self, one: Parameters) -> Future[Built] | None:
+        """Begin to build a candidate; a single one is kept in the cache, as it is likely to be used."""
+        request = self.operation.request(self.key, one)
+        if request is None or not self.quick:
+            return None if request is None else self.builder.submit(request)
+        built: Future[Built] = Future()
+        (content,) = contents_of([self.operation.path(self.key, one)], [request], builder=self.builder)
+        if isinstance(content, KernelsUnavailable):
+            built.set_exception(content)
+        else:
+            built.set_result(content)
+        return built
+
     def _is_over(self) -> bool:
         """Whether the time for candidates is up; where they are few, all are measured."""
-        few = self.operation.pace.reserved == 1.0
+        few = self.pace.reserved == 1.0
         return bool(self.results) and time.monotonic() > self.stop and not few
 
     def _proposals(self, known: Sequence[Parameters]) -> Iterator[Mapping[str, int]]:
         """What to try, in order; what is best so far decides what comes next."""
-        pace = self.operation.pace
+        pace = self.pace
         fresh = {_key_of(one): one for one in self.space}
 
         def take(one: Parameters) -> Iterator[dict[str, int]]:
@@ -252,7 +296,7 @@ class _Search:
         apart: dict[frozenset[str], list[dict[str, int]]] = {}
         for one in self.space:
             apart.setdefault(frozenset(one), []).append(one)
-        count = self.operation.pace.liked
+        count = self.pace.liked
         own = [one for place in range(count) for members in apart.values() for one in members[place : place + 1]]
         return own[:count]
 
@@ -281,14 +325,17 @@ class _Search:
             _log.warning("a kernel of %s is wrong by %.1e", what, error_found)
             return
         self.kernels[key] = kernel
-        glance = self.operation.pace.glance
-        timing = self.bench.compare(kernel, glance, 3 if glance else 1)
-        floor_ms = self.operation.floor_ms(self.key, self.speed)
-        found = Tuned(parameters, timing.ms, timing.stock_ms, floor_ms, error_found, timing.speedup)
+        glance = self.pace.glance
+        timing = self.bench.compare(kernel, glance, 3 if glance else 1, self._rival(self.bench))
+        found = Tuned(parameters, timing.ms, timing.stock_ms, self.floor_ms, error_found, timing.speedup)
         drawn, cost = key in self.drawn, self.predicted[key]
         self._note(key, replace(found, predicted=cost, drawn=drawn, stock_error=stock_error, noise=timing.noise))
-        for other in self.fastest(len(self.results))[self.operation.pace.finalists + 2 :]:
+        for other in self.fastest(len(self.results))[self.pace.finalists + 2 :]:
             self.kernels.pop(other, None)  # unloads it
+
+    def _rival(self, bench: Bench) -> Call | None:
+        """What kernels are compared with: of torch the better of its layouts, which takes time to find out."""
+        return bench.instead if self.quick else None
 
     def _note(self, key: _Key, result: Tuned) -> None:
         """Take in a result, and tell how it stands."""
@@ -302,13 +349,13 @@ class _Search:
         The second comparison is on other tensors than the first, and the worse of the two counts. A gain that it does
         not confirm is not used: there is no record of it, or one that says how far the two lay apart.
         """
-        pace = self.operation.pace
+        pace = self.pace
         best = [key for key in self.fastest(len(self.results)) if key in self.kernels][: pace.finalists]
         if not best:
             return
         further = [self.operation.bench(self.key, self.seed + one, self.part_kernels) for one in range(1, pace.benches)]
         benches = [self.bench, *further]
-        rivals = 1 if self.bench.stock == self.bench.instead else 2
+        rivals = 1 if self.quick or self.bench.stock == self.bench.instead else 2
         for place, key in enumerate(best):
             least = budget if pace.reserved == 1.0 else 0.0
             left = max(least, end - time.monotonic()) / (len(best) - place)
@@ -325,10 +372,10 @@ class _Search:
 
     def _steady(self, benches: Sequence[Bench], key: _Key, seconds: float, alike: bool = False) -> Timing:
         """Compare a kernel with torch, or with torch in the kernel's layout, on each bench in turn."""
-        turn, kernel, pairs = itertools.cycle(benches), self.kernels[key], self.operation.pace.pairs
+        turn, kernel, pairs = itertools.cycle(benches), self.kernels[key], self.pace.pairs
 
         def compare() -> Timing:
             bench = next(turn)
-            return bench.compare(kernel, seconds, pairs, bench.instead if alike else None)
+            return bench.compare(kernel, seconds, pairs, bench.instead if alike else self._rival(bench))
 
         return steady_timing(compare, _MOST_COMPARED, len(benches))

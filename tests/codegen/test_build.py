@@ -80,7 +80,7 @@ def builds(object_file: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """What was built; the build itself takes what was compiled before."""
     built: list[Path] = []
 
-    def build(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes]]:
+    def build(requests: Mapping[int, Request], workers: int, builder: object) -> Iterator[tuple[int, bytes]]:
         for index, request in requests.items():
             built.extend(request.sources)
             yield index, object_file[kernel_cache._DIGEST :]

@@ -13,11 +13,13 @@ from hybridpar.compress.auto import (
     FIDELITIES,
     PLAIN,
     PROVEN,
+    WITHOUT_ENDS,
     Layers,
     candidates_of,
     choose,
     kinds_of,
     predict,
+    small_ends,
 )
 from hybridpar.compress.exchange import PhaseTimes
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds, measure_codec, measure_link, meet_over
@@ -55,6 +57,23 @@ def test_of_several_codecs_the_fastest_is_taken_layer_by_layer():
     text = chosen(Layers(BUCKETS, workers=2), 12.5, "fp16", "onebit")
     # Vectors do not fit onebit, and with it they travel as they are.
     assert text == "fc.weight -> onebit; conv.weight -> onebit"
+
+
+def test_small_first_and_last_layers_are_sent_as_they_are_with_codecs_that_need_it():
+    ends = [("fc.bias", (10,)), ("fc.weight", (10, 512))], [("conv1.weight", (64, 3, 7, 7))]
+    layers = Layers([ends[0], *BUCKETS, [("wide", (4096, 4096))], ends[1]], workers=2)
+    assert small_ends([layers]) == {"fc.weight", "conv1.weight"}
+    (text,) = WITHOUT_ENDS
+    found = chosen(layers, 12.5, text)
+    assert f"wide -> {text}" in found
+    assert found.count("conv1.weight") == 0
+    assert "conv1.weight -> onebit" in chosen(layers, 12.5, "onebit")
+
+
+def test_the_ends_of_a_pipeline_are_those_of_its_first_and_last_stage():
+    first, last = [[("b", (512, 512)), ("a", (2, 8))]], [[("z", (4, 8)), ("y", (512, 512))]]
+    assert small_ends([Layers(first, 2), Layers(last, 2)]) == {"a", "z"}
+    assert small_ends([Layers([[("z", (64, 64)), ("y", (512, 512))]], 2)]) == frozenset(), "they are not small"
 
 
 def test_small_layers_stay_as_they_are_where_a_message_costs_more_than_their_bytes():

@@ -17,7 +17,7 @@ from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Varia
 #: A core that reads or writes a million elements of any codec in a millisecond.
 ALL_RATES = {text: {1 << 20: (1.0, 1.0)} for text in FIDELITIES["lossy"]}
 #: Few, so that spaces stay small enough to enumerate.
-RATES = {text: ALL_RATES[text] for text in ("fp16", "bf16", "onebit:decay=0.9")}
+RATES = {text: ALL_RATES[text] for text in ("fp16", "bf16", "onebit:decay=0.5")}
 
 
 def chain(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.plan import read_plan
 from hybridpar.planner.resolve import lane_threads, resolve
+from hybridpar.run import kernels as kernels_of_run
 from hybridpar.run.kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.kernel import TunedKernel
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 from tests.ranks import run_ranks
 from tests.runs import check_run, small_arguments, train
@@ -49,6 +51,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
     monkeypatch.setattr(choice, "make_kernels", make)
     monkeypatch.setattr(choice, "_active", None)
+    monkeypatch.setattr(kernels_of_run, "confirm_kernels", lambda *_: "")
     return made
 
 
@@ -208,6 +211,47 @@ def test_auto_reads_what_was_tuned_here(tmp_path, kernels, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
     database(tmp_path / "cache" / "kernels.jsonl", 16)
     train(tmp_path / "run", "separable", kernels="auto", epochs=1)
+    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
+
+
+def _confirming(patch: pytest.MonkeyPatch, cache: Path, batch: int) -> None:
+    """Confirm all convolutions at once, and note that it was asked for."""
+    patch.setenv("HYBRIDPAR_CACHE", str(cache))
+
+    def confirm(keys: Mapping[KernelKey, int], _: Database, seconds: float) -> str:
+        assert 0 < seconds <= 30
+        assert {key.op for key in keys} >= {"depthwise_conv2d", "batch_norm_act"}
+        database(cache / "kernels.jsonl", batch)
+        with (cache / "asked").open("a") as file:
+            file.write("once\n")
+        return "confirmed 6 of 6 kernels"
+
+    patch.setattr(kernels_of_run, "confirm_kernels", confirm)
+
+
+def test_a_new_run_confirms_kernels_and_a_resumed_one_goes_on_with_them(tmp_path, kernels, monkeypatch, capsys):
+    _confirming(monkeypatch, tmp_path / "cache", 16)
+    train(tmp_path / "run", "separable", kernels="auto", epochs=1)
+    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
+    assert "kernels confirmed 6 of 6 kernels" in " ".join(capsys.readouterr().out.split())
+    train(tmp_path / "run", "separable", kernels="auto", epochs=2, resume=True)
+    assert (tmp_path / "cache" / "asked").read_text() == "once\n"
+    # What is named is used as it is.
+    train(tmp_path / "named", "separable", kernels=database(tmp_path / "k.jsonl", 4), epochs=1)
+    assert check_run(tmp_path / "named")["kernels"]["tuned"] == 0
+    assert (tmp_path / "cache" / "asked").read_text() == "once\n"
+
+
+def _confirming_rank(world: World, place: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        standing_in(patch)
+        _confirming(patch, place / "cache", 8)
+        train(place / "run", "separable", kernels="auto", epochs=1)
+
+
+def test_one_of_several_workers_confirms_and_all_use_it(tmp_path):
+    run_ranks(_confirming_rank, 2, tmp_path)
+    assert (tmp_path / "cache" / "asked").read_text() == "once\n"
     assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
 
 

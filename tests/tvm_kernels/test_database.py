@@ -165,7 +165,7 @@ def test_an_empty_file_is_an_empty_database(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot write the kernel database"):
+    with pytest.raises(UsageError, match=r"cannot write .*k\.jsonl: "):
         append_records(tmp_path / "file" / "k.jsonl", [ONE])
 
 
@@ -252,6 +252,15 @@ def test_a_record_that_is_wrong_or_unsteady_is_not_used(tmp_path, caplog, record
     with caplog.at_level(logging.WARNING), contextlib.suppress(UsageError):
         assert read_database(tmp_path / "k.jsonl").best(record.key) is None
         assert len(caplog.records) == 1
+
+
+def test_a_record_promises_the_lower_end_of_its_gain():
+    fields = {"ms": 1.0, "stock_ms": 3.0, "noise": 0.5}
+    assert ONE.model_copy(update=fields).saved_ms == pytest.approx(1.0)
+    assert NORM.model_copy(update={**fields, "noise": None}).saved_ms == pytest.approx(2.0)
+    assert ONE.model_copy(update={**fields, "layout_ms": 1.8}).saved_ms == pytest.approx(0.2)
+    within = ONE.model_copy(update={**fields, "stock_ms": 1.1, "noise": 0.2})
+    assert (within.saved_ms, within.wins, within.doubt) == (0.0, False, ""), "a gain within the noise is none"
 
 
 def test_a_kernel_may_be_as_far_off_as_torch_is_there():

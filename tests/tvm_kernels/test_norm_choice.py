@@ -53,7 +53,7 @@ def test_a_record_that_wins_is_what_runs() -> None:
         ({"device": "another CPU"}, "its record is for another CPU"),
         ({"rows": 32}, "its record is for 32 rows"),
         ({"layout": "contiguous"}, "its record is for contiguous"),
-        ({"versions": {"torch": "0.1"}}, "its record is not of norms 1, torch"),
+        ({"versions": {"torch": "0.1"}}, "its record is not of norms 2, torch"),
         ({"channels": 16}, "there is no record"),
         ({"activation": "silu"}, "there is no record"),
         ({"dtype": "bfloat16"}, "there is no record"),

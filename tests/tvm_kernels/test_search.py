@@ -45,7 +45,7 @@ class Tuner:
         self.stop_at, self.empty = stop_at, empty
 
     def __call__(self, key, seconds, seed, on_progress, *, known, parts, trials, **shared):
-        assert set(shared) == {"builder", "speed"}
+        assert set(shared) == {"builder", "speed", "only"}
         assert (key.layout, key.threads, seed) == (Layout.CHANNELS_LAST, 1, 0)
         self.asked.append(key)
         self.known.append(known)

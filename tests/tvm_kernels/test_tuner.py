@@ -283,9 +283,9 @@ def test_noise_refuses_only_gains_that_lie_within_it() -> None:
     taken = iter([timing_of(32.0, noise=0.9), timing_of(24.0), timing_of(9.0)])
     found = measure.steady_timing(lambda: next(taken))
     assert (found.speedup, found.noise, next(taken).speedup) == (24.0, 0.9, 9.0), "the third was not needed"
-    assert measure.is_clear(found.speedup, found.noise)
-    assert not measure.is_clear(1.1, 0.2)
-    assert measure.is_clear(1.1, 0.05)
+    assert measure.is_gain(found.speedup, found.noise)
+    assert [measure.is_gain(1.1, noise) for noise in (0.05, 0.2, math.nan)] == [True, False, False]
+    assert [measure.is_clear(1.1, noise) for noise in (0.05, 0.2, 0.3)] == [True, True, False], "or it gains nothing"
     assert [measure.is_clear(0.9, noise) for noise in (0.2, 0.3, math.nan)] == [True, False, False]
     assert not measure.is_clear(2.0, math.nan)
 

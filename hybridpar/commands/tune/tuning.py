@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -32,11 +33,10 @@ from hybridpar.models import seed_everything
 from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model
 from hybridpar.tvm_kernels.database import read_database, user_database
-from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import KNOWN, Gpu, cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.search import Progress, SearchReport, compile_all, tune_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
@@ -69,7 +69,7 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
     if config.output is not None and config.output.is_file():
         read_database(path)  # refuses a file of something else, which records would be added to
     work = find_work(config)
-    options = {"again": config.again, "seed": config.seed, "trials": config.trials}
+    options: dict[str, Any] = {"again": config.again, "seed": config.seed, "trials": config.trials}
     with ProgressBar() as bar:
         try:
             report = tune_all(work, path, config.seconds, search, **options, on_progress=partial(_show_search, bar))
@@ -138,14 +138,7 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
     seed_everything(config.seed)
     model = configured_model(run, config.model, classes)
-    convolutions, norms = tunable_layers(model, (batch, *sample), layout=layout)
-    where = _place(config, threads)
-    for layer in convolutions:
-        work.update(KernelKey(direction, layer.shape, layer.layout, *where) for direction in layer.needs)
-    if config.target == "cpu":
-        # There are no kernels for norms in other layouts, so there is nothing to be measured.
-        work.update(norm_key(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
-        work.update(conv_norm_key(shape, *where[:2]) for _, shape in conv_norm_shapes(convolutions, norms))
+    work = step_keys(model, (batch, *sample), layout, *_place(config, threads))
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",

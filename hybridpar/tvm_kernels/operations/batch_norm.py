@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,7 +22,7 @@ from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act
 from hybridpar.tvm_kernels.machine import copy_speed, measure_copies, turns
-from hybridpar.tvm_kernels.measure import Bench, Call, relative_error
+from hybridpar.tvm_kernels.measure import Bench, Call, Rotation, relative_error
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
@@ -97,16 +96,14 @@ class NormBench(Bench):
         # The same values at other places: drawing them takes longer than what is measured.
         self._inputs = [x.clone().requires_grad_() for _ in range(sets)]
         self._gradients = [gradient.clone() for _ in range(sets)]
-        self._turn = count()
+        self._rotation = Rotation(sets)
         self._weight = torch.ones(shape.channels, requires_grad=True)
         self._bias = torch.zeros(shape.channels, requires_grad=True)
         self._running = torch.zeros(shape.channels), torch.ones(shape.channels)
 
     def run(self, kernel: Any) -> None:
         """Forward and backward by the kernels."""
-        x, gradient = self._next()
-        y = kernel(x, self._weight, self._bias, *self._running, True, 0.1, EPS, self.shape.act)
-        torch.autograd.grad(y, (x, self._weight, self._bias), gradient)
+        self._step(lambda x: kernel(x, self._weight, self._bias, *self._running, True, 0.1, EPS, self.shape.act))
 
     @property
     def instead(self) -> Call:
@@ -114,13 +111,15 @@ class NormBench(Bench):
         return self._stock
 
     def _stock(self) -> None:
-        x, gradient = self._next()
-        z = functional.batch_norm(x, *self._running, self._weight, self._bias, True, 0.1, EPS)
-        torch.autograd.grad(IN_PLACE[self.shape.act](z), (x, self._weight, self._bias), gradient)
+        given = *self._running, self._weight, self._bias, True, 0.1, EPS
+        self._step(lambda x: IN_PLACE[self.shape.act](functional.batch_norm(x, *given)))
 
-    def _next(self) -> tuple[Tensor, Tensor]:
-        own = next(self._turn) % len(self._inputs)
-        return self._inputs[own], self._gradients[own]
+    def _step(self, forward: Callable[[Tensor], Tensor]) -> None:
+        def call(place: int) -> None:
+            x = self._inputs[place]
+            torch.autograd.grad(forward(x), (x, self._weight, self._bias), self._gradients[place])
+
+        self._rotation.compute(call)
 
     def errors(self, kernel: Any) -> tuple[float, float]:
         """The largest error of result and gradients against float64, each relative to its largest value."""
@@ -150,7 +149,7 @@ class BatchNormAct(Operation):
     shape = NormShape
     limits: ClassVar[Mapping[str, float]] = {NORM_OP: 1e-5}
     record = NormRecord
-    own_versions: ClassVar[Mapping[str, str]] = {"norms": "1"}
+    own_versions: ClassVar[Mapping[str, str]] = {"norms": "2"}
     pace = Pace(1, 0, glance=0.0, finalists=1, reserved=1.0, pairs=7, benches=1)
     least_seconds = 0.0
     longest = 1.5

@@ -36,6 +36,10 @@ class Depthwise(Operation):
     record = KernelRecord
     own_versions: ClassVar[Mapping[str, str]] = {"schedules": "2"}
 
+    def covers(self, key: KernelKey) -> bool:
+        """Whether there is any candidate."""
+        return next(candidates(*_what(key), key.threads, this_machine()), None) is not None
+
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
         """Why parameters make no kernel, or None."""
         return reject(key.shape, Direction(key.direction), key.layout, parameters)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,7 +24,7 @@ from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
 from hybridpar.tvm_kernels.machine import turns
-from hybridpar.tvm_kernels.measure import Bench, Call
+from hybridpar.tvm_kernels.measure import Bench, Call, Rotation
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.batch_norm import EPS, TURNS, BatchNormAct, norm_key
@@ -88,7 +87,7 @@ class ConvNormBench(Bench):
         sets = turns(4 * image.numel(), TURNS)
         # The same values at other places: drawing them takes longer than what is measured.
         self._inputs = [image.clone(memory_format=torch.channels_last) for _ in range(sets)]
-        self._turn = count()
+        self._rotation = Rotation(sets)
         self._weight = torch.randn((one.channels, 1, *one.kernel), generator=draw)
         sizes = (one.batch, one.channels, one.out_height, one.out_width)
         self._like = torch.empty(sizes, memory_format=torch.channels_last)
@@ -101,25 +100,29 @@ class ConvNormBench(Bench):
         return self._apart
 
     def _apart(self) -> Tensor:
-        return self._normed(self.convolved(self.alone)[0], None)
+        return self._rotation.compute(lambda place: self._normed(self.convolved(self.alone, place)[0], None))
 
     def run(self, kernel: TunedKernel) -> Tensor:
         """Forward of both, with a convolution that leaves the moments of its result."""
-        y, scratch = self.convolved(kernel)
-        return self._normed(y, moments_in(scratch, y.shape[1]))
 
-    def convolved(self, kernel: TunedKernel) -> tuple[Tensor, Tensor | None]:
-        """Run a convolution on the next image.
+        def call(place: int) -> Tensor:
+            y, scratch = self.convolved(kernel, place)
+            return self._normed(y, moments_in(scratch, y.shape[1]))
+
+        return self._rotation.compute(call)
+
+    def convolved(self, kernel: TunedKernel, place: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Run a convolution.
 
         Args:
             kernel: Computes the convolution.
+            place: Of its image among those that take turns.
 
         Returns:
             Its result, (N, C, OH, OW), and its scratch memory; None where it has none.
         """
         y = torch.empty_like(self._like)
-        x = self._inputs[next(self._turn) % len(self._inputs)]
-        return y, kernel(x, self._weight, None, y)
+        return y, kernel(self._inputs[place], self._weight, None, y)
 
     def _normed(self, y: Tensor, moments: Tensor | None) -> Tensor:
         given = (y, *self._parameters, *self._running, True, 0.1, EPS, self.shape.act)

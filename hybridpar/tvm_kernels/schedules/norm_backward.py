@@ -42,8 +42,9 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
 
         def slope(terms: Sequence[Any], place: Any, wide: bool) -> tuple[Any, Any]:
             """The value less its mean, and the gradient before the activation."""
-            centred = w.keep(values[place] - terms[0])
-            return centred, w.keep(norm_rows.slope_of(w, activation, centred * terms[1] + terms[2], above[place], wide))
+            gradient = w.load(above, place) if wide else above[place]
+            centred = w.keep(values[w.at(place) if wide else place] - terms[0])
+            return centred, w.keep(norm_rows.slope_of(w, activation, centred * terms[1] + terms[2], gradient, wide))
 
         def join() -> None:
             zero = t.int64(0)
@@ -95,16 +96,19 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                 if wide and activation in norm_rows.COSTLY:
                     centred, g = values[at(place)] - terms[0], result[at(place)]
                 else:
-                    centred, g = slope(terms, at(place), wide)
+                    centred, g = slope(terms, place, wide)
                 # Where statistics are constants x has no part in it, not even as NaN.
                 through = slope_x * centred + offset
                 put(place, terms[1] * g + t.Select(fixed, zeros, through))
 
+        def sums_of(put: norm_rows.Put | None) -> None:
+            _gradient_sums(w, extent, (values, above), slope, put)
+
         def sums() -> None:
             if activation in norm_rows.COSTLY:
-                norm_rows.write_out(w, result, stream, lambda put: _gradient_sums(w, extent, slope, put))
+                norm_rows.write_out(w, result, stream, sums_of)
             else:
-                _gradient_sums(w, extent, slope, None)
+                sums_of(None)
 
         def apply() -> None:
             def write(put: norm_rows.Put) -> None:
@@ -125,10 +129,14 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
 def _gradient_sums(
     w: Writer,
     extent: norm_rows.Extent,
+    sources: Sequence[Any],
     slope: Callable[[Sequence[Any], Any, bool], tuple[Any, Any]],
     put: norm_rows.Put | None,
 ) -> None:
-    """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation, and is put."""
+    """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation, and is put.
+
+    The sources are what is read: x and the gradient behind the activation.
+    """
     t = w.t
     doubles, floats, width = extent.doubles, extent.floats, extent.width
     sums = extent.work()
@@ -150,14 +158,14 @@ def _gradient_sums(
             def add(column: Any, places: Sequence[Any]) -> None:
                 terms = extent.terms(column, True)
                 total, product = floats[w.at(sums + column)], floats[w.at(products + column)]
-                for place in places:
-                    centred, g = slope(terms, w.at(place), True)
-                    if put is not None:
+                for memory in sources:
+                    extent.fetch(memory, column, places)
+                pairs = [slope(terms, place, True) for place in places]
+                if put is not None:
+                    for place, (_, g) in zip(places, pairs, strict=True):
                         put(place, g)
-                    total, product = total + g, product + g * centred
-                total, product = w.keep(total), w.keep(product)
-                w.store(floats, w.at(sums + column), total)
-                w.store(floats, w.at(products + column), product)
+                w.store(floats, w.at(sums + column), total + norm_rows.added(g for _, g in pairs))
+                w.store(floats, w.at(products + column), product + norm_rows.added(g * centred for centred, g in pairs))
 
             def end(column: Any) -> None:
                 for wide, row in pairs:
@@ -165,7 +173,7 @@ def _gradient_sums(
                     w.store(doubles, w.at(wide + column), doubles[w.at(wide + column)] + own)
 
             extent.columns(begin)
-            extent.walk(start, stop, add)
+            extent.walk(start, stop, norm_rows.ROWS, add)
             extent.columns(end)
 
         extent.columns(clear)

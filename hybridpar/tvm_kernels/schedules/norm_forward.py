@@ -118,12 +118,10 @@ def _moments(w: Writer, extent: norm_rows.Extent, values: Any) -> None:
             def add(column: Any, places: Sequence[Any]) -> None:
                 base = w.keep(floats[w.at(origin + column)])
                 total, square = floats[w.at(sums + column)], floats[w.at(squares + column)]
-                for place in places:
-                    off = w.keep(values[w.at(place)] - base)
-                    total, square = total + off, square + off * off
-                total, square = w.keep(total), w.keep(square)
-                w.store(floats, w.at(sums + column), total)
-                w.store(floats, w.at(squares + column), square)
+                extent.fetch(values, column, places)
+                offs = [w.keep(values[w.at(place)] - base) for place in places]
+                w.store(floats, w.at(sums + column), total + norm_rows.added(offs))
+                w.store(floats, w.at(squares + column), square + norm_rows.added([off * off for off in offs]))
 
             def end(column: Any) -> None:
                 count = w.lanes(t.cast(stop - start, "float64"))
@@ -142,7 +140,7 @@ def _moments(w: Writer, extent: norm_rows.Extent, values: Any) -> None:
                 w.store(doubles, w.at(deviations + column), doubles[w.at(deviations + column)] + more)
 
             extent.columns(begin)
-            extent.walk(start, stop, add)
+            extent.walk(start, stop, norm_rows.ROWS, add)
             extent.columns(end)
 
         def finish(column: Any) -> None:

@@ -2,9 +2,9 @@
 
 A tensor is read as rows (one pixel of one image) of channels. Forward reads it twice: for the moments of the batch, and
 to normalise and activate. Backward reads it and the gradient twice: for the two sums that the gradient needs, and to
-write it; what the activation took is not kept but made again. Rows are walked in the order in which they lie in memory.
-The first pass begins at the end, which is still in the caches from when the tensor was written; the second one begins
-where the first one ended.
+write it; what the activation took is not kept but made again. Rows are walked in the order in which they lie in memory,
+as CPUs fetch ahead what is read in order. The first pass goes through the segments of the tensor from the last one on,
+which is still in the caches from when the tensor was written; the second pass begins where the first one ended.
 
 Moments lose nothing where the mean is large. Values are taken relative to the first of up to `CHUNK` rows and summed in
 float32; chunks are merged in float64 (Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance",
@@ -19,7 +19,7 @@ wide row; the phase that joins also computes what is left over, less than a wide
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridpar.codegen.tir_writer import LANES, Writer
@@ -27,7 +27,7 @@ from hybridpar.codegen.tir_writer import LANES, Writer
 #: Wide rows whose sums are float32.
 CHUNK = 128
 
-#: Wide rows that are walked at a time, so that sums are read and written less often.
+#: Wide rows that are summed at a time, so that sums are read and written less often.
 ROWS = 4
 
 #: Phases of a call, added up. REDUCE and APPLY run over segments; JOIN runs once in between. With TRACK it moves the
@@ -143,25 +143,40 @@ class Extent:
         with self.t.serial(0, self.width // LANES) as block:
             body(self.w.keep(block * LANES))
 
-    def walk(self, start: Any, stop: Any, body: Callable[[Any, Sequence[Any]], None]) -> None:
-        """Write loops over the vectors of some wide rows, `ROWS` rows at a time.
+    def walk(self, start: Any, stop: Any, count: int, body: Callable[[Any, Sequence[Any]], None]) -> None:
+        """Write loops over the vectors of some wide rows, several rows at a time.
 
         Args:
             start: First row.
             stop: Row behind the last one.
+            count: Rows at a time.
             body: Writes the statements for a column and the places of its vectors.
         """
         t, w = self.t, self.w
-        groups = w.keep((stop - start) // ROWS)
+        groups = w.keep((stop - start) // count)
         with t.serial(0, groups) as group:
-            row = w.keep((start + group * ROWS) * self.width)
-            self.columns(lambda column: body(column, [row + self.width * step + column for step in range(ROWS)]))
-        with t.serial(0, stop - start - groups * ROWS) as odd:
-            row = w.keep((start + groups * ROWS + odd) * self.width)
-            self.columns(lambda column: body(column, [row + column]))
+            row = w.keep((start + group * count) * self.width)
+            self.columns(lambda column: body(column, [row + self.width * step + column for step in range(count)]))
+        if count > 1:
+            with t.serial(0, stop - start - groups * count) as odd:
+                row = w.keep((start + groups * count + odd) * self.width)
+                self.columns(lambda column: body(column, [row + column]))
+
+    def fetch(self, memory: Any, column: Any, places: Sequence[Any]) -> None:
+        """Fetch a part of what a walk reads after its rows of now, in the order in which it lies in memory.
+
+        Args:
+            memory: What is read.
+            column: Of the vectors that are read now.
+            places: Of these vectors.
+        """
+        count = len(places)
+        first = self.w.keep(places[0] + count * self.width + (count - 1) * column)
+        for step in range(count):
+            self.w.prefetch(memory, first + LANES * step)
 
     def chunks(self, first: Any, last: Any, body: Callable[[Any, Any], None]) -> None:
-        """Write a loop over the chunks of some wide rows, the last one first.
+        """Write a loop over the chunks of some wide rows.
 
         Args:
             first: First row.
@@ -171,7 +186,7 @@ class Extent:
         t, w = self.t, self.w
         count = w.keep((last - first + CHUNK - 1) // CHUNK)
         with t.serial(0, count) as step:
-            start = w.keep(first + (count - 1 - step) * CHUNK)
+            start = w.keep(first + step * CHUNK)
             body(start, w.keep(t.min(start + CHUNK, last)))
 
     def backwards(self, body: Callable[[Any], None]) -> None:
@@ -228,7 +243,7 @@ class Extent:
         """
         t, w = self.t, self.w
         first, last = w.keep(self.begin * self.length), w.keep(t.min(self.end * self.length, self.wide))
-        self.walk(first, last, lambda column, places: make(column, places, put, True))
+        self.walk(first, last, 1, lambda column, places: make(column, places, put, True))
 
         def left() -> None:
             with t.serial(0, self.left * self.channels) as column:
@@ -249,6 +264,21 @@ class Extent:
         """
         places = [self.width * number + column for number in (MEAN, SCALE, SHIFT)]
         return [self.w.keep(self.table[self.w.at(place) if wide else place]) for place in places]
+
+
+def added(values: Iterable[Any]) -> Any:
+    """The sum of some values, by a tree: the sum so far, which memory holds, then waits for one addition only.
+
+    Args:
+        values: As many as a power of two.
+
+    Returns:
+        The sum.
+    """
+    left = list(values)
+    while len(left) > 1:
+        left = [one + other for one, other in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
 
 
 def write_out(w: Writer, memory: Any, stream: Any, write: Callable[[Put], None]) -> None:

@@ -1,0 +1,164 @@
+"""Confirms kernels on a CPU that has no records of its own: one candidate for each operation, in seconds.
+
+Most of what comes with the package was measured on other CPUs. At the start of a run the operations that have no record
+here are each given one kernel: the best that is known of the same convolution, of the package too, where its vectors
+are as wide, else the one that the cost model likes best. It is timed beside torch as the finalists of a search are, and
+what was found is recorded, gain or not, in the database of this machine, so that it is done once. `hybridpar tune` goes
+on from there; convolutions that sum up their results for norms are left to it, as they gain little and seldom.
+
+A process of its own does it: what it needs of memory goes with it, a crash is not the run's, and it is ended when its
+time is up. Each record is appended when it is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
+from hybridpar.errors import HybridparError, cannot_write
+from hybridpar.machine.process import available_cores
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.database import Database, default_database, user_database
+from hybridpar.tvm_kernels.machine import is_gpu
+from hybridpar.tvm_kernels.operation import KernelKey, find_operation, named_operation
+from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP
+from hybridpar.tvm_kernels.search import tune_all
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+
+_log = logging.getLogger(__name__)
+
+#: Seconds, a twentieth of what `hybridpar tune` takes by itself.
+LIMIT = 30.0
+#: After so many times the limit the process is ended: it begins nothing when the time is up, but ends what it began.
+_ENDED = 3.0
+
+
+def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: float = LIMIT) -> str:
+    """Time one kernel for each operation that a database has no record of, and record it in the user's database.
+
+    Nothing that goes wrong with it is an error. Where HYBRIDPAR_KERNELS is `off` or `strict` nothing is done.
+
+    Args:
+        keys: What is computed, and how often each runs in a step.
+        database: What is known.
+        seconds: For all of it; what there was no time for runs on torch until the next time.
+
+    Returns:
+        A line on what was done; empty where there was nothing to do.
+    """
+    mode = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower()
+    missing = Counter({key: count for key, count in keys.items() if _is_missing(key, database)})
+    if not missing or not wanted() or mode == "strict":
+        return ""
+    began, path = time.perf_counter(), user_database()
+    why = _run(missing, path, seconds)
+    found = default_database()
+    tried = [record for key in missing if (record := found.best(key, current=False)) is not None and record.current]
+    left = sum(_is_missing(key, found) for key in missing)
+    if why and not tried:
+        return f"no kernel could be confirmed on this CPU: {why}"
+    won = sum(record.wins for record in tried)
+    line = f"confirmed {won} of {len(tried)} kernels on this CPU in {time.perf_counter() - began:.1f} s; kept in {path}"
+    if left:
+        line += f"; {left} are left to torch: {why or 'the time was up'}"
+    return line
+
+
+def _is_missing(key: KernelKey, database: Database) -> bool:
+    """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
+    operation = find_operation(key)
+    if operation is None or is_gpu(key.device) or operation.parts(key) or not operation.covers(key):
+        return False
+    record = database.best(key, current=False)
+    return not (record is not None and record.current) and dict(operation.versions)["tvm"] != "none"
+
+
+def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
+    """Have another process confirm kernels; why that failed, empty where it did not."""
+    # The clock is the same in all processes of a machine, and loading torch counts too.
+    told = {
+        "path": str(path),
+        "end": time.monotonic() + seconds,
+        "keys": [_plain(key, count) for key, count in keys.items()],
+    }
+    root = str(Path(__file__).parents[2])
+    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(told).encode(),
+            capture_output=True,
+            timeout=_ENDED * seconds,
+            env={**os.environ, "PYTHONPATH": paths},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "it took too long and was ended"
+    except OSError as error:
+        return str(error)
+    said = done.stderr.decode(errors="replace").strip()
+    _log.info("confirming kernels: exit %d\n%s", done.returncode, said)
+    return (said.splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else ""
+
+
+def _plain(key: KernelKey, count: int) -> dict[str, Any]:
+    """A key as JSON has it."""
+    own = {name: getattr(key, name) for name in ("direction", "layout", "threads", "device", "dtype", "op")}
+    return {**own, "shape": key.shape.text, "count": count}
+
+
+def _key(told: dict[str, Any]) -> KernelKey:
+    """The key of `_plain`."""
+    operation = named_operation(told["op"])
+    assert operation is not None, "it was asked for by this package"
+    direction = told["direction"]
+    return KernelKey(
+        Direction(direction) if direction in tuple(Direction) else direction,
+        operation.shape.parse(told["shape"]),
+        Layout(told["layout"]),
+        *(told[name] for name in ("threads", "device", "dtype", "op")),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the child process
+
+
+def _serve() -> None:
+    """Confirm what standard input names; processes of other runs do so one after the other, as each would disturb."""
+    told = json.load(sys.stdin)
+    path, keys = Path(told["path"]), {_key(one): one["count"] for one in told["keys"]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _build_norms(keys)
+            tune_all(keys, path, told["end"] - time.monotonic(), quick=True)
+    except OSError as error:
+        sys.exit(cannot_write(path, error))
+    except (HybridparError, KernelsUnavailable) as error:
+        sys.exit(first_line(error))
+
+
+def _build_norms(keys: Iterable[KernelKey]) -> None:
+    """Build the kernels of norms, which are the same for all of them, while convolutions are timed on fewer cores."""
+    threads = [key.threads for key in keys if key.op == NORM_OP]
+    if threads:
+        building = threading.Thread(target=norm_kernels.table, daemon=True)
+        building.start()
+        if max(threads) >= len(available_cores()):
+            building.join()
+
+
+if __name__ == "__main__":
+    _serve()
