@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -93,6 +93,25 @@ class Kept:
 WORKER = "worker"
 
 
+class Product(Protocol):
+    """A matrix that is left^T right, of two factors with a few rows each."""
+
+    @property
+    def left(self) -> Tensor:
+        """Its rows are as long as the matrix has rows."""
+
+    @property
+    def right(self) -> Tensor:
+        """Its rows are as long as those of the matrix."""
+
+    def subtract_from(self, values: Tensor) -> None:
+        """Subtract the matrix.
+
+        Args:
+            values: As many, 1-D.
+        """
+
+
 class Residual:
     """No memory at all: v is the gradient, and what is not sent is lost.
 
@@ -130,6 +149,13 @@ class Residual:
             start: Its first element in this residual.
         """
         return values
+
+    def owe(self, product: Product) -> None:
+        """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left.
+
+        Args:
+            product: The matrix.
+        """
 
 
 class _Nothing(dict[str, Residual]):
@@ -351,7 +377,7 @@ class Coder(ABC):
         self._received = parts
 
     def release(self) -> None:
-        """Let go of the gradient: the message is written, and it is the only one."""
+        """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
         self._gradient = _NOTHING
 
     def is_finite(self) -> bool:
@@ -587,8 +613,9 @@ class Codec(ABC):
     castable: ClassVar[bool] = False
     #: Types of devices that there are compiled kernels for, see `hybridpar.compress.kernels`.
     kernels: ClassVar[tuple[str, ...]] = ()
-    #: Whether a step is one message, written from the gradient alone, whatever others write.
-    one_message: ClassVar[bool] = False
+    #: Whether a gradient is taken as soon as it is there: its first message is written from it alone, whatever others
+    #: write, and it is not needed afterwards.
+    at_once: ClassVar[bool] = False
     #: Whether what is decoded differs in the last bits with and without kernels, so that all workers must have them.
     decodes_by_kernels: ClassVar[bool] = False
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.

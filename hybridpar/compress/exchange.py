@@ -510,12 +510,12 @@ class Exchange:
     def open(self) -> None:
         """Begin a step in which gradients come one by one: `take` each, then `carry`, then `finish` of each coder.
 
-        For codecs in one message (`Codec.one_message`).
+        For codecs that take gradients at once (`Codec.at_once`).
         """
         self._lay_out()
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Write the message of a parameter; the gradient is not needed afterwards.
+        """Write the first message of a parameter; the gradient is not needed afterwards.
 
         Args:
             index: Of its coder.
@@ -533,7 +533,8 @@ class Exchange:
         coder.release()
 
     def carry(self, group: Group) -> Traffic:
-        """Exchange the messages that `take` wrote. What comes of them is had from each coder's `finish`.
+        """Exchange the messages that `take` wrote, and those that follow. What comes of them is had from each coder's
+        `finish`.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
@@ -547,7 +548,7 @@ class Exchange:
         self._check_group(group)
         timer = self._timer = PhaseTimer(self.coders[0].spec.device)
         for stage in self._stages:
-            for request in stage.requests(timer, written=True):
+            for request in stage.requests(timer, written=stage.index == 0):
                 request.through(group)
         return self._done()
 

@@ -18,7 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Codec, Coder, Full, Residual, TensorSpec, WarmUpCoder, as_inner
+from hybridpar.compress.codec import (
+    NO_RESIDUAL,
+    Codec,
+    Coder,
+    Full,
+    Product,
+    Residual,
+    TensorSpec,
+    WarmUpCoder,
+    as_inner,
+)
 from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, check, check_choice
 
@@ -41,12 +51,26 @@ class KeptResidual(Residual):
     keeps = True
 
     def __init__(self, kept: Tensor, pending: Tensor, factor: float = 1.0) -> None:
-        self.kept = kept
+        self._kept = kept
         self.pending = pending
         self.factor = factor
         # Where v is until the step counts, if that is not the pending half; shared with parts, which begin at `_start`.
         self._wide: list[Tensor] = []
         self._start, self._count = 0, kept.numel()
+        self._owed: Product | None = None  # by the kept half
+        self._owing: Product | None = None  # by the pending one
+
+    @property
+    def kept(self) -> Tensor:
+        """What the last step that counted left."""
+        if self._owed is not None:
+            product, self._owed = self._owed, None
+            product.subtract_from(self._kept)
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: Tensor) -> None:
+        self._kept = kept
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> KeptResidual:
@@ -78,6 +102,13 @@ class KeptResidual(Residual):
         start += self._start
         return self._wide[0][start : start + values.numel()].view(values.shape)
 
+    def owe(self, product: Product) -> None:
+        self._owing = product
+
+    def unsettled(self) -> tuple[Tensor, Product | None]:
+        """What is kept, for a kernel that reads all of it, and what has yet to be subtracted from it."""
+        return self._kept, self._owed
+
     def halves(self) -> tuple[Tensor, Tensor]:
         """What is kept and what is pending, for a kernel that reads all of the one and writes all of the other."""
         self._wide.clear()
@@ -85,9 +116,14 @@ class KeptResidual(Residual):
 
     def commit(self) -> None:
         """What the step under way left is what is kept."""
+        owing, self._owing = self._owing, None
         if self._wide:
-            self.pending.copy_(self._wide.pop())
-        self.kept, self.pending = self.pending, self.kept
+            wide = self._wide.pop()
+            if owing is not None:  # before it is rounded
+                owing.subtract_from(wide)
+                owing = None
+            self.pending.copy_(wide)
+        self._kept, self.pending, self._owed = self.pending, self._kept, owing
 
 
 def lay_together(residuals: Sequence[Residual]) -> None:
@@ -150,7 +186,7 @@ class ErrorFeedback(Codec):
     name = "feedback"
     biased = True
     stateful = True
-    one_message: ClassVar[bool] = as_inner("one_message")
+    at_once: ClassVar[bool] = as_inner("at_once")
 
     def __post_init__(self) -> None:
         check(

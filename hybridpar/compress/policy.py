@@ -286,9 +286,9 @@ class Policy:
         return all(format_codec(rule.codec) == "none" for rule in self.rules)
 
     @property
-    def in_one_message(self) -> bool:
-        """Whether a step of every codec is one message, see `Codec.one_message`."""
-        return all(rule.codec.one_message for rule in self.rules)
+    def at_once(self) -> bool:
+        """Whether every codec takes gradients as soon as they are there, see `Codec.at_once`."""
+        return all(rule.codec.at_once for rule in self.rules)
 
     def codec_of(self, name: str) -> Codec:
         """The codec of a parameter.

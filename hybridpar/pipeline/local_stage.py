@@ -168,7 +168,7 @@ class LocalStage:
                 except OSError as error:  # on all workers
                     if self.replicas.is_main:
                         _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
-            elif not plain and self._nodes is None and options.policy.in_one_message and CodedReducer.fits(parameters):
+            elif not plain and self._nodes is None and options.policy.at_once and CodedReducer.fits(parameters):
                 return CodedReducer(
                     *(*place, options.bucket_bytes, self.measured, self._sync_lanes),
                     codec=options.policy,

@@ -1,8 +1,8 @@
 """Gradients that are encoded in the hook and decoded in the optimizer's pass.
 
-For codecs whose step is one message (`Codec.one_message`). A gradient is encoded while it is in the cache, and dropped;
-a sync lane has nothing to do but to exchange messages; and SGD reads signs and levels as they came, so that the sum of
-`onebit` is never written to memory.
+For codecs that take gradients at once (`Codec.at_once`). A gradient is encoded while it is in the cache, and dropped; a
+sync lane has little to do but to exchange messages; and SGD reads what came, signs and levels or two factors, so that
+the sums of `onebit` and `powersgd` are never written to memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridpar.lanes import Lane
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot
 from hybridpar.sync.direct_reducer import DirectReducer
-from hybridpar.sync.kernels import step_sgd_of_signs
+from hybridpar.sync.kernels import step_sgd_of_product, step_sgd_of_signs
 from hybridpar.sync.pieces import Sgd
 from hybridpar.sync.reducer import Flight
 
@@ -27,7 +27,7 @@ from hybridpar.sync.reducer import Flight
 class CodedReducer(DirectReducer):
     """Sums gradients over the workers as messages of a codec, which the optimizer decodes.
 
-    Its arguments are those of `DirectReducer`, with float32 parameters and a codec that is a `Policy.in_one_message`.
+    Its arguments are those of `DirectReducer`, with float32 parameters and a policy that takes gradients `at_once`.
 
     Raises:
         SyncError: The workers share memory, where only sums can be taken.
@@ -87,6 +87,9 @@ class CodedReducer(DirectReducer):
         full = self.compression.full_of(name)
         if full is not None:
             return self._sgd_of_sum(name, momentum, options, factor, squares, full)
-        signs = self.compression.signs_of(name)
         whole = flat_view(self._parameters[name])
+        found = self.compression.product_of(name)
+        if found is not None:
+            return step_sgd_of_product(whole, momentum, *found, factor, options, squares)
+        signs = self.compression.signs_of(name)
         return signs is not None and step_sgd_of_signs(whole, momentum, signs, factor, options, squares)

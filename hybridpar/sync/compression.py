@@ -26,6 +26,7 @@ from hybridpar.compress import (
 )
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.codecs.onebit import RowSigns, Signs
+from hybridpar.compress.codecs.powersgd import LowRank, Product
 from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
@@ -138,7 +139,8 @@ class Compression(ParameterCoders):
     def open(self) -> None:
         """Begin a step in which gradients come one by one: `take` each, `carry` each bucket, then `finish` each.
 
-        For codecs in one message, without nodes. A decision on the step before that was left on the device is read.
+        For codecs that take gradients at once, without nodes. A decision on the step before that was left on the device
+        is read.
         """
         self.catch_up()
         for bucket in self._buckets:
@@ -211,6 +213,18 @@ class Compression(ParameterCoders):
             return None
         length = coder.quantiser.length(coder.spec.count)
         return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
+
+    def product_of(self, name: str) -> tuple[Product, float] | None:
+        """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with.
+
+        Args:
+            name: Of the parameter.
+
+        Returns:
+            None where it is something else.
+        """
+        coder = self._coders[name].current
+        return (coder.product, coder.scale) if isinstance(coder, LowRank) else None
 
     def _exchange(self, bucket: Bucket) -> Exchange:
         exchange = self._exchanges[bucket.index]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
+from hybridpar.compress.codec import Product
 from hybridpar.compress.codecs.onebit import Signs
 from hybridpar.sync.pieces import Sgd
 
@@ -113,6 +114,38 @@ def step_sgd_of_signs(
     return True
 
 
+def step_sgd_of_product(
+    whole: Tensor,
+    momentum: Tensor | None,
+    product: Product,
+    scale: float,
+    factor: float,
+    options: Sgd,
+    squares: Tensor,
+) -> bool:
+    """Take a step of SGD on a multiple of a matrix that is given by its factors.
+
+    Args:
+        whole: The parameter, 1-D in memory order.
+        momentum: Of the same size.
+        product: The matrix.
+        scale: What it is multiplied with.
+        factor: What that is multiplied with.
+        options: Of the step.
+        squares: One element, float64; replaced by the sum of the squares of the multiple.
+
+    Returns:
+        Whether there is a kernel for it; else nothing was changed.
+    """
+    left, right = product.left, product.right
+    kernel = _kernel(f"product{left.shape[0]}", whole, momentum, options)
+    if kernel is None or right.shape[1] % LANES:
+        return False
+    places = whole.data_ptr(), _address(momentum), left.data_ptr(), right.data_ptr(), squares.data_ptr()
+    kernel(*places, left.shape[1], right.shape[1], scale, *_rates(options, factor))
+    return True
+
+
 def _kernel(name: str, whole: Tensor, momentum: Tensor | None, options: Sgd) -> Function | None:
     kind = "nesterov" if options.nesterov else "plain" if momentum is None else "momentum"
     if whole.dtype != torch.float32:
@@ -125,5 +158,5 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
-    rate = options.lr if options.maximize else -options.lr
-    return factor, rate, options.weight_decay, options.momentum, 1.0 - options.dampening
+    factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
+    return factor, -options.lr, options.weight_decay, options.momentum, 1.0 - options.dampening

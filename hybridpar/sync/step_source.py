@@ -1,5 +1,5 @@
 """CPU kernels of gradients that are added by the optimizer: handing one over, and a step of SGD on the sum of all
-workers', as they are or as signs.
+workers', as they are, as signs, or as two factors.
 
 Each takes one pass over memory. The arithmetic of a step is that of torch's fused SGD, operation by operation, products
 and sums rounded once where torch's are, so that the result is the same bit for bit.
@@ -12,6 +12,9 @@ from typing import Any
 
 from hybridpar.codegen.tir_writer import LANES, Writer
 
+#: Rows of factors that there are kernels for.
+RANKS = (1, 2, 3, 4)
+
 #: Values whose squares are added in float32; these sums are added in float64.
 BLOCK = 64 * LANES
 
@@ -19,6 +22,8 @@ BLOCK = 64 * LANES
 STEP = ("parameter", "momentum", "slots", "squares", "count", "workers", "apart")
 #: `first` and `second` are messages of the codec `onebit`: lower levels, upper levels, and bits of all groups.
 SIGNS = ("parameter", "momentum", "first", "second", "squares", "groups", "length")
+#: `p` and `q` are factors of the matrix `scale` * p^T q, of a few rows each.
+PRODUCT = ("parameter", "momentum", "p", "q", "squares", "rows", "columns")
 #: `rate` is minus the learning rate, `mass` the momentum, and `share` is 1 - dampening.
 RATES = ("factor", "rate", "decay", "mass", "share")
 
@@ -34,6 +39,9 @@ def define(w: Writer) -> dict[str, Any]:
         for decays in (False, True):
             name = f"{kind}_decay" if decays else kind
             functions[f"sgd_{name}"] = w.function(f"sgd_{name}", STEP, RATES, _sgd(w, kind, decays))
+            for rank in RANKS:
+                own = f"product{rank}_{name}"
+                functions[own] = w.function(own, PRODUCT, ("scale", *RATES), _product(w, kind, decays, rank))
             for workers in (1, 2):
                 own = f"signs{workers}_{name}"
                 functions[own] = w.function(own, SIGNS, RATES, _signs(w, kind, decays, workers))
@@ -137,6 +145,45 @@ def _signs(w: Writer, kind: str, decays: bool, workers: int) -> Callable[..., No
                 gradient = step(place, decoded[0] if workers == 1 else decoded[0] + decoded[1])
                 w.store(sums, lanes, w.call("float32x16", "hp_muladd", gradient, gradient, sums[lanes]))
             w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
+
+    return body
+
+
+def _product(w: Writer, kind: str, decays: bool, rank: int) -> Callable[..., None]:
+    t = w.t
+
+    def body(
+        parameter: Any, momentum: Any, p: Any, q: Any, squares: Any, rows: Any, columns: Any, scale: Any, **rates: Any
+    ) -> None:
+        """A step of a matrix, whose `columns` are a multiple of `LANES`, on `factor` * `scale` times a product."""
+        zero = t.int64(0)
+        total, lanes = w.view(squares, "float64"), w.at(zero)
+        left, right = w.view(p, "float32"), w.view(q, "float32")
+        sums = w.local(LANES, "float32")
+        step = _vector_step(w, kind, decays, parameter, momentum, **rates)
+        w.store(total, zero, t.float64(0))
+
+        def some(first: Any, count: int) -> None:
+            """Step some rows, for all of which numbers of q are read once."""
+            numbers = [[w.keep(left[index * rows + first + n]) for n in range(count)] for index in range(rank)]
+            w.store(sums, lanes, w.zeros())
+            with t.serial(0, columns // LANES) as block:
+                place = w.keep(block * LANES)
+                wide = [w.keep(right[w.at(index * columns + place)]) for index in range(rank)]
+                for n in range(count):
+                    value = w.keep(wide[0] * w.lanes(numbers[0][n]))
+                    for index in range(1, rank):
+                        number = w.lanes(numbers[index][n])
+                        value = w.keep(w.call("float32x16", "hp_muladd", number, wide[index], value))
+                    gradient = step(w.keep((first + n) * columns + place), w.keep(value * w.lanes(scale)))
+                    w.store(sums, lanes, w.call("float32x16", "hp_muladd", gradient, gradient, sums[lanes]))
+            w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
+
+        # More rows at a time save reading q, and read and write more places of memory at a time, which is slower.
+        with t.serial(0, rows // rank) as block:
+            some(w.keep(block * rank), rank)
+        with t.serial(rows // rank * rank, rows) as row:
+            some(row, 1)
 
     return body
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.exchange import Exchange
+from hybridpar.compress.sockets import SocketGroup
+from hybridpar.compress.together import run_together
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.reducer import GradientReducer
@@ -35,6 +38,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"compress": "qsgd:bits=4", "clip_norm": 0.01, "clip_mode": "agc"},
     {"compress": "signsgd", "guard": False},
     {"compress": "fp16", "model_ema": True},
+    {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
+    {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_norm": 0.1, "micro_batches": 2},
+    {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "powersgd:rank=3,gain=0.5,feedback=off"},
 ]
 
 
@@ -91,25 +98,38 @@ def assert_equal(direct: list[Any], buckets: list[Any], settings: list[dict[str,
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_parameters_and_residuals_equal_those_of_buckets(workers: int) -> None:
-    settings = SETTINGS if workers == 2 else SETTINGS[:3]
+    settings = SETTINGS if workers == 2 else [*SETTINGS[:3], SETTINGS[8]]
     direct = run_ranks(train, workers, settings, True, shared_memory=False)
     assert_equal(direct, run_ranks(train, workers, settings, False, shared_memory=False), settings)
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
-    settings = [SETTINGS[0], SETTINGS[2], {"compress": "qsgd:bits=4"}, {"compress": "fp16"}]
+    settings = [SETTINGS[0], SETTINGS[2], {"compress": "qsgd:bits=4"}, {"compress": "fp16"}, *SETTINGS[8:10]]
     direct = run_ranks(train, 2, settings, True, 2, shared_memory=False)
     assert_equal(direct, run_ranks(train, 2, settings, False, 2, shared_memory=False), settings)
 
 
 def test_every_access_is_ordered_across_lanes() -> None:
-    run_ranks(train, 2, SETTINGS[:3], True, None, True, shared_memory=False)
+    run_ranks(train, 2, [*SETTINGS[:3], SETTINGS[8]], True, None, True, shared_memory=False)
 
 
-@pytest.mark.parametrize("name", list(CODECS))
-def test_a_codec_in_one_message_has_one_round(name: str) -> None:
+@pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])
+def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -> None:
     codec = read_policy(name).codec_of("x")
-    for workers in (2, 3):
-        coder = codec.bind(TensorSpec("x", (256, 256), 0, workers))
-        if codec.one_message:
-            assert len(coder.rounds) == len(coder.lasting_rounds) == 1
+    if not codec.at_once:
+        return
+    outs = []
+    for early in (False, True):
+        coder = codec.bind(TensorSpec("x", (64, 64), 0, 1))
+        exchange, gradient = Exchange([coder]), torch.randn(4096, generator=torch.Generator().manual_seed(1))
+        out = torch.empty(4096)
+        if early:
+            exchange.open()
+            exchange.take(0, gradient)
+            gradient.fill_(math.nan)
+            exchange.carry(SocketGroup(0, {}, 1.0))
+            coder.finish(out)
+        else:
+            run_together([exchange], [[gradient]], [[out]])
+        outs.append(out)
+    assert torch.equal(*outs)

@@ -1,18 +1,21 @@
-"""SGD on signs as they were received, against decoding them first."""
+"""SGD on signs and factors as they were received, against decoding them first."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
+from hybridpar.compress.codecs.powersgd import Product
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.compress.together import run_together
-from hybridpar.sync.kernels import functions, step_sgd_of_signs
+from hybridpar.sync.kernels import functions, step_sgd_of_product, step_sgd_of_signs
 from hybridpar.sync.pieces import Sgd
 
 OPTIONS: list[dict[str, Any]] = [
@@ -23,6 +26,20 @@ OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01},
     {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    caches = functions, kernels.table
+    for one in caches:
+        one.cache_clear()
+    yield
+    monkeypatch.undo()
+    for one in caches:
+        one.cache_clear()
+
+
 NONE = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
@@ -71,4 +88,37 @@ def test_groups_that_fill_no_vectors_and_many_messages_are_left_to_torch() -> No
         signs, gradient = received(shape, "gather", workers)
         ours = torch.zeros(gradient.numel())
         assert not step_sgd_of_signs(ours, None, signs, 1.0, sgd, torch.zeros((), dtype=torch.float64))
+        assert not ours.any()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [(1, 32), (9, 48), (130, 16)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_step_on_factors_equals_one_on_their_product(
+    options: dict[str, Any], shape: tuple[int, int], rank: int
+) -> None:
+    if not functions():
+        pytest.skip("no kernels on this machine")
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(5)
+    product = Product(*(torch.randn(rank, side, generator=generator) for side in shape))
+    gradient = torch.empty(shape)
+    assert kernels.powersgd_product(product.left, product.right, gradient, 3.0)
+    sgd = Sgd(**{**NONE, **options})
+    ours, momentum = (torch.randn(rows * columns, generator=generator) for _ in range(2))
+    theirs, other = ours.clone(), momentum.clone()
+    squares = torch.full((), 7.0, dtype=torch.float64)
+    kept = bool(sgd.momentum)
+    assert step_sgd_of_product(ours, momentum if kept else None, product, 3.0, 0.5, sgd, squares)
+    sgd.step(theirs, gradient.view(-1) * 0.5, other if kept else None)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(momentum, other)
+    assert squares.item() == pytest.approx((gradient * 0.5).double().square().sum().item(), rel=1e-5)
+
+
+def test_factors_of_other_sizes_are_left_to_torch() -> None:
+    sgd = Sgd(**{**NONE, **OPTIONS[0]})
+    for rank, columns in ((5, 32), (2, 33)):
+        ours, product = torch.zeros(8 * columns), Product(torch.ones(rank, 8), torch.ones(rank, columns))
+        assert not step_sgd_of_product(ours, None, product, 1.0, 1.0, sgd, torch.zeros((), dtype=torch.float64))
         assert not ours.any()

@@ -26,7 +26,7 @@ class Float16(Codec):
 
     name = "fp16"
     biased = False
-    one_message = True
+    at_once = True
 
     def bind(self, spec: TensorSpec) -> Full:
         return Full(replace(spec, wire=WIRE_TYPES[self.name]))
@@ -54,7 +54,7 @@ class Cast(Codec):
     name = "cast"
 
     biased: ClassVar[bool] = as_inner("biased")
-    one_message: ClassVar[bool] = as_inner("one_message")
+    at_once: ClassVar[bool] = as_inner("at_once")
     stateful: ClassVar[bool] = as_inner("stateful")
     feedback: ClassVar[bool] = as_inner("feedback")
     refuses_momentum: ClassVar[bool] = as_inner("refuses_momentum")

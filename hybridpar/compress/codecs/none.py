@@ -15,7 +15,7 @@ class NoCompression(Codec):
 
     name = "none"
     biased = False
-    one_message = True
+    at_once = True
     castable = True
 
     def bind(self, spec: TensorSpec) -> Full:

@@ -52,7 +52,7 @@ class OneBit(Codec):
     meet: str = "auto"
     name = "onebit"
     biased = True
-    one_message = True
+    at_once = True
     feedback = True
     kernels = ("cpu", "cuda")
 

@@ -14,9 +14,10 @@ parameter whose gradient was zero once is not stuck at zero, as it is after plai
 from the same bits; that they get the same bits takes equal processors and libraries, and kernels on all or none.
 
 What a step costs is passes over memory as large as the gradient. There are three: one writes M where the residual will
-be and multiplies it with Q, one multiplies it with P, one writes P Q^T and subtracts it from M. Factors lie transposed,
-as r long rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as
-with many rows of a few numbers.
+be and multiplies it with Q, one multiplies it with P, one writes P Q^T, or steps the optimizer by it. That P Q^T is
+subtracted from M is left to the first pass of the next step, which reads M anyway. Factors lie transposed, as r long
+rows, in memory and in messages: BLAS multiplies a large matrix with a few long rows three times as fast as with many
+rows of a few numbers.
 
 * On a CPU each pass is a kernel that reads memory once (`hybridpar/compress/kernels/powersgd_source.py`). Without
   kernels, error feedback, or for ranks above 4 it is done by BLAS and further passes.
@@ -56,6 +57,29 @@ _FEW = 8
 _DEPENDENT = 1e-5
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A matrix that is left^T right.
+
+    Attributes:
+        left: A few rows, as long as the matrix has rows.
+        right: As many rows, as long as those of the matrix.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def subtract_from(self, values: Tensor) -> None:
+        """Subtract the matrix.
+
+        Args:
+            values: As many, 1-D.
+        """
+        matrix = values.view(self.left.shape[1], self.right.shape[1])
+        if not kernels.powersgd_subtract(self.left, self.right, matrix):
+            matrix.addmm_(self.left.t(), self.right, alpha=-1)
+
+
 @CODECS.register("powersgd", "PowerSGD: two factors of low rank, one step of the power method per step")
 @dataclass(frozen=True)
 class PowerSgd(Codec):
@@ -75,6 +99,7 @@ class PowerSgd(Codec):
     castable = True
     kernels = ("cpu",)
     decodes_by_kernels = True
+    at_once = True
 
     def __post_init__(self) -> None:
         check(self.rank >= 1, f"rank={self.rank}", "It is a number of columns.", "Use 1, 2 or 4.")
@@ -111,13 +136,32 @@ class LowRank(Coder):
         # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
         self._q = self._next_q = first.t().contiguous().to(spec.device)
         self._p = torch.empty(0)
+        self._outline = torch.empty(self._rows, self._columns, device="meta")
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         super().begin(gradient.contiguous().view(self._rows, self._columns), residuals)
 
+    def release(self) -> None:
+        """M is in the residual; where there is none, it is the gradient, of which a copy is kept."""
+        self._gradient = self._outline if self._residual.keeps else self._gradient.clone()
+
+    @property
+    def product(self) -> Product:
+        """What came of the step, but for `scale`."""
+        return Product(self._p, self._next_q)
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied with."""
+        return self.spec.workers / self.spec.divisor
+
+    def is_finite(self) -> bool:
+        """P is of length 1, so no value is larger than the sum of those of Q. NaN in P is in Q as well."""
+        return bool(torch.isfinite(self._next_q.abs().sum()))
+
     @property
     def _matrix(self) -> Tensor:
-        """M, once it has been taken; then what is left of it."""
+        """M, once it has been taken."""
         return self._residual.again(self._gradient, 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -154,15 +198,14 @@ class LowRank(Coder):
             self._p = factor
         else:
             self._next_q = factor / (self._share * self.spec.workers)
+            self._residual.owe(self.product)
 
     def finish(self, out: Tensor) -> None:
-        result, scale = out.view(self._rows, self._columns), self.spec.workers / self.spec.divisor
+        result = out.view(self._rows, self._columns)
         # A product that is written to memory of other strides may be rounded otherwise.
         product = result if out.is_contiguous() else torch.empty(result.shape, device=out.device)
-        if not kernels.powersgd_product(self._p, self._next_q, self._residual, product, scale):
-            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=scale)
-            if self._residual.keeps:
-                self._matrix.sub_(product, alpha=1 / scale)
+        if not kernels.powersgd_product(self._p, self._next_q, product, self.scale):
+            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=self.scale)
         if product is not result:
             result.copy_(product)
 

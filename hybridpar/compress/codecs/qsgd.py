@@ -49,7 +49,7 @@ class Qsgd(LargeTensorCodec):
     rounding: str = "random"
     least: int = 1000
     name = "qsgd"
-    one_message = True
+    at_once = True
     stateful = True
 
     @property

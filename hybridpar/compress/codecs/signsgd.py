@@ -39,7 +39,7 @@ class SignSgd(LargeTensorCodec):
     least: int = 1000
     name = "signsgd"
     biased = True
-    one_message = True
+    at_once = True
     # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
     takes_feedback = False
 

@@ -89,7 +89,7 @@ class TwoBit(LargeTensorCodec):
     meet: str = "auto"
     name = "twobit"
     biased = True
-    one_message = True
+    at_once = True
     feedback = True
     kernels = ("cpu", "cuda")
 

@@ -390,19 +390,25 @@ def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor
 
     Args:
         values: The gradient as a matrix.
-        residual: Gives v, and is left as v.
+        residual: Gives v, and is left as v. What it owes is subtracted on the way.
         right: A factor, a few rows as long as those of the matrix.
         out: As many rows, as long as the matrix has rows.
 
     Returns:
         Whether a kernel did it; else nothing was changed.
     """
-    kernels = _factor_kernels(right, residual, values, out)
-    if kernels is None or not isinstance(residual, KeptResidual):
+    if not isinstance(residual, KeptResidual):
         return False
+    kept, owed = residual.unsettled()
+    factors = (right, out) if owed is None else (right, out, owed.left, owed.right)
+    kernels = _factor_kernels(*factors, values, kept, residual.pending)
+    if kernels is None:
+        return False
+    first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
     _check_factors(out, right, values)
-    _check_halves(values, residual)
-    places = values.data_ptr(), residual.kept.data_ptr(), residual.pending.data_ptr()
+    _check_factors(first, second, values)
+    assert kept.numel() == residual.pending.numel() == values.numel()
+    places = values.data_ptr(), kept.data_ptr(), first.data_ptr(), second.data_ptr(), residual.pending.data_ptr()
     numbers = right.data_ptr(), out.data_ptr(), *values.shape, _streams(values)
     kernels.functions[f"powersgd_left{right.shape[0]}"](*places, *numbers, residual.factor)
     return True
@@ -419,8 +425,10 @@ def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
     Returns:
         Whether it was done.
     """
-    kernels = _factor_kernels(left, residual, out)
-    if kernels is None or not isinstance(residual, KeptResidual):
+    if not isinstance(residual, KeptResidual):
+        return False
+    kernels = _factor_kernels(left, out, residual.pending)
+    if kernels is None:
         return False
     matrix = residual.pending.view(left.shape[1], out.shape[1])
     _check_factors(left, out, matrix)
@@ -429,26 +437,43 @@ def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
     return True
 
 
-def powersgd_product(left: Tensor, right: Tensor, residual: Residual, out: Tensor, scale: float) -> bool:
-    """Set out = scale * left^T right, and leave v - left^T right in the residual.
+def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
+    """Set out = scale * left^T right.
 
     Args:
         left: A factor, a few rows as long as the matrix has rows.
         right: The other one, as many rows as long as those of the matrix.
-        residual: Holds v.
         out: The matrix.
         scale: Any number.
 
     Returns:
         Whether it was done.
     """
-    kernels = _factor_kernels(left, residual, right, out)
-    if kernels is None or not isinstance(residual, KeptResidual):
+    kernels = _factor_kernels(left, right, out)
+    if kernels is None:
         return False
     _check_factors(left, right, out)
-    _check_halves(out, residual)
-    places = left.data_ptr(), right.data_ptr(), out.data_ptr(), residual.pending.data_ptr()
+    places = left.data_ptr(), right.data_ptr(), out.data_ptr()
     kernels.functions[f"powersgd_product{left.shape[0]}"](*places, *out.shape, _streams(out), scale)
+    return True
+
+
+def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
+    """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts.
+
+    Args:
+        left: A factor, a few rows as long as the matrix has rows.
+        right: The other one, as many rows as long as those of the matrix.
+        out: The matrix.
+
+    Returns:
+        Whether it was done.
+    """
+    kernels = _factor_kernels(left, right, out)
+    if kernels is None:
+        return False
+    _check_factors(left, right, out)
+    kernels.functions[f"powersgd_subtract{left.shape[0]}"](*(one.data_ptr() for one in (left, right, out)), *out.shape)
     return True
 
 
@@ -457,11 +482,11 @@ def _check_factors(left: Tensor, right: Tensor, matrix: Tensor) -> None:
     assert left.shape[0] == right.shape[0]
 
 
-def _factor_kernels(factor: Tensor, residual: Residual, *others: Tensor) -> CpuKernels | None:
+def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
     """The kernels for factors of so many rows; None where there are none."""
-    if factor.device.type != "cpu" or factor.shape[0] not in RANKS or not residual.keeps:
+    if factor.device.type != "cpu" or factor.shape[0] not in RANKS:
         return None
-    kernels = _kernels(factor, *_halves(residual), *others)
+    kernels = _kernels(factor, *others)
     return kernels if isinstance(kernels, CpuKernels) else None
 
 
