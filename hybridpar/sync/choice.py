@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Group, Policy, format_codec, parse_codec
-from hybridpar.compress.auto import PLAIN, PROVEN, PROVEN_RATE, Layers, Prediction, candidates_of, choose, kinds_of
+from hybridpar.compress.auto import PLAIN, PROVEN, Layers, Prediction, candidates_of, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
 from hybridpar.sync.buckets import make_buckets
 
@@ -158,10 +158,11 @@ def proof_lines(policy: Policy) -> list[str]:
     Args:
         policy: What was chosen.
     """
-    lossy = {format_codec(parse_codec(text)) for text in PROVEN}
-    if lossy.isdisjoint(format_codec(rule.codec) for rule in policy.rules):
+    used = {format_codec(rule.codec) for rule in policy.rules}
+    rates = [rate for text, rate in PROVEN.items() if format_codec(parse_codec(text)) in used]
+    if not rates:
         return []
-    measured = f"its accuracy was compared at a learning rate of {PROVEN_RATE:g} (momentum 0.9, 32 images a step)"
+    measured = f"its accuracy was compared at a learning rate of {min(rates):g} (momentum 0.9, 32 images a step)"
     return [f"auto     {measured}; a higher rate may cost some"]
 
 
