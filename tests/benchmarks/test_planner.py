@@ -38,13 +38,13 @@ def test_plans_are_drawn_over_the_whole_range_with_all_baselines():
     assert len(set(names)) == len(names)
     assert chosen.keys() == {"exact", "close", "lossy"}
     assert set(chosen.values()) <= set(names)
-    for baseline in ("one device", "data parallel over 2 devices", "data parallel over 2 devices, hylo"):
+    for baseline in ("one device", "data parallel over 2 devices", "data parallel over 2 devices, qsgd_mn:bits=4"):
         assert baseline in names
     assert {1, 2, 3, 4, 5} <= {one.place for one in plans}
     assert max(one.place for one in plans) > 0.8 * 20
     plain = next(one for one in plans if one.name == "data parallel over 2 devices")
     assert plain.fidelities == ("exact", "close", "lossy")
-    assert next(one for one in plans if one.name.endswith("hylo")).fidelities == ("lossy",)
+    assert next(one for one in plans if one.name.endswith("devices, qsgd_mn:bits=4")).fidelities == ("lossy",)
 
 
 def test_errors_are_those_of_the_median_and_the_newest_row_of_a_plan_counts(tmp_path):
