@@ -95,17 +95,16 @@ class Layers:
     after_ms: float = 0.0
 
 
-def small_ends(parts: Sequence[Layers]) -> frozenset[str]:
+def small_ends(layers: Sequence[tuple[str, tuple[int, ...]]]) -> frozenset[str]:
     """The first and the last layer of a model, as far as they have at most `END` of its elements.
 
     Args:
-        parts: The layers of each pipeline position.
+        layers: Names and shapes of its parameters, in its order.
 
     Returns:
         Names of their weights.
     """
-    buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
-    counts = [(name, math.prod(shape)) for bucket in buckets for name, shape in bucket if len(shape) > 1]
+    counts = [(name, math.prod(shape)) for name, shape in layers if len(shape) > 1]
     most = END * sum(count for _, count in counts)
     return frozenset(name for name, count in (*counts[:1], *counts[-1:]) if count <= most)
 
@@ -133,6 +132,7 @@ def choose(
     link: Mapping[Kind, LinkCost],
     *,
     hides: bool = True,
+    ends: Collection[str] = (),
 ) -> tuple[Policy, list[Prediction], list[Prediction]]:
     """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last.
 
@@ -143,18 +143,18 @@ def choose(
         link: How long each kind of message takes.
         hides: Whether messages that go along with the backward pass cost it nothing, so that a layer whose message is
             hidden anyway can be left as it is. On a CPU they take time of its cores.
+        ends: What codecs in `WITHOUT_ENDS` leave as it is, see `small_ends`.
 
     Returns:
         The policy, what is predicted of it for each part, and what is predicted of `none`.
     """
     plain = [[_plain_times(bucket, link) for bucket in part.buckets] for part in parts]
     best, rules = [list(times) for times in plain], [[list[_Rule]() for _ in part.buckets] for part in parts]
-    ends = small_ends(parts)
     for number, index in _places(parts):
         bucket, without = parts[number].buckets[index], plain[number][index]
         for text, codec in codecs.items():
             if text in rates:
-                whole = ends if text in WITHOUT_ENDS else frozenset[str]()
+                whole = ends if text in WITHOUT_ENDS else ()
                 times, names = _times(bucket, codec, rates[text], link, parts[number].workers, whole)
                 if names and times.total < min(best[number][index].total, _MARGIN * without.total):
                     best[number][index], rules[number][index] = times, [(name, text) for name in names]

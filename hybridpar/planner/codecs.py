@@ -167,13 +167,14 @@ def _choices(
     spelled = {format_codec(codec): text for text, codec in codecs.items()}
     buckets = [[(one.name, one.shape) for one in bucket] for bucket in stage_buckets(parameters, bucket_bytes)]
     layers = Layers(buckets, workers, sync_lanes)
+    ends = small_ends([(one.name, one.shape) for one in parameters])
     for text in known:
-        whole = small_ends([layers]) if text in WITHOUT_ENDS else frozenset[str]()
+        whole = ends if text in WITHOUT_ENDS else frozenset[str]()
         texts = {name: text for name in names if name not in whole}
         found.append(CodecChoice(text, texts, steps_factor([text]), 2 if whole else 1))
     for stricter in FIDELITIES:
         allowed = {text: codec for text, codec in codecs.items() if text in planned_codecs(stricter)}
-        for policy in _policies(layers, allowed, timed) if workers > 1 else ():
+        for policy in _policies(layers, allowed, timed, ends) if workers > 1 else ():
             texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
             if texts and all(texts != dict(one.codecs) for one in found):
                 kinds = sorted(set(texts.values()))
@@ -184,7 +185,9 @@ def _choices(
     return tuple(found)
 
 
-def _policies(layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, CodecRate]) -> list[Policy]:
+def _policies(
+    layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, CodecRate], ends: frozenset[str]
+) -> list[Policy]:
     """What layers are best sent as, for links of several speeds."""
     if not codecs:
         return []
@@ -192,7 +195,7 @@ def _policies(layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, C
     policies = []
     for speed in RUNGS:
         link = {kind: LinkCost(0.0, 1e3 * 2 / speed) for kind in kinds}
-        policies.append(choose([layers], codecs, rates, link)[0])
+        policies.append(choose([layers], codecs, rates, link, ends=ends)[0])
     return policies
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Group, Policy, format_codec, parse_codec
-from hybridpar.compress.auto import PLAIN, PROVEN, Layers, Prediction, candidates_of, choose, kinds_of
+from hybridpar.compress.auto import PLAIN, PROVEN, Layers, Prediction, candidates_of, choose, kinds_of, small_ends
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
 from hybridpar.sync.buckets import make_buckets
 
@@ -120,7 +120,9 @@ def choose_policy(
             if (rate := measure_codec(codec, shapes, world.size, world.device)) is not None:
                 rates[text] = rate
         hides = world.device.type != "cpu"
-        policy, predicted, without = choose(layers, codecs, rates, link, hides=hides)
+        groups = (group for part in parts for group in part.groups)
+        whole = [(name, tuple(one.shape)) for group in groups for name, one in group.items() if one.requires_grad]
+        policy, predicted, without = choose(layers, codecs, rates, link, hides=hides, ends=small_ends(whole))
         lines = (
             _link_line(link[PLAIN], world),
             f"auto     {_names(policy)} ({excuse or 'of none, ' + ', '.join(codecs)})",

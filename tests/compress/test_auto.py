@@ -60,20 +60,17 @@ def test_of_several_codecs_the_fastest_is_taken_layer_by_layer():
 
 
 def test_small_first_and_last_layers_are_sent_as_they_are_with_codecs_that_need_it():
-    ends = [("fc.bias", (10,)), ("fc.weight", (10, 512))], [("conv1.weight", (64, 3, 7, 7))]
-    layers = Layers([ends[0], *BUCKETS, [("wide", (4096, 4096))], ends[1]], workers=2)
-    assert small_ends([layers]) == {"fc.weight", "conv1.weight"}
-    (text,) = WITHOUT_ENDS
-    found = chosen(layers, 12.5, text)
-    assert f"wide -> {text}" in found
-    assert found.count("conv1.weight") == 0
-    assert "conv1.weight -> onebit" in chosen(layers, 12.5, "onebit")
-
-
-def test_the_ends_of_a_pipeline_are_those_of_its_first_and_last_stage():
-    first, last = [[("b", (512, 512)), ("a", (2, 8))]], [[("z", (4, 8)), ("y", (512, 512))]]
-    assert small_ends([Layers(first, 2), Layers(last, 2)]) == {"a", "z"}
-    assert small_ends([Layers([[("z", (64, 64)), ("y", (512, 512))]], 2)]) == frozenset(), "they are not small"
+    sizes = {"conv1.weight": (64, 3, 7, 7), "wide": (4096, 4096), "fc.weight": (10, 512), "fc.bias": (10,)}
+    ends = small_ends([*sizes.items()])
+    assert ends == {"conv1.weight", "fc.weight"}
+    # Large tensors have buckets of their own, so the last layer need not be in the first bucket.
+    buckets = [[("wide", sizes["wide"])], [(name, sizes[name]) for name in ("fc.bias", "fc.weight", "conv1.weight")]]
+    for text in (*WITHOUT_ENDS, "onebit"):
+        codecs = {text: parse_codec(text)}
+        policy, _, _ = choose([Layers(buckets, 2)], codecs, {text: SLOW_CPU}, link(12.5), ends=ends)
+        named = {"wide"} if text in WITHOUT_ENDS else {"wide", "fc.weight", "conv1.weight"}
+        assert {name for name in sizes if policy.text_of(name) != "none"} == named
+    assert small_ends([("a", (64, 64)), ("b", (512, 512)), ("c", (64, 64))]) == frozenset(), "they are not small"
 
 
 def test_small_layers_stay_as_they_are_where_a_message_costs_more_than_their_bytes():
