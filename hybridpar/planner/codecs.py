@@ -30,7 +30,8 @@ RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
 #: Training steps until a loss is reached, over those that float32 takes. From benchmarks/sync/results/loss.csv
 #: (ResNet-18 on digits, two workers, means of five seeds): the codec's loss after 100 steps against the line through
 #: the losses of float32 after 50 and 100 steps, and 1 where it is the lower one. Casts count as they do for `close`:
-#: their rounding is that of mixed precision. Of codecs in `WITHOUT_ENDS` it is the loss without them.
+#: their rounding is that of mixed precision. Of codecs in `WITHOUT_ENDS` it is the loss with the
+#: first and the last layer in full precision.
 STEPS_TO_TARGET = {
     "none": 1.0,
     "fp16": 1.0,
@@ -52,7 +53,7 @@ class CodecChoice:
         name: For people.
         codecs: Texts of codecs by parameter; the gradient of a parameter that is not named is sent as it is.
         steps: Training steps to the target over those of float32.
-        rank: 0 for gradients as they are, 1 for a codec for all, 2 for several.
+        rank: 0 for gradients as they are, 1 for a codec for all parameters, 2 for rules by parameter.
         outer: Of an outer loop, what its `steps` rest on; None where gradients are exchanged in every step.
     """
 

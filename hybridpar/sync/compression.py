@@ -26,7 +26,7 @@ from hybridpar.compress import (
 )
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.codecs.onebit import RowSigns, Signs
-from hybridpar.compress.codecs.powersgd import LowRank, Product
+from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
@@ -214,7 +214,7 @@ class Compression(ParameterCoders):
         length = coder.quantiser.length(coder.spec.count)
         return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
 
-    def product_of(self, name: str) -> tuple[Product, float] | None:
+    def product_of(self, name: str) -> tuple[FactorProduct, float] | None:
         """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with.
 
         Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
-from hybridpar.compress.codecs.powersgd import Product
+from hybridpar.compress.codecs.powersgd import FactorProduct
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.feedback import KeptResidual
@@ -274,7 +274,7 @@ def test_powersgd(rows: int, columns: int, offset: int, rank: int) -> None:
     settled.pending.copy_(residual.pending)
     results = []
     for one in (residual, settled):
-        one.owe(Product(left, right))
+        one.owe(FactorProduct(left, right))
         one.commit()
         if one is settled:
             torch.testing.assert_close(one.kept.view(rows, columns), v - left.t() @ right, rtol=1e-4, atol=1e-4)

@@ -11,7 +11,7 @@ import torch
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
-from hybridpar.compress.codecs.powersgd import Product
+from hybridpar.compress.codecs.powersgd import FactorProduct
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.compress.together import run_together
@@ -101,7 +101,7 @@ def test_a_step_on_factors_equals_one_on_their_product(
         pytest.skip("no kernels on this machine")
     rows, columns = shape
     generator = torch.Generator().manual_seed(5)
-    product = Product(*(torch.randn(rank, side, generator=generator) for side in shape))
+    product = FactorProduct(*(torch.randn(rank, side, generator=generator) for side in shape))
     gradient = torch.empty(shape)
     assert kernels.powersgd_product(product.left, product.right, gradient, 3.0)
     sgd = Sgd(**{**NONE, **options})
@@ -119,6 +119,6 @@ def test_a_step_on_factors_equals_one_on_their_product(
 def test_factors_of_other_sizes_are_left_to_torch() -> None:
     sgd = Sgd(**{**NONE, **OPTIONS[0]})
     for rank, columns in ((5, 32), (2, 33)):
-        ours, product = torch.zeros(8 * columns), Product(torch.ones(rank, 8), torch.ones(rank, columns))
+        ours, product = torch.zeros(8 * columns), FactorProduct(torch.ones(rank, 8), torch.ones(rank, columns))
         assert not step_sgd_of_product(ours, None, product, 1.0, 1.0, sgd, torch.zeros((), dtype=torch.float64))
         assert not ours.any()

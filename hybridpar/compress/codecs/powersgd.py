@@ -58,8 +58,8 @@ _DEPENDENT = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
-    """A matrix that is left^T right.
+class FactorProduct:
+    """A `hybridpar.compress.codec.Product` of float32: the matrix left^T right.
 
     Attributes:
         left: A few rows, as long as the matrix has rows.
@@ -146,9 +146,9 @@ class LowRank(Coder):
         self._gradient = self._outline if self._residual.keeps else self._gradient.clone()
 
     @property
-    def product(self) -> Product:
+    def product(self) -> FactorProduct:
         """What came of the step, but for `scale`."""
-        return Product(self._p, self._next_q)
+        return FactorProduct(self._p, self._next_q)
 
     @property
     def scale(self) -> float:

@@ -449,13 +449,7 @@ def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> 
     Returns:
         Whether it was done.
     """
-    kernels = _factor_kernels(left, right, out)
-    if kernels is None:
-        return False
-    _check_factors(left, right, out)
-    places = left.data_ptr(), right.data_ptr(), out.data_ptr()
-    kernels.functions[f"powersgd_product{left.shape[0]}"](*places, *out.shape, _streams(out), scale)
-    return True
+    return _by_factors("powersgd_product", left, right, out, _streams(out), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
@@ -469,11 +463,16 @@ def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
     Returns:
         Whether it was done.
     """
+    return _by_factors("powersgd_subtract", left, right, out)
+
+
+def _by_factors(name: str, left: Tensor, right: Tensor, out: Tensor, *numbers: float) -> bool:
+    """Call a kernel that changes a matrix by two factors; whether there is one."""
     kernels = _factor_kernels(left, right, out)
     if kernels is None:
         return False
     _check_factors(left, right, out)
-    kernels.functions[f"powersgd_subtract{left.shape[0]}"](*(one.data_ptr() for one in (left, right, out)), *out.shape)
+    kernels.functions[f"{name}{left.shape[0]}"](*(one.data_ptr() for one in (left, right, out)), *out.shape, *numbers)
     return True
 
 
