@@ -114,7 +114,8 @@ def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
     assert summary["resumed_from"] == 8
     run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {})
     assert_same_state(tmp_path / "straight", tmp_path / "job")
-    assert shared_memory() <= before, "a dead worker's shared memory must not stay behind"
+    new = shared_memory() - before  # another test may have some just now; a dead worker's must not stay behind
+    eventually(lambda: not new & shared_memory())
 
 
 def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
