@@ -152,29 +152,37 @@ def rivals(setting: Setting, device: torch.device, *, compiled: bool) -> dict[st
         steps["plain loop, channels_last"] = loop(setting, device, layout=torch.channels_last)
     if compiled:
         steps["torch.compile"] = loop(setting, device, layout=setting.layout, mode="default")
-        if setting.graphs:
-            steps["torch.compile, reduce-overhead"] = loop(
-                setting, device, layout=setting.layout, mode="reduce-overhead"
-            )
     return steps
 
 
 def time_setting(setting: Setting, device: torch.device, *, compiled: bool) -> list[Row]:
-    """The rows of a setting: each method against the plain loop."""
+    """The rows of a setting: each method against the plain loop of the same rounds."""
     configs = {"hybridpar": setting.config}
     if setting.graphs:
         configs["hybridpar, CUDA graph"] = dataclasses.replace(setting.config, cuda_graph=True)
-    losses: dict[str, float] = {}
-
-    def noted(name: str, step: Step) -> None:
-        losses[name] = burst(step, device)
-
     with contextlib.ExitStack() as stack:
         steps = rivals(setting, device, compiled=compiled)
         for name, config in configs.items():
             trainer = stack.enter_context(Trainer(setting.build(), config=config, world=World(device=device)))
             steps[name] = partial(trainer_step, trainer, setting.batch(device))
-        result = paired({name: partial(noted, name, step) for name, step in steps.items()}, warmup=WARM_UP)
+        rows = rows_of(setting, steps, device)
+    del steps
+    forget(device)
+    if compiled and setting.graphs:  # apart: its graphs free memory that other graphs of the process may still use
+        reduced = loop(setting, device, layout=setting.layout, mode="reduce-overhead")
+        plain = loop(setting, device, layout=setting.layout)
+        rows += rows_of(setting, {"plain loop": plain, "torch.compile, reduce-overhead": reduced}, device)[1:]
+    return rows
+
+
+def rows_of(setting: Setting, steps: dict[str, Step], device: torch.device) -> list[Row]:
+    """Time methods in interleaved rounds, each against the plain loop."""
+    losses: dict[str, float] = {}
+
+    def noted(name: str, step: Step) -> None:
+        losses[name] = burst(step, device)
+
+    result = paired({name: partial(noted, name, step) for name, step in steps.items()}, warmup=WARM_UP)
     each = {name: tuple(ms / BURST for ms in times) for name, times in result.milliseconds.items()}
     result = dataclasses.replace(result, milliseconds=each)
     return [
@@ -196,13 +204,19 @@ def time_setting(setting: Setting, device: torch.device, *, compiled: bool) -> l
     ]
 
 
+def forget(device: torch.device) -> None:
+    """Give back the memory of what has been timed."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def compile_first(setting: Setting) -> str:
     """Fill the compiler's cache for a setting; in a process of its own."""
     began = time.perf_counter()
     device = torch.device("cuda", 0)
-    small = dataclasses.replace(setting, graphs=False)
-    step = rivals(small, device, compiled=True)["torch.compile"]
-    step()()
+    loop(setting, device, layout=setting.layout, mode="default")()()
     return f"{setting.name}: compiled in {time.perf_counter() - began:.0f} s"
 
 
@@ -221,10 +235,7 @@ def time_steps(settings: Iterable[Setting], device: torch.device, path: Path, *,
             print(f"{setting.name}: {str(error).partition('.')[0]}", file=sys.stderr)
             continue
         finally:
-            torch.compiler.reset()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            forget(device)
         append_rows(path, rows)
         print_rows(rows)
         print(f"{setting.name}: {time.perf_counter() - began:.0f} s", flush=True)

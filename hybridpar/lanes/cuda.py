@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -111,7 +112,8 @@ class CudaLane(Lane):
     def _stream(self) -> torch.cuda.Stream:
         if self._own is not None:
             return self._own
-        current: torch.cuda.Stream = cuda.current_stream(self.device)
+        # By index: PyTorch takes microseconds to make a number of a `torch.device`, and this is asked often in a step.
+        current: torch.cuda.Stream = cuda.current_stream(self.device.index)
         return current
 
     def mark(self, event: Event) -> None:
@@ -129,7 +131,7 @@ class CudaLane(Lane):
         outer, self._held = self._held, list(uses)
         outer_marks, self._marks = self._marks, deque(marks)
         self._family.inside = self._own is not None
-        with cuda.stream(stream):
+        with nullcontext() if self._own is None else cuda.stream(stream):
             try:
                 work()
             except BaseException as error:

@@ -255,6 +255,9 @@ class StepGraph(Generic[_Issued]):
         # Objects that own events or pinned memory must not be finalised by chance while streams are captured.
         gc.collect()
         gc.disable()
+        # The workspaces that the warm-ups left to cuBLAS are anybody's to free, as graphs of torch.compile do, and the
+        # captured kernels would go on writing to them. Made anew inside, they belong to the graph's memory.
+        _free_workspaces()
         cuda.empty_cache()
         try:
             with cuda.stream(self._stream), _capturable(self._optimizers):
@@ -263,6 +266,7 @@ class StepGraph(Generic[_Issued]):
                     self._issued = self._issue()
                 finally:
                     graph.capture_end()
+                    _free_workspaces()
         except Exception as error:
             self._issued = None
             self._lanes.forgive()
@@ -281,6 +285,11 @@ class StepGraph(Generic[_Issued]):
         if self.reason is None:
             self.reason = reason
             _log.warning("no CUDA graph of the training step: %s; training goes on without", reason)
+
+
+def _free_workspaces() -> None:
+    """Free the memory that cuBLAS works in. PyTorch has no public name for it, and without CUDA none at all."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 @contextmanager

@@ -151,7 +151,7 @@ class LocalGradients:
         Args:
             flight: Gets the sum of squares of all gradients, 0-d float64; 0 where it is not needed.
         """
-        gradients = [one.grad.detach() for one in self._parameters.values() if one.grad is not None]
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
         if self._measure and gradients:
             flight.squares = _sum_of_all_squares(gradients, None, self._compute.device)
             if flight.squares.device.type == "cpu" and not bool(torch.isfinite(flight.squares)):
@@ -544,6 +544,7 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
     return hook
 
 
+@torch.no_grad()
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     norms = torch._foreach_norm(gradients, 2, dtype)
     if any(norm.device != device for norm in norms):
