@@ -55,9 +55,6 @@ class DataConfig:
     bad_images: Literal["skip", "error"] = "skip"
     """What an image that cannot be read does: named in the log, another takes its place in training and it is left out
     of the test (skip); or the run ends (error)."""
-    cache_images: bool = False
-    """Keep decoded images in memory after they were first read, in half of the memory that is free; images that find no
-    room are decoded every time. For images from files."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
 
