@@ -30,11 +30,11 @@ class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, webdataset, hf/NAME, synthetic, or
-    another of torchvision in lower case (mnist, food101, imagenet, ...)."""
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, synthetic, or another of
+    torchvision in lower case (mnist, food101, imagenet, ...)."""
     data_root: Path = Path("data")
     """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
-    table, and for `webdataset` a pattern of shards."""
+    table, and for `hf/webdataset` it holds tar shards."""
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int = 64
@@ -229,7 +229,7 @@ TORCHVISION_SETS = {
 }
 
 #: Data sets of image files of any size, besides those of the table.
-_FILES = ("folder", "csv", "webdataset", "hf/NAME", "caltech101")
+_FILES = ("folder", "csv", "hf/NAME", "caltech101")
 
 
 def is_of_any_size(data: str) -> bool:

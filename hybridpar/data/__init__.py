@@ -3,7 +3,7 @@
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
 memory), `decode` (image files), `sources` (images in memory or in files), `downloads` and
-`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set`, `hub_sets` and `tar_sets`
+`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set` and `hub_sets`
 (the data sets by name), `loader` (the batches of a worker).
 """
 
@@ -13,7 +13,6 @@ from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
     hub_sets,
     memory_sets,
     photos,
-    tar_sets,
     torchvision_sets,
 )
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches

@@ -523,7 +523,7 @@ def test_unknown_data_set_names_the_near_ones():
 
 
 def test_every_documented_data_set_is_registered():
-    own = {"csv", "digits", "folder", "hf/NAME", "photos", "synthetic", "webdataset"}
+    own = {"csv", "digits", "folder", "hf/NAME", "photos", "synthetic"}
     assert set(DATA_SETS) == own | TORCHVISION_SETS.keys() | {"caltech101", "cifar10", "cifar100"}
     assert all(DATA_SETS.describe().values())
 
