@@ -246,11 +246,11 @@ def read_torch(
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
-        if keep is None:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-            _check_nesting(loaded, path.stat().st_size)
-        else:
-            loaded = _read_some(path, keep)
+        # What is not kept is mapped and never looked at.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or keep is not None)
+        _check_nesting(loaded, path.stat().st_size)
+        if keep is not None:
+            loaded = _some(loaded, keep)
     except Unreadable:
         raise
     except pickle.UnpicklingError as error:
@@ -298,42 +298,23 @@ def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
     return loaded, {keys: int(storage._checkpoint_offset or 0) for keys, storage in storages}
 
 
-def _read_some(path: Path, keep: Callable[[TensorPath], bool | Tensor]) -> Any:
+def _some(value: Any, keep: Callable[[TensorPath], bool | Tensor], keys: TensorPath = ()) -> Any:
+    """Copies of the tensors that are wanted, and the others without memory; see `read_torch`."""
     import torch
 
-    loaded, offsets = tensor_places(path)
-    with path.open("rb", buffering=0) as file:
-
-        def read(value: Any, keys: TensorPath) -> Any:
-            if isinstance(value, dict):
-                return {key: read(item, (*keys, key)) for key, item in value.items()}
-            if isinstance(value, (list, tuple)):
-                return type(value)(read(item, (*keys, index)) for index, item in enumerate(value))
-            if not isinstance(value, torch.Tensor):
-                return value
-            if (kept := keep(keys)) is False:
-                return torch.empty(value.shape, dtype=value.dtype, device="meta")
-            if kept is not True and kept.shape != value.shape:
-                raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
-            extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-            form = value.device, value.dtype, value.stride()
-            if kept is not True and value.is_contiguous() and (kept.device, kept.dtype, kept.stride()) == form:
-                memory = kept.detach().view(-1)
-            else:
-                memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
-            file.seek(offsets[keys] + int(value.storage_offset()) * value.element_size())
-            view = memory.view(torch.uint8).numpy().data
-            while view:
-                if not (count := file.readinto(view)):
-                    raise Unreadable("it ends in the middle of a tensor")
-                view = view[count:]
-            if kept is True:
-                return memory.as_strided(value.shape, value.stride())
-            if memory.data_ptr() != kept.data_ptr():
-                kept.detach().copy_(memory.as_strided(value.shape, value.stride()))
-            return kept
-
-        return read(loaded, ())
+    if isinstance(value, dict):
+        return {key: _some(item, keep, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_some(item, keep, (*keys, index)) for index, item in enumerate(value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    kept = keep(keys)
+    if not isinstance(kept, torch.Tensor):
+        return value.clone() if kept else torch.empty_like(value, device="meta")
+    if kept.shape != value.shape:
+        raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
+    kept.detach().copy_(value)
+    return kept
 
 
 def _check_nesting(found: object, most: int) -> None:
