@@ -45,9 +45,7 @@ def _csv(config: DataConfig) -> ImageData:
     root = config.data_root.resolve()
     if root.is_dir():
         if not (root / "train.csv").is_file():
-            raise DataError(
-                f"there is no file train.csv in {root}", _RULE, "Name it, or one table, with --data-root."
-            )
+            raise DataError(f"there is no file train.csv in {root}", _RULE, "Name it, or one table, with --data-root.")
         rows, classes = _read(root / "train.csv", "train")
         for file in [file for name in ("test", "val") if (file := root / f"{name}.csv").is_file()][:1]:
             rows += _read(file, "test")[0]
@@ -59,8 +57,8 @@ def _csv(config: DataConfig) -> ImageData:
     if not parts[0]:
         raise DataError(f"{config.data_root} lists no training images", _RULE, "Check the column split.")
     several = bool(classes) or any(len(row.labels) > 1 for row in rows)
-    labelled = (LabelledPart([row.labels for row in part], [row.line for row in part], several) for part in parts)
-    names, *targets = number_labels(*labelled, classes or None)
+    train, test = (LabelledPart([row.labels for row in part], [row.line for row in part], several) for part in parts)
+    names, *targets = number_labels(train, test, classes or None)
     if not parts[1]:
         chosen = four_of_five(targets[0])
         parts = [[parts[0][index] for index in indices] for indices in chosen]

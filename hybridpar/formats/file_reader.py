@@ -1,7 +1,7 @@
 """Reads files that may be damaged or hostile, in bounded time and memory.
 
 JSON, TOML and files of `torch.save`. Whatever is wrong with a file is told as one short error of the class that the
-caller names; nothing in a file is ever run (`weights_only=True` of torch). Limits are far above what this package writes: bytes of a file, depth of
+caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, depth of
 what is nested in it, digits of an integer.
 """
 

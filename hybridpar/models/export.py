@@ -153,7 +153,8 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[float
     for one, own in zip(found, expected, strict=True):
         if one.shape != own.shape:
             raise ExportError(
-                f"the file gives scores of shape {tuple(one.shape)} for {len(own)} images, the model {tuple(own.shape)}",
+                f"the file gives scores of shape {tuple(one.shape)} for {len(own)} images, the model "
+                f"{tuple(own.shape)}",
                 fix="Choose another format.",
             )
     differences = torch.cat([(one - own).abs().flatten() for one, own in zip(found, expected, strict=True)])

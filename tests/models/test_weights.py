@@ -11,7 +11,6 @@ import urllib.error
 import huggingface_hub
 import pytest
 import torch
-import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
