@@ -1,4 +1,4 @@
-"""Reads files that may be damaged or hostile, in bounded time and memory.
+"""Reads files that may be damaged or hostile; texts in bounded time and memory.
 
 JSON, TOML and files of `torch.save`. Whatever is wrong with a file is told as one short error of the class that the
 caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, depth of
