@@ -54,7 +54,7 @@ USED = 3072, 28
 SAMPLES, MICRO_BATCHES, STEPS = 16, 2, 1
 
 #: Formats that it is exported in, and names of files.
-EXPORTED = ("safetensors", "net.safetensors"), ("torch-export", "net.pt2"), ("torchscript", "net.ts")
+EXPORTED = ("safetensors", "net.safetensors"), ("torch-export", "net.pt2")
 
 #: Part of what one process needs that a worker may take.
 CAP = 0.35

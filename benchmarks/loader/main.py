@@ -28,7 +28,6 @@ TARGET = 0.769
 #: Height of the files by their width.
 SIZES = {500: 375, 1200: 900}
 SIDE, IMAGES, BATCH = 224, 400, 16
-#: Columns of the table of runs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,7 @@ def measure(root: str, files: str, processes: list[int], rounds: int, output: st
 
     for count in processes:
         methods = make_methods(Path(root), count)
-        result = paired(methods, rounds, warmup=3)  # which fill the cache
+        result = paired(methods, rounds, warmup=3)
         rows = [
             row(
                 result,
@@ -199,18 +198,15 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
         pin_memory=False,
         persistent_workers=processes > 0,
     )
-    ours = [
-        TrainBatches(
-            load_dataset(TrainConfig(data="folder", data_root=root, image_size=SIDE, cache_images=cache)),
-            seed=0,
-            batch_size=BATCH,
-            rank=0,
-            workers=1,
-            micro_batches=1,
-            loader_workers=processes,
-        )
-        for cache in (False, True)
-    ]
+    ours = TrainBatches(
+        load_dataset(TrainConfig(data="folder", data_root=root, image_size=SIDE)),
+        seed=0,
+        batch_size=BATCH,
+        rank=0,
+        workers=1,
+        micro_batches=1,
+        loader_workers=processes,
+    )
     epochs = iter(range(10**9))
 
     def read(batches: Callable[[], Iterable[Any]]) -> Callable[[], None]:
@@ -223,8 +219,7 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
     return {
         "torchvision": read(lambda: torchvisions),
         "timm": read(lambda: timms),
-        "hybridpar": read(lambda: (batch.micro_batches[0] for batch in ours[0].epoch(next(epochs)))),
-        "hybridpar --cache-images": read(lambda: (batch.micro_batches[0] for batch in ours[1].epoch(next(epochs)))),
+        "hybridpar": read(lambda: (batch.micro_batches[0] for batch in ours.epoch(next(epochs)))),
     }
 
 

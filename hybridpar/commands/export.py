@@ -30,12 +30,10 @@ class Export(TrainedOptions):
 
     run: RunArgument
     """Where the model is."""
-    format: Literal["torch-export", "onnx", "safetensors", "torchscript"]
-    """A graph for torch.export.load, ONNX, the weights alone, or a module for torch.jit.load."""
+    format: Literal["torch-export", "onnx", "safetensors"]
+    """A graph for torch.export.load, ONNX, or the weights alone."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The file to write."""
-    fold_batch_norm: bool = False
-    """Fold BatchNorm layers into the convolutions in front of them."""
     images: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """Check with this image file, or folder of them; may be repeated. Default: test images of the run's data."""
     force: bool = False
@@ -44,7 +42,7 @@ class Export(TrainedOptions):
 
 @register_command(
     "export",
-    "Write the model of a run into a file that runs without hybridpar: torch.export, ONNX, TorchScript, safetensors.",
+    "Write the model of a run into a file that runs without hybridpar: torch.export, ONNX, safetensors.",
     Export,
     groups={"Model and data": (TrainedOptions,)},
     shown=[field.name for field in fields(TrainedOptions)],
@@ -83,22 +81,13 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         import_torchvision()
         from hybridpar.models.export import check_format, export_model
         from hybridpar.run.trained import image_facts, load_trained
-    check_format(command.format, fold=command.fold_batch_norm)
+    check_format(command.format)
     with before_the_start():
         facts = image_facts(trained, command.image_size)
         trained, model = load_trained(trained, len(facts.class_names))
         images = _images(command, trained, facts)
     print(f"model     {trained}", flush=True)
-    done = export_model(
-        model,
-        images,
-        command.format,
-        command.output,
-        fold=command.fold_batch_norm,
-        facts=_told(trained, facts, command.fold_batch_norm),
-    )
-    if done.folded is not None:
-        print("folded    {} of {} BatchNorm layers".format(*done.folded))
+    done = export_model(model, images, command.format, command.output, facts=_told(trained, facts))
     sizes = ", ".join(map(str, done.batches))
     print(
         f"checked   batches of {sizes} images: outputs differ by {done.difference:.2g} at most, "
@@ -131,7 +120,7 @@ def _images(command: Export, trained: Trained, facts: ImageFacts) -> Tensor:
     return images if len(images) > 1 else images.repeat(2, 1, 1, 1)
 
 
-def _told(trained: Trained, facts: ImageFacts, folded: bool) -> dict[str, Any]:
+def _told(trained: Trained, facts: ImageFacts) -> dict[str, Any]:
     """What the file keeps of the model: what its outputs mean, and how images are made its inputs."""
     return {
         "model": trained.name,
@@ -142,5 +131,4 @@ def _told(trained: Trained, facts: ImageFacts, folded: bool) -> dict[str, Any]:
         "image_size": facts.test_size,
         "mean": facts.mean,
         "std": facts.std,
-        "folded": folded,
     }

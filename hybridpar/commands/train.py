@@ -199,17 +199,12 @@ def check_names(command: Train) -> None:
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
-    arguments = parse_arguments(command.model_arg)
-    if command.weights is not None:
+    parse_arguments(command.model_arg)
+    if command.weights is not None and not command.resume:  # else they have been read
         from hybridpar.models.weight_files import check_file, is_file
 
         if is_file(command.weights):
-            if not command.resume:  # else they have been read
-                check_file(Path(command.weights))
-        else:
-            from hybridpar.models.inputs import check_published_weights
-
-            check_published_weights(command.model, command.weights, arguments, wanted=not command.resume)
+            check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
     keep_rule(command), stop_rule(command)

@@ -30,11 +30,11 @@ class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, webdataset, hf/NAME, synthetic, or
-    another of torchvision in lower case (mnist, food101, imagenet, ...)."""
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, hf/NAME, synthetic, or another of
+    torchvision in lower case (mnist, food101, imagenet, ...)."""
     data_root: Path = Path("data")
     """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
-    table, and for `webdataset` a pattern of shards."""
+    table, and for `hf/webdataset` it holds tar shards."""
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int = 64
@@ -55,9 +55,6 @@ class DataConfig:
     bad_images: Literal["skip", "error"] = "skip"
     """What an image that cannot be read does: named in the log, another takes its place in training and it is left out
     of the test (skip); or the run ends (error)."""
-    cache_images: bool = False
-    """Keep decoded images in memory after they were first read, in half of the memory that is free; images that find no
-    room are decoded every time. For images from files."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
 
@@ -232,7 +229,7 @@ TORCHVISION_SETS = {
 }
 
 #: Data sets of image files of any size, besides those of the table.
-_FILES = ("folder", "csv", "webdataset", "hf/NAME", "caltech101")
+_FILES = ("folder", "csv", "hf/NAME", "caltech101")
 
 
 def is_of_any_size(data: str) -> bool:

@@ -2,9 +2,9 @@
 
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
-memory), `decode` (image files), `cache` (decoded images), `sources` (images in memory or in files), `downloads` and
-`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set`, `hub_sets` and `tar_sets`
-(the data sets by name), `overview` (a line on a data set), `loader` (the batches of a worker).
+memory), `decode` (image files), `sources` (images in memory or in files), `downloads` and
+`labels` (for the next), `memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set` and `hub_sets`
+(the data sets by name), `loader` (the batches of a worker).
 """
 
 from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
@@ -13,11 +13,9 @@ from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
     hub_sets,
     memory_sets,
     photos,
-    tar_sets,
     torchvision_sets,
 )
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
-from hybridpar.data.overview import describe_data
 from hybridpar.data.sampling import cut_epoch, divide
 from hybridpar.data.sources import (
     DATA_SETS,
@@ -26,6 +24,7 @@ from hybridpar.data.sources import (
     ImageData,
     ImageSource,
     MemoryImages,
+    describe_data,
     load_dataset,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridpar.config import DataConfig
 from hybridpar.data.labels import LabelledPart, number_labels
@@ -12,9 +13,23 @@ from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
 from hybridpar.errors import DataError
 
-#: Columns that are no classes. Of those with a second name, either may be used.
-_PATH, _LABEL, _SPLIT = ("path", "image"), ("label", "labels"), ("split",)
 _RULE = "The first line names the columns: path, label and maybe split; or path, maybe split, and a column per class."
+
+
+class _Row(NamedTuple):
+    """A line of a table.
+
+    Attributes:
+        path: The image, relative to the table.
+        labels: Its classes.
+        split: `train`, `test` or `val`.
+        line: Where it stands, for messages.
+    """
+
+    path: str
+    labels: list[str]
+    split: str
+    line: str
 
 
 @DATA_SETS.register(
@@ -28,98 +43,66 @@ def _csv(config: DataConfig) -> ImageData:
     the images of each class are for training, always the same ones.
     """
     root = config.data_root.resolve()
-    rows = _Rows()
     if root.is_dir():
-        tables = [(root / "train.csv", "train")]
-        if not tables[0][0].is_file():
+        if not (root / "train.csv").is_file():
             raise DataError(f"there is no file train.csv in {root}", _RULE, "Name it, or one table, with --data-root.")
-        tables += [(root / name, "test") for name in ("test.csv", "val.csv") if (root / name).is_file()][:1]
-        for file, split in tables:
-            rows.read(file, split)
+        rows, classes = _read(root / "train.csv", "train")
+        for file in [file for name in ("test", "val") if (file := root / f"{name}.csv").is_file()][:1]:
+            rows += _read(file, "test")[0]
     else:
-        rows.read(root, "")
+        rows, classes = _read(root, "train")
         root = root.parent
-    splits = set(rows.splits)
-    used = "test" if "test" in splits else "val"
-    parts = [[at for at, split in enumerate(rows.splits) if split in chosen] for chosen in (("train", ""), (used,))]
+    tested = "test" if any(row.split == "test" for row in rows) else "val"
+    parts = [[row for row in rows if row.split == split] for split in ("train", tested)]
     if not parts[0]:
         raise DataError(f"{config.data_root} lists no training images", _RULE, "Check the column split.")
-    train = rows.part(parts[0])
-    names, targets, tested = number_labels(train, rows.part(parts[1]), rows.classes or None)
+    several = bool(classes) or any(len(row.labels) > 1 for row in rows)
+    train, test = (LabelledPart([row.labels for row in part], [row.line for row in part], several) for part in parts)
+    names, *targets = number_labels(train, test, classes or None)
     if not parts[1]:
-        first, second = four_of_five(targets)
-        parts = [[parts[0][at] for at in first], [parts[0][at] for at in second]]
-        targets, tested = targets[first], targets[second]
+        chosen = four_of_five(targets[0])
+        parts = [[parts[0][index] for index in indices] for indices in chosen]
+        targets = [targets[0][indices] for indices in chosen]
         if not parts[1]:
-            raise DataError(
-                f"{config.data_root} lists no test images", fix="Add some, with `test` in the column split."
-            )
-    paths = [[rows.paths[at] for at in part] for part in parts]
-    labelled = list(zip(paths, (targets, tested), strict=True))
-    return decoded_data("csv", names, config, lambda use: [FileImages(root, *part, **use) for part in labelled])
+            fix = "Add some, with `test` in the column split."
+            raise DataError(f"{config.data_root} lists no test images", fix=fix)
+    paths = [[row.path for row in part] for part in parts]
+    return decoded_data(
+        "csv", names, config, lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)]
+    )
 
 
-class _Rows:
-    """Rows of one table, or of two."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.labels: list[list[str]] = []
-        self.splits: list[str] = []
-        self.places: list[str] = []
-        self.classes: list[str] = []
-        self.several = False
-
-    def part(self, rows: list[int]) -> LabelledPart:
-        """Some of the rows."""
-        return LabelledPart([self.labels[at] for at in rows], [self.places[at] for at in rows], self.several)
-
-    def read(self, file: Path, split: str) -> None:
-        """Add the rows of a table; `split` is that of rows which do not say."""
-        try:
-            with open(file, newline="", encoding="utf-8-sig") as opened:
-                reader = csv.DictReader(opened)
-                columns = [name.strip() for name in reader.fieldnames or ()]
-                reader.fieldnames = columns
-                self._read(file, split, reader, columns)
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(f"cannot read the table {file}: {reason}", _RULE, "Check --data-root.") from error
-
-    def _read(self, file: Path, split: str, reader: csv.DictReader[str], columns: list[str]) -> None:
-        path, label, given = (
-            next((name for name in columns if name.lower() in known), None) for known in (_PATH, _LABEL, _SPLIT)
-        )
-        classes = [name for name in columns if name not in (path, given)] if label is None else []
-        if path is None or (label is None and not classes):
-            missing = "path" if path is None else "label"
-            raise DataError(f"{file} has no column {missing!r}; it has {', '.join(columns) or 'none'}", _RULE)
-        if self.paths and classes != self.classes:
-            raise DataError(f"{file} has other columns than the table before", _RULE, "Use the same in both.")
-        self.classes = classes
-        self.several = self.several or bool(classes)
-        for row in reader:
-            place = f"line {reader.line_num} of {file.name}"
-            if not (row[path] or "").strip():
-                raise DataError(f"{place} has no path", _RULE, "Give it one, or remove the line.")
-            if label is None:
-                found = [name for name in classes if _is_one(row[name], place, name)]
-            else:
-                text = (row[label] or "").strip()
-                found = [part.strip() for part in re.split("[;|]", text) if part.strip()]
-                self.several = self.several or bool(re.search("[;|]", text))
-            part = ((row[given] or "").strip().lower() if given is not None else "") or split
-            part = {"valid": "val", "validation": "val", "training": "train"}.get(part, part)
-            if part not in ("train", "test", "val", ""):
-                raise DataError(f"{place} has the split {part!r}", "It must be train, test or val.")
-            self.paths.append((row[path] or "").strip())
-            self.labels.append(found)
-            self.splits.append(part)
-            self.places.append(place)
+def _read(file: Path, split: str) -> tuple[list[_Row], list[str]]:
+    """The rows of a table, of which those that name no split are of this one; and its columns that are classes."""
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as opened:
+            reader = csv.reader(opened)
+            header = [name.strip() for name in next(reader, [])]
+            classes = [] if "label" in header else [name for name in header if name not in ("path", "split")]
+            for column, found in (("path", "path" in header), ("label", "label" in header or classes)):
+                if not found:
+                    raise DataError(f"{file} has no column {column!r}; it has {', '.join(header) or 'none'}", _RULE)
+            rows = [
+                _row(dict(zip(header, map(str.strip, cells), strict=False)), classes, split, reader.line_num, file)
+                for cells in reader
+                if cells
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read the table {file}: {reason}", _RULE, "Check --data-root.") from error
+    return rows, classes
 
 
-def _is_one(value: str | None, place: str, column: str) -> bool:
-    text = (value or "").strip()
-    if text not in ("0", "1", "0.0", "1.0", ""):
-        raise DataError(f"{place} has {text!r} in the column {column!r}", "A column of a class holds 0 or 1.")
-    return text.startswith("1")
+def _row(cells: dict[str, str], classes: list[str], split: str, number: int, file: Path) -> _Row:
+    line = f"line {number} of {file.name}"
+    split = cells.get("split") or split
+    if not cells.get("path"):
+        raise DataError(f"{line} has no path", _RULE, "Give it one, or remove the line.")
+    if split not in ("train", "test", "val"):
+        raise DataError(f"{line} has the split {split!r}", "It must be train, test or val.")
+    for name in classes:
+        if cells.get(name, "") not in ("0", "1", "0.0", "1.0", ""):
+            raise DataError(f"{line} has {cells[name]!r} in the column {name!r}", "A column of a class holds 0 or 1.")
+    labels = [name for name in classes if cells.get(name, "").startswith("1")]
+    labels += [label.strip() for label in re.split("[;|]", cells.get("label", "")) if label.strip()]
+    return _Row(cells["path"], labels, split, line)

@@ -53,26 +53,12 @@ def open_image(file: Path | bytes, name: str) -> Image.Image:
         raise _unreadable(file, name, error) from error
 
 
-def draft_size(size: tuple[int, int], divisor: int) -> tuple[int, int]:
-    """The size of a JPEG that is decoded at a fraction of its size.
-
-    Args:
-        size: Its width and height.
-        divisor: 1 or one of `SCALES`.
-
-    Returns:
-        Width and height, rounded up.
-    """
-    return -(-size[0] // divisor), -(-size[1] // divisor)
-
-
-def decode(image: Image.Image, name: str, *, fast: bool = False) -> Image.Image:
+def decode(image: Image.Image, name: str) -> Image.Image:
     """Decode the pixels of an image that was opened.
 
     Args:
         image: Of `open_image`.
         name: What it is called in messages.
-        fast: Decode a JPEG to an eighth of its size.
 
     Returns:
         The image itself.
@@ -81,8 +67,6 @@ def decode(image: Image.Image, name: str, *, fast: bool = False) -> Image.Image:
         DataError: It is damaged.
     """
     try:
-        if fast:
-            image.draft(None, (1, 1))
         image.load()
     except Exception as error:
         raise _unreadable(b".", name, error) from error

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +65,7 @@ def _caltech101(config: DataConfig) -> ImageData:
     chosen = split_by_class(np.array(labels), train_counts, FIXED_SEED)
     parts = [(directory, [paths[at] for at in part], [labels[at] for at in part]) for part in chosen]
     return decoded_data(
-        "caltech101", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=ignored.told()
+        "caltech101", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=_told(ignored)
     )
 
 
@@ -105,49 +104,37 @@ def _folder(config: DataConfig) -> ImageData:
         )
     parts = [(train_root, train_paths, train_labels), (test_root, test_paths, test_labels)]
     return decoded_data(
-        "folder", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=ignored.told()
+        "folder", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=_told(ignored)
     )
 
 
-@dataclass
-class _Ignored:
-    """What lies in a data set and is not used.
+#: What lies in a data set and is not used, in the order in which it is told.
+_IGNORED = {
+    "hidden": ("hidden directory", "hidden directories"),
+    "hidden file": ("hidden file", "hidden files"),
+    "file": ("file that is no image", "files that are no images"),
+    "outside": ("image in no class directory", "images in no class directory"),
+    "loop": ("link to a directory above it", "links to directories above them"),
+}
 
-    Attributes:
-        hidden: Hidden directories, by name.
-        files: Files that are no images, by the end of their names.
-        hidden_files: Number of hidden files.
-        outside: Number of images that lie in no class directory.
-        loops: Number of links to a directory that the link lies in.
-    """
+#: How often each kind of `_IGNORED` was found, by the kind and a name that tells more, which may be empty.
+_Ignored = Counter[tuple[str, str]]
 
-    hidden: Counter[str] = field(default_factory=Counter)
-    files: Counter[str] = field(default_factory=Counter)
-    hidden_files: int = 0
-    outside: int = 0
-    loops: int = 0
 
-    def note_file(self, name: str) -> None:
-        """Count a file that is not used because of its name."""
-        if name.startswith("."):
-            self.hidden_files += 1
-        else:
-            self.files[Path(name).suffix.lower() or "no extension"] += 1
+def _told(ignored: _Ignored) -> tuple[str, ...]:
+    """Each kind in words, with its number."""
+    told = []
+    for kind, words in _IGNORED.items():
+        found = {name: count for (what, name), count in ignored.items() if what == kind}
+        if count := sum(found.values()):
+            names = [name for name in found if name]
+            told.append(f"{count:,} {words[count > 1]}" + (f" ({_some(names)})" if names else ""))
+    return tuple(told)
 
-    def told(self) -> tuple[str, ...]:
-        """Each kind in words, with its number."""
-        kinds = (
-            (self.hidden.total(), "hidden directory", "hidden directories", self.hidden),
-            (self.hidden_files, "hidden file", "hidden files", ()),
-            (self.files.total(), "file that is no image", "files that are no images", self.files),
-            (self.outside, "image in no class directory", "images in no class directory", ()),
-            (self.loops, "link to a directory above it", "links to directories above them", ()),
-        )
-        return tuple(
-            f"{count:,} {one if count == 1 else many}" + (f" ({_some(names)})" if names else "")
-            for count, one, many, names in kinds
-            if count
-        )
+
+def _no_image(name: str) -> tuple[str, str]:
+    """The kind of a file that is not used because of its name."""
+    return ("hidden file", "") if name.startswith(".") else ("file", Path(name).suffix.lower() or "no extension")
 
 
 def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> tuple[list[str], list[str], list[int]]:
@@ -159,21 +146,18 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
     try:
         for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
             if not entry.is_dir():
-                if _is_image(entry.name):
-                    ignored.outside += 1
-                else:
-                    ignored.note_file(entry.name)
+                ignored[("outside", "") if _is_image(entry.name) else _no_image(entry.name)] += 1
             elif entry.name.startswith("."):
-                ignored.hidden[entry.name] += 1
+                ignored["hidden", entry.name] += 1
             elif entry.name not in excluded:
                 before = _Ignored()
                 found = _images(entry.path, before)
                 if not found:
-                    empty[entry.name] = before.told()
+                    empty[entry.name] = _told(before)
                 paths += [os.path.relpath(path, directory) for path in found]
                 labels += [len(names)] * len(found)
                 names.append(entry.name)
-                _add(ignored, before)
+                ignored.update(before)
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename or directory}: {error.strerror or error}",
@@ -196,11 +180,8 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
     return names, paths, labels
 
 
-def _images(directory: str, ignored: _Ignored, above: tuple[tuple[int, int], ...] = ()) -> list[str]:
+def _images(directory: str, ignored: _Ignored) -> list[str]:
     """The image files in and below a directory, in torchvision's order. Links are followed, but not in circles."""
-    # Named by device and number, since a link has a path of its own.
-    facts = os.stat(directory)
-    above = (*above, (facts.st_dev, facts.st_ino))
     found, deeper = [], []
     with os.scandir(directory) as entries:
         for entry in entries:
@@ -208,32 +189,24 @@ def _images(directory: str, ignored: _Ignored, above: tuple[tuple[int, int], ...
                 if _is_image(entry.name):
                     found.append(entry.path)
                 else:
-                    ignored.note_file(entry.name)
+                    ignored[_no_image(entry.name)] += 1
             elif entry.name.startswith("."):
-                ignored.hidden[entry.name] += 1
-            elif entry.is_symlink() and _is_above(entry, above):
-                ignored.loops += 1
+                ignored["hidden", entry.name] += 1
+            elif entry.is_symlink() and _leads_up(entry.path):
+                ignored["loop", ""] += 1
             else:
                 deeper.append(entry.path)
-    found += [path for inner in deeper for path in _images(inner, ignored, above)]
+    found += [path for inner in deeper for path in _images(inner, ignored)]
     return sorted(found, key=os.path.split)
 
 
-def _is_above(link: os.DirEntry[str], above: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a link leads to a directory that it lies in, or to one above the class."""
-    facts = link.stat()
-    return (facts.st_dev, facts.st_ino) in above or os.path.realpath(link.path) in map(str, Path(link.path).parents)
+def _leads_up(link: str) -> bool:
+    """Whether a link leads to a directory above it."""
+    return os.path.realpath(link) in {os.path.realpath(parent) for parent in Path(link).parents}
 
 
 def _is_image(name: str) -> bool:
     return not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS)
-
-
-def _add(total: _Ignored, one: _Ignored) -> None:
-    total.hidden += one.hidden
-    total.files += one.files
-    total.hidden_files += one.hidden_files
-    total.loops += one.loops
 
 
 def _some(names: Iterable[str]) -> str:

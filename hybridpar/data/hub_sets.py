@@ -20,7 +20,7 @@ from hybridpar.errors import DataError, UsageError
 _TEST_PARTS = ("test", "validation", "val", "valid")
 
 #: Columns that are taken for the label where several have classes, best first.
-_LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "json.label", "json.labels", "txt")
 
 
 class HubImages(DecodedImages):
@@ -54,8 +54,9 @@ def _hub(config: DataConfig) -> ImageData:
     """NAME as `datasets.load_dataset` takes it, with a configuration behind a colon: `hf/org/name:config`.
 
     Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with --download the hub
-    itself. The column of images is found by its type, that of labels by its type or as `label`. Without a test part,
-    80 % of the images of each class are for training, always the same ones.
+    itself. `hf/webdataset` reads the tar shards in --data-root, train*.tar and test*.tar. The column of images is found
+    by its type, that of labels by its type or as `label`. Without a test part, 80 % of the images of each class are for
+    training, always the same ones.
     """
     name = config.data.removeprefix("hf/")
     if not name or name == config.data:
@@ -91,6 +92,8 @@ def _parts(name: str, config: DataConfig) -> list[Any]:
     try:
         if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
             found = datasets.load_from_disk(str(root))
+        elif name == "webdataset":
+            found = _shards(root)
         elif config.download:
             with one_download(hub.replace("/", "--"), root):
                 found = datasets.load_dataset(hub, configuration or None)
@@ -111,6 +114,20 @@ def _parts(name: str, config: DataConfig) -> list[Any]:
     if "train" not in found:
         raise DataError(f"{config.data} has no part train; it has {', '.join(found)}", "Training needs one.")
     return [found["train"], *[found[part] for part in _TEST_PARTS if part in found][:1]]
+
+
+def _shards(root: Path) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset("webdataset", data_dir=str(root)).flatten()
+    except Exception as error:
+        reason = error.__cause__ or error  # what is wrong with a shard is the cause of an error that does not say it
+        raise DataError(
+            f"cannot load the tar shards in {root}: {' '.join(str(reason).split()) or type(reason).__name__}",
+            "Members of a tar file belong together by name: KEY.jpg, and KEY.cls, KEY.txt or KEY.json (its `label`).",
+            "Name the directory that holds train*.tar and test*.tar with --data-root.",
+        ) from error
 
 
 def _image_column(part: Any, name: str) -> str:

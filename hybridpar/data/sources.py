@@ -24,7 +24,6 @@ from torchvision.transforms import v2
 from hybridpar.config import DataConfig
 from hybridpar.config.data import USUAL_SIZE, AugmentConfig, data_set_kind
 from hybridpar.data.augment import shift_and_flip
-from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
 from hybridpar.data.erasing import Erased, NoiseErasing
 from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
@@ -182,8 +181,6 @@ class DecodedImages(ImageSource):
         self.augment = augment
         self.prepare = prepare
         self.strict = strict
-        #: Keeps decoded images in memory.
-        self.cache: ImageCache | None = None
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
@@ -203,17 +200,6 @@ class DecodedImages(ImageSource):
         Args:
             index: The sample.
         """
-
-    def check(self, index: int) -> None:
-        """Decode an image as fast as it can be, and drop it.
-
-        Args:
-            index: The sample.
-
-        Raises:
-            DataError: It cannot be read.
-        """
-        decode(self.open(index), self.name(index), fast=True)
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
         return self._read(indices, key, device, strict=True).images
@@ -255,7 +241,7 @@ class DecodedImages(ImageSource):
 
     def _load(self, index: int, seed: int | None) -> Tensor:
         """Decode and change one image; None as a seed prepares it as it is tested."""
-        image = self.open(index) if self.cache is None else self.cache.open(index, self.open)
+        image = self.open(index)
         try:
             if seed is None:
                 return self.prepare(image)
@@ -506,19 +492,17 @@ def load_dataset(config: DataConfig) -> ImageData:
         if config.random_erasing and config.erase_mode != "const":
             erasing = NoiseErasing(config.random_erasing, config.erase_mode == "pixel", data.sample_shape)
             data = replace(data, erasing=erasing)
-    if config.cache_images:
-        keep_decoded(data, memory_for_images(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return data if config.test_image_size is None else replace(data, test_size=config.test_image_size)
 
 
-def keep_decoded(data: ImageData, limit: int) -> None:
-    """Keep the decoded images of a data set in memory; those of one that is in memory stay as they are.
+def describe_data(data: ImageData) -> str:
+    """One line on a data set: samples, classes, size of the images, and what was ignored.
 
     Args:
         data: The data set.
-        limit: Bytes that are filled at most; each part gets its share by its number of images.
     """
-    total = len(data.train) + len(data.test)
-    for source in (data.train, data.test):
-        if isinstance(source, DecodedImages):
-            source.cache = ImageCache(len(source), limit * len(source) // total)
+    channels, height, width = data.sample_shape
+    size = f"{height}x{width}" + ("" if channels == 3 else f", {channels} channel{'' if channels == 1 else 's'}")
+    images = f"{len(data.train):,} training and {len(data.test):,} test images"
+    told = f"{data.name}, {images}, {data.classes:,} class{'' if data.classes == 1 else 'es'}, {size}"
+    return f"{told}; ignored: {', '.join(data.ignored)}" if data.ignored else told

@@ -1,4 +1,4 @@
-"""Reads files that may be damaged or hostile, in bounded time and memory.
+"""Reads files that may be damaged or hostile; texts in bounded time and memory.
 
 JSON, TOML and files of `torch.save`. Whatever is wrong with a file is told as one short error of the class that the
 caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, depth of
@@ -7,16 +7,13 @@ what is nested in it, digits of an integer.
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import pickle
 import stat
 import tomllib
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import HybridparError, shortened
 
@@ -234,10 +231,6 @@ def read_torch(
 ) -> dict[str, Any]:
     """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU.
 
-    Before torch reads it, the file is looked through for what would take long or much memory: compressed parts, calls
-    of anything but what makes tensors and plain values, tensors larger than the file, and containers that contain
-    themselves, or each other very often.
-
     Args:
         path: The file.
         keep: Whether a tensor is wanted, by the keys under which it is in the dictionary, or a tensor that it is read
@@ -253,13 +246,15 @@ def read_torch(
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise Unreadable("it is no regular file")
-        _survey(path)
-        if keep is None:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        else:
-            loaded = _read_some(path, keep)
+        # What is not kept is mapped and never looked at.
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or keep is not None)
+        _check_nesting(loaded, path.stat().st_size)
+        if keep is not None:
+            loaded = _some(loaded, keep)
     except Unreadable:
         raise
+    except pickle.UnpicklingError as error:
+        raise Unreadable("it is damaged, or holds more than tensors and plain values") from error
     except Exception as error:  # torch and its pickle raise nearly anything for a damaged file
         told = str(error).strip().partition("\n")[0]
         raise Unreadable(shortened(told) if told else type(error).__name__) from error
@@ -298,69 +293,35 @@ def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
 
     with FakeTensorMode():
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+        _check_nesting(loaded, path.stat().st_size)
         storages = [(keys, tensor.untyped_storage()) for keys, tensor in tensor_paths(loaded)]
     return loaded, {keys: int(storage._checkpoint_offset or 0) for keys, storage in storages}
 
 
-def _read_some(path: Path, keep: Callable[[TensorPath], bool | Tensor]) -> Any:
+def _some(value: Any, keep: Callable[[TensorPath], bool | Tensor], keys: TensorPath = ()) -> Any:
+    """Copies of the tensors that are wanted, and the others without memory; see `read_torch`."""
     import torch
 
-    loaded, offsets = tensor_places(path)
-    with path.open("rb", buffering=0) as file:
-
-        def read(value: Any, keys: TensorPath) -> Any:
-            if isinstance(value, dict):
-                return {key: read(item, (*keys, key)) for key, item in value.items()}
-            if isinstance(value, (list, tuple)):
-                return type(value)(read(item, (*keys, index)) for index, item in enumerate(value))
-            if not isinstance(value, torch.Tensor):
-                return value
-            if (kept := keep(keys)) is False:
-                return torch.empty(value.shape, dtype=value.dtype, device="meta")
-            if kept is not True and kept.shape != value.shape:
-                raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
-            extent = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-            form = value.device, value.dtype, value.stride()
-            if kept is not True and value.is_contiguous() and (kept.device, kept.dtype, kept.stride()) == form:
-                memory = kept.detach().view(-1)
-            else:
-                memory = torch.empty(extent if value.numel() else 0, dtype=value.dtype)
-            file.seek(offsets[keys] + int(value.storage_offset()) * value.element_size())
-            view = memory.view(torch.uint8).numpy().data
-            while view:
-                if not (count := file.readinto(view)):
-                    raise Unreadable("it ends in the middle of a tensor")
-                view = view[count:]
-            if kept is True:
-                return memory.as_strided(value.shape, value.stride())
-            if memory.data_ptr() != kept.data_ptr():
-                kept.detach().copy_(memory.as_strided(value.shape, value.stride()))
-            return kept
-
-        return read(loaded, ())
-
-
-def _survey(path: Path) -> None:
-    """Look through a file of `torch.save` without making any of its objects."""
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise Unreadable("a part of it is compressed, which torch.save does not do")
-        if sum(part.file_size for part in parts) > size:
-            raise Unreadable("its parts are larger than itself")
-        pickles = [part for part in parts if part.filename.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise Unreadable("it has no data.pkl")
-        data = archive.read(pickles[0])
-    survey = _Survey(data)
-    _check_nesting(survey.load(), most=1_000 + 10 * len(data))
-    if survey.elements > (1 << 20) + 4 * size:
-        raise Unreadable("its tensors are larger than itself")
+    if isinstance(value, dict):
+        return {key: _some(item, keep, (*keys, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_some(item, keep, (*keys, index)) for index, item in enumerate(value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    kept = keep(keys)
+    if not isinstance(kept, torch.Tensor):
+        return value.clone() if kept else torch.empty_like(value, device="meta")
+    if kept.shape != value.shape:
+        raise Unreadable(f"{shortened(keys)} has shape {tuple(value.shape)}, not {tuple(kept.shape)}")
+    kept.detach().copy_(value)
+    return kept
 
 
 def _check_nesting(found: object, most: int) -> None:
-    """Check depth and number of values; an object that is in two places counts twice."""
+    """Check depth and number of values; an object that is in two places counts twice.
+
+    A damaged pickle may put a list into itself, or lists into each other so that all their values are never reached.
+    """
     level, count = [found], 0
     for _ in range(MOST_DEPTH):
         inner: list[object] = []
@@ -376,118 +337,3 @@ def _check_nesting(found: object, most: int) -> None:
         count += len(inner)
         level = inner
     raise Unreadable(_TOO_DEEP)
-
-
-#: What a file of tensors and plain values calls, and what torch.save hands to it.
-_REBUILT = {
-    "torch._utils._rebuild_tensor_v2": 2,  # where the size is among the arguments
-    "torch._utils._rebuild_tensor_v3": 2,
-}
-_DICTIONARY = "collections.OrderedDict"
-_CALLED = {
-    "torch._utils._rebuild_parameter",
-    "builtins.set",
-    "__builtin__.set",
-    "builtins.complex",
-    "__builtin__.complex",
-    "torch.Size",
-    "torch.device",
-    "torch.serialization._get_layout",
-}
-_OF_TEXT = {"_codecs.encode", "builtins.bytearray", "__builtin__.bytearray"}
-
-_PLAIN = (str, bytes, int, float, bool, type(None))
-
-#: What torch's own reader knows, but for making objects of classes.
-_OPCODES = (
-    *("GLOBAL", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MARK", "TUPLE", "TUPLE1", "TUPLE2"),
-    *("TUPLE3", "NONE", "NEWFALSE", "NEWTRUE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "BINPERSID"),
-    *("BININT", "BININT1", "BININT2", "BINFLOAT", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT", "BINUNICODE"),
-    *("SHORT_BINSTRING", "LONG1", "PROTO", "STOP"),
-)
-
-
-class _Object:
-    """Stands for what a call would have made."""
-
-
-class _Dictionary(dict[Any, Any]):
-    """Stands for an ordered dictionary, which may have attributes."""
-
-
-class _Name:
-    """Stands for a function or a class; calling it calls nothing.
-
-    Args:
-        name: Its full name.
-        survey: What counts elements of tensors.
-    """
-
-    def __init__(self, name: str, survey: _Survey) -> None:
-        self._name, self._survey = name, survey
-
-    def __call__(self, *args: Any) -> object:
-        name = self._name
-        if name == _DICTIONARY and not args:
-            return _Dictionary()
-        if name in _REBUILT:
-            self._survey.elements += math.prod(abs(int(one)) for one in args[_REBUILT[name]])
-        elif name in _OF_TEXT:
-            # A number would be a length, and other encodings may take long.
-            if any(isinstance(one, int | float) for one in args) or args[1:] not in ((), ("latin1",), ("latin-1",)):
-                raise Unreadable(f"it calls {name} with something else than a text")
-        elif name not in _CALLED:
-            raise Unreadable(f"it calls {shortened(name)}")
-        elif any(not isinstance(one, _PLAIN) for arg in args if isinstance(arg, list | tuple) for one in arg):
-            raise Unreadable(f"it calls {name} with nested values")
-        return _Object()
-
-
-def _protocol(survey: Any) -> None:
-    if survey.read(1) != b"\x02":
-        raise Unreadable("its pickle has another protocol than torch.save gives it")
-
-
-def _set_item(survey: Any) -> None:
-    value, key = survey.stack.pop(), survey.stack.pop()
-    _set_items_of(survey.stack[-1], [key, value])
-
-
-def _set_items(survey: Any) -> None:
-    items = survey.pop_mark()
-    _set_items_of(survey.stack[-1], items)
-
-
-def _set_items_of(found: object, items: list[Any]) -> None:
-    if not isinstance(found, dict):
-        raise Unreadable("it puts items into what is no dictionary")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        # Tuples that contain each other have a hash that takes for ever.
-        if not all(isinstance(one, _PLAIN) for one in (key if isinstance(key, tuple) else (key,))):
-            raise Unreadable("a key of a dictionary is not plain")
-        found[key] = value
-
-
-class _Survey(pickle._Unpickler):  # the one in Python: that in C makes room for whatever number a file names
-    """Reads a pickle without importing or calling anything that it names.
-
-    Args:
-        data: The pickle.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
-    } | {pickle.PROTO[0]: _protocol, pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        #: Of all tensors.
-        self.elements = 0
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Nothing is imported."""
-        return _Name(f"{module}.{name}", self)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """A part of the file with the numbers of tensors, which torch compares in length."""
-        return _Object()

@@ -128,35 +128,6 @@ def usable_memory(proc: Path = Path("/proc/self")) -> int:
     return min(limits)
 
 
-def free_memory(proc: Path = Path("/proc/self"), machine: Path = Path("/proc/meminfo")) -> int:
-    """Bytes of main memory that this process can still take without swapping, which the system gives files meanwhile.
-
-    Args:
-        proc: This process in the system's table of processes.
-        machine: The system's account of its memory.
-
-    Returns:
-        What is available on the machine, or less where a cgroup limits it.
-    """
-    try:
-        known = dict(line.split(":", 1) for line in machine.read_text().splitlines())
-        free = [int(known["MemAvailable"].split()[0]) * 1024]
-    except (OSError, KeyError, ValueError):
-        free = [usable_memory(proc) // 2]  # systems that do not tell
-    for directory in _cgroup_directories("memory", proc):
-        for most, now, file in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            try:
-                limit, used = (int((directory / name).read_text()) for name in (most, now))
-                known = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-                free.append(limit - used + int(known.get(file, 0)))
-            except (OSError, ValueError):
-                continue
-    return max(0, min(free))
-
-
 def _cgroup_directories(controller: str, proc: Path) -> list[Path]:
     """The mounted directories of a process's cgroup and its ancestors, for one controller, of version 1 and 2."""
     try:

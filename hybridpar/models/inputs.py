@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridpar.models.pretrained import check_torchvision_weights, find_torchvision_weights
+from hybridpar.models.pretrained import find_torchvision_weights
 from hybridpar.models.timm_models import PREFIX, check_tag, check_timm_name
 from hybridpar.models.torchvision_models import model_names
 from hybridpar.models.weight_files import DEFAULT, HUB, is_published
@@ -66,25 +66,6 @@ def model_input(name: str, weights: str | None, args: Mapping[str, object] | Non
     if (published and "_Weights." in weights) or name in model_names():
         return _of_torchvision(name, weights, published, args or {})
     return None
-
-
-def check_published_weights(
-    name: str, weights: str, args: Mapping[str, object] | None = None, *, wanted: bool = True
-) -> None:
-    """Refuse published weights that there are none of; for torchvision's, also such as cannot be had, within a second.
-
-    Args:
-        name: What the user calls the model.
-        weights: The weights as the user names them; not a file.
-        args: Arguments that the model is built with.
-        wanted: Whether they are going to be read; else only the names are checked.
-
-    Raises:
-        UsageError: There are no such weights; or they are not cached, and the server does not answer.
-    """
-    of_torchvision = "_Weights." in weights or name in model_names()
-    if weights.startswith(HUB) or not (of_torchvision and check_torchvision_weights(weights, name, wanted=wanted)):
-        model_input(name, weights, args)
 
 
 def _of_torchvision(name: str, weights: str, published: bool, args: Mapping[str, object]) -> ModelInput:

@@ -7,15 +7,14 @@ without a network.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import HybridparError, UsageError, nearest, not_installed, shortened
 from hybridpar.models.timm_models import PREFIX, check_tag, create_timm_model
-from hybridpar.models.torchvision_models import model_names, weights_in_source
+from hybridpar.models.torchvision_models import model_names
 from hybridpar.models.weight_files import DEFAULT, HUB, clean, read_weights
 
 if TYPE_CHECKING:
@@ -60,48 +59,6 @@ def published_weights(
         "Models of torchvision and timm have weights by name; others take a file, a checkpoint, a run directory, or "
         "hf-hub:OWNER/NAME.",
         "Name a file.",
-    )
-
-
-def check_torchvision_weights(source: str, name: str, *, wanted: bool = True) -> bool:
-    """Refuse, without importing torchvision, weights that there are none of or that cannot be had.
-
-    Args:
-        source: `default`, or a name in the enumeration, with or without that of the enumeration itself.
-        name: The model.
-        wanted: Whether they are going to be read; else only the name is checked.
-
-    Returns:
-        Whether torchvision's source says which weights there are; else nothing was checked.
-
-    Raises:
-        UsageError: There are no such weights; or they are not cached, and the server does not answer.
-    """
-    own, _, member = source.rpartition(".")
-    enumeration, urls = weights_in_source(own or name)
-    if not urls:
-        return False
-    if (member if own else member.upper()) not in urls:
-        raise _no_such_weights(source, name, urls)
-    url = urls[member if own else member.upper()]
-    if wanted and not (cached := _cache() / os.path.basename(url)).is_file() and (reason := unreachable(url)):
-        names = [one for one, where in urls.items() if where == url and one != DEFAULT.upper()]
-        raise _not_to_be_had(f"{enumeration}.{(names or [member])[0]}", cached.parent, url, reason)
-    return True
-
-
-def _cache() -> Path:
-    """Where torch keeps what it downloaded."""
-    if "torch" in sys.modules:
-        return Path(sys.modules["torch"].hub.get_dir(), "checkpoints")
-    home = os.environ.get("TORCH_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch")
-    return Path(home).expanduser() / "hub" / "checkpoints"
-
-
-def _no_such_weights(source: str, name: str, members: Iterable[str]) -> UsageError:
-    return UsageError(
-        f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file",
-        nearest(source.rpartition(".")[2].upper(), [DEFAULT, *members]),
     )
 
 
@@ -161,14 +118,19 @@ def find_torchvision_weights(source: str, name: str | None) -> Any:
     weights = torchvision.models.get_model_weights(name)
     wanted = source.upper()
     if wanted not in weights.__members__:
-        raise _no_such_weights(source, name, weights.__members__)
+        raise UsageError(
+            f"--weights {shortened(source)}: torchvision has no such weights of {name}, and there is no such file",
+            nearest(wanted, [DEFAULT, *weights.__members__]),
+        )
     return weights[wanted]
 
 
 def _of_torchvision(source: str, name: str | None) -> tuple[str, dict[str, Tensor]]:
+    import torch
+
     weights = find_torchvision_weights(source, name)
     told = str(weights)
-    cached = _cache() / os.path.basename(weights.url)
+    cached = Path(torch.hub.get_dir(), "checkpoints") / os.path.basename(weights.url)
     if cached.is_file():
         return told, read_weights(cached)
     try:

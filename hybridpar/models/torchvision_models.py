@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 import sys
@@ -24,54 +23,12 @@ _RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_
 def model_names() -> list[str]:
     """Names of all torchvision classification models."""
     imported = "torchvision.models" in sys.modules  # else reading its source takes less than importing it
-    if not imported and (names := names_in_source(_folder(), "register_model")):
-        return sorted(names)
+    spec = importlib.util.find_spec("torchvision")
+    if not imported and spec is not None and spec.origin is not None:
+        return sorted(names_in_source(Path(spec.origin).parent / "models", "register_model"))
     import torchvision
 
     return sorted(torchvision.models.list_models(module=torchvision.models))
-
-
-def _folder() -> Path:
-    """Directory of torchvision's models, which are not imported."""
-    spec = importlib.util.find_spec("torchvision")
-    return Path(spec.origin).parent / "models" if spec is not None and spec.origin is not None else Path()
-
-
-def weights_in_source(name: str) -> tuple[str, dict[str, str]]:
-    """Published weights of a model, read from torchvision's source: importing it takes seconds.
-
-    Args:
-        name: A model, or an enumeration of weights such as `ResNet50_Weights`.
-
-    Returns:
-        The enumeration, and the URL of each of its weights by name; empty where the source does not say them.
-    """
-    for path in _folder().glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if f"def {name}(" not in text and f"class {name}(" not in text:
-            continue
-        enumeration, body = name, ast.parse(text).body
-        for node in body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                words = (one.id for one in ast.walk(node.args) if isinstance(one, ast.Name))
-                enumeration = next((word for word in words if word.endswith("_Weights")), name)
-        for node in body:
-            if isinstance(node, ast.ClassDef) and node.name == enumeration:
-                return enumeration, _urls(node)
-    return name, {}
-
-
-def _urls(enumeration: ast.ClassDef) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for node in enumeration.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=member)], value=ast.Call(keywords=keywords)):
-                for word in keywords:
-                    if word.arg == "url" and isinstance(word.value, ast.Constant):
-                        found[member] = str(word.value.value)
-            case ast.Assign(targets=[ast.Name(id=member)], value=ast.Name(id=other)) if other in found:
-                found[member] = found[other]
-    return found
 
 
 def check_torchvision_name(name: str) -> None:

@@ -26,7 +26,7 @@ def _modes():
         yield
 
 
-def export(run_dir, target, *words, form="torchscript"):
+def export(run_dir, target, *words, form="torch-export"):
     return main(["export", str(run_dir), "--format", form, "-o", str(target), *words])
 
 
@@ -44,24 +44,23 @@ def test_the_average_is_exported_unless_the_weights_are_asked_for(run_dir, tmp_p
     assert "batches of 8, 7, 1 images" in out
 
 
-def test_the_file_says_what_the_model_tells_apart(run_dir, tmp_path, capsys):
-    assert export(run_dir, tmp_path / "net.pt2", "--fold-batch-norm", form="torch-export") == 0
-    assert "folded    2 of 2" in capsys.readouterr().out
+def test_the_file_says_what_the_model_tells_apart(run_dir, tmp_path):
+    assert export(run_dir, tmp_path / "net.pt2") == 0
     told = {"hybridpar.json": ""}
     torch.export.load(tmp_path / "net.pt2", extra_files=told)
     facts = json.loads(told["hybridpar.json"])
     assert facts["classes"] == [f"pattern-{label}" for label in range(10)]
-    assert (facts["image_size"], facts["step"], facts["weights"], facts["folded"]) == (8, 6, "ema", True)
+    assert (facts["image_size"], facts["step"], facts["weights"]) == (8, 6, "ema")
 
 
 def test_a_file_that_is_there_is_replaced_with_force_alone(run_dir, tmp_path, capsys):
-    target = tmp_path / "net.ts"
+    target = tmp_path / "net.pt2"
     target.write_text("other")
     assert export(run_dir, target) == 2
     assert "--force" in capsys.readouterr().err
     assert target.read_text() == "other"
     assert export(run_dir, target, "--force") == 0
-    assert torch.jit.load(target)(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    assert torch.export.load(target).module()(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
     assert export(run_dir, tmp_path, "--force") == 2
     assert "is a folder" in capsys.readouterr().err
 
@@ -72,10 +71,10 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
     facts = json.loads((copy / "run.json").read_text())
     facts["options"] |= {"data": "folder", "data_root": str(tmp_path / "gone")}
     (copy / "run.json").write_text(json.dumps(facts))
-    assert export(copy, tmp_path / "net.ts") == 2
+    assert export(copy, tmp_path / "net.pt2") == 2
     assert "--images" in capsys.readouterr().err
     Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
-    assert export(copy, tmp_path / "net.ts", "--images", str(tmp_path / "one.png")) == 0
+    assert export(copy, tmp_path / "net.pt2", "--images", str(tmp_path / "one.png")) == 0
     assert "batches of 2, 1 images" in capsys.readouterr().out
 
 
@@ -83,9 +82,8 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
     ("form", "name", "words", "told"),
     [
         ("torch-export", "net.pt", [], "ends in .pt2"),
-        ("safetensors", "net.safetensors", ["--fold-batch-norm"], "--fold-batch-norm with"),
-        ("torchscript", "net.ts", ["--images", "nowhere"], "there is no nowhere"),
-        ("torchscript", "net.ts", ["--model", "nothing"], "unknown model"),
+        ("torch-export", "net.pt2", ["--images", "nowhere"], "there is no nowhere"),
+        ("torch-export", "net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )
 def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, form, name, words, told, capsys):

@@ -1,8 +1,11 @@
-"""Data sets of the Hugging Face library, from a copy on the disk: columns by type, parts, and labels."""
+"""Data sets of the Hugging Face library, from a copy on the disk or tar shards: columns by type, parts, and labels."""
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.data import ImageData, load_dataset
+from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.errors import DataError, UsageError
 
 datasets = pytest.importorskip("datasets")
@@ -36,8 +39,9 @@ def load(root: Path, name: str = "hf/mine") -> ImageData:
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
@@ -85,3 +89,65 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DataError, match="read with the package datasets") as caught:
         load(tmp_path)
     assert caught.value.fix == "Install it: pip install 'hybridpar[hf]'"
+
+
+def shard(path: Path, numbers: range, end: str = "cls", *, damaged: int | None = None) -> None:
+    """A tar file of grey images whose shade and label are their number."""
+    labels = {"cls": str, "txt": "word{}".format, "json": lambda number: json.dumps({"label": [str(number), "many"]})}
+    with tarfile.open(path, "w") as tar:
+        for number in numbers:
+            pixels = io.BytesIO()
+            Image.new("RGB", (16, 16), (number * 8,) * 3).save(pixels, "PNG")
+            image = b"no image" if number == damaged else pixels.getvalue()
+            for name, content in (("png", image), (end, labels[end](number).encode())):
+                member = tarfile.TarInfo(f"part/{number:05d}.{name}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+def test_every_image_of_tar_shards_arrives_once(tmp_path: Path) -> None:
+    for place, numbers in enumerate((range(16), range(16, 31))):
+        shard(tmp_path / f"train-{place:03d}.tar", numbers)
+    shard(tmp_path / "test-000.tar", range(5))
+    data = load(tmp_path, "hf/webdataset")
+    assert (len(data.train), len(data.test), data.classes) == (31, 5, 31)
+    seen = []
+    for rank in range(3):
+        batches = TrainBatches(data, seed=3, batch_size=8, rank=rank, workers=3, micro_batches=1, loader_workers=rank)
+        for images, labels in (batch.micro_batches[0] for batch in batches.epoch(1)):
+            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+            shades = (images * std + mean)[:, :, 4, 4] * 255
+            assert torch.allclose(shades, labels[:, None].expand(-1, 3) * 8.0, atol=0.01)
+            seen += labels.tolist()
+    assert sorted(seen) == list(range(31))
+
+
+def test_damaged_images_of_tar_shards_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shard(tmp_path / "train-000.tar", range(5))
+    shard(tmp_path / "test-000.tar", range(5), damaged=3)
+    batches = TestBatches(load(tmp_path, "hf/webdataset"), batch_size=5, rank=0, workers=1, loader_workers=1)
+    assert [labels.tolist() for _, labels in batches] == [[0, 1, 2, 4]]
+    assert "row 3 of test: it is no image of a known format; it is left out (unreadable files so far: 1)" in caplog.text
+
+
+def test_labels_of_tar_shards_may_be_words_or_lists(tmp_path: Path) -> None:
+    for end in ("txt", "json"):
+        (tmp_path / end).mkdir()
+        shard(tmp_path / end / "train.tar", range(4), end)
+    words, lists = (load(tmp_path / end, "hf/webdataset") for end in ("txt", "json"))
+    assert words.class_names == ("word0", "word1", "word2", "word3")
+    assert lists.class_names == ("0", "1", "2", "3", "many")
+    assert lists.multi_label
+    assert lists.train.labels[:, 4].all()
+
+
+def test_what_are_no_tar_shards_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}"):
+        load(tmp_path, "hf/webdataset")
+    (tmp_path / "train.tar").write_bytes(b"no tar file at all" * 100)
+    with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}: invalid header"):
+        load(tmp_path, "hf/webdataset")
+    shard(tmp_path / "train.tar", range(16))
+    (tmp_path / "train.tar").write_bytes((tmp_path / "train.tar").read_bytes()[: 29 * 512 + 10])  # in an image
+    with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}: unexpected end of data"):
+        load(tmp_path, "hf/webdataset")

@@ -16,11 +16,12 @@ from torchvision.transforms.v2 import functional as reference
 
 from hybridpar.config import DataConfig
 from hybridpar.config.data import TORCHVISION_SETS
-from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, describe_data, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.decode import read_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.memory_sets import proportional_counts
+from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, UsageError
 
 CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
@@ -334,6 +335,19 @@ def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
         "2 files that are no images (.txt, no extension)",
         "1 image in no class directory",
     )
+    assert describe_data(data) == (
+        "folder, 6 training and 4 test images, 2 classes, 224x224; ignored: 4 hidden directories (.ipynb_checkpoints), "
+        "1 hidden file, 2 files that are no images (.txt, no extension), 1 image in no class directory"
+    )
+
+
+def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder):
+    root, _ = folder
+    path = root / "train" / "dog" / "1.png"
+    path.write_bytes(path.read_bytes()[:-40])
+    data = load_dataset(DataConfig(data="folder", data_root=root, image_size=16, bad_images="error"))
+    with pytest.raises(DataError, match=r"dog/1\.png"):
+        data.train.load_readable(np.array([4]), AugmentKey(0, 0), torch.device("cpu"))
 
 
 def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):
@@ -430,6 +444,7 @@ def test_digits_are_the_documented_split():
     assert (shares - 0.2).abs().max() < 1 / sizes.min(), "stratified to the nearest image"
     again = load_dataset(DataConfig(data="digits"))
     assert torch.equal(again.test.images, data.test.images)
+    assert describe_data(data) == "digits, 1,437 training and 360 test images, 10 classes, 32x32"
 
 
 def test_digits_are_scikit_learns_images():
@@ -508,7 +523,7 @@ def test_unknown_data_set_names_the_near_ones():
 
 
 def test_every_documented_data_set_is_registered():
-    own = {"csv", "digits", "folder", "hf/NAME", "photos", "synthetic", "webdataset"}
+    own = {"csv", "digits", "folder", "hf/NAME", "photos", "synthetic"}
     assert set(DATA_SETS) == own | TORCHVISION_SETS.keys() | {"caltech101", "cifar10", "cifar100"}
     assert all(DATA_SETS.describe().values())
 

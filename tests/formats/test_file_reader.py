@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -118,10 +116,10 @@ class Calls:
         return self._call
 
 
-def nested(depth: int, kind: type[list] | type[tuple]) -> Any:
-    value: Any = kind()
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
     for _ in range(depth):
-        value = kind((value, value))
+        value = [value, value]
     return value
 
 
@@ -151,19 +149,13 @@ def test_what_torch_saves_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Calls(torch.FloatTensor, 1 << 40), "calls torch.FloatTensor"),
-        (lambda: Calls(torch.storage.UntypedStorage, 1 << 40), "calls torch.storage.UntypedStorage"),
-        (lambda: Calls(bytearray, 1 << 40), "bytearray with something else"),
-        (lambda: Calls(eval, "1 + 1"), "eval"),
-        (lambda: Calls(set, [nested(60, tuple)]), "nested"),
-        (lambda: {nested(5, tuple): 1}, "key"),
-        (lambda: nested(60, list), "too often"),
-        (lambda: nested(200, list), "too often|deep"),
+        (lambda: nested(60), "too often"),
+        (lambda: nested(200), "too often|deep"),
         (itself, "deep"),
-        (lambda: torch.ones(()).expand(1 << 40), "tensors are larger"),
+        (lambda: Calls(eval, "1 + 1"), "more than tensors and plain values"),
     ],
 )
-def test_what_would_take_for_ever_is_refused(make: Callable[[], Any], said: str, tmp_path: Path):
+def test_what_no_training_saves_is_refused(make: Callable[[], Any], said: str, tmp_path: Path):
     torch.save({"value": make()}, tmp_path / "file.pt")
     with pytest.raises(Unreadable, match=said):
         read_torch(tmp_path / "file.pt")
@@ -173,14 +165,6 @@ def test_other_files_are_refused(tmp_path: Path):
     file = tmp_path / "file.pt"
     torch.save([1, 2], file)
     with pytest.raises(Unreadable, match="a list where a dictionary"):
-        read_torch(file)
-    torch.save({"w": torch.zeros(1 << 16)}, file)
-    made = io.BytesIO()
-    with zipfile.ZipFile(file) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
-        for part in old.infolist():
-            new.writestr(part.filename, old.read(part))
-    file.write_bytes(made.getvalue())
-    with pytest.raises(Unreadable, match="compressed"):
         read_torch(file)
     for content in (b"", b"\x80\x02}.", b"PK\x03\x04" + bytes(100)):
         file.write_bytes(content)

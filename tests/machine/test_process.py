@@ -15,7 +15,6 @@ from hybridpar.machine.process import (
     available_cores,
     cpu_quota,
     describe,
-    free_memory,
     physical_cores,
     seconds_waited,
     threads_per_worker,
@@ -207,32 +206,6 @@ def test_memory_limits_of_both_cgroup_versions(tmp_path, membership, mount, file
     assert usable_memory(proc) == everything
     (tmp_path / "top" / file).write_text("9223372036854771712\n")
     assert usable_memory(proc) == everything, "version 1 spells `no limit` as a huge number"
-
-
-@pytest.mark.parametrize(
-    ("membership", "mount", "most", "now", "file"),
-    [
-        ("0::/job\n", V2.format(root="/", at="{top}"), "memory.max", "memory.current", "inactive_file"),
-        (
-            "4:memory:/job\n",
-            V1.format(root="/", at="{top}", controllers="memory"),
-            *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ),
-    ],
-)
-def test_free_memory_is_what_the_machine_or_a_cgroup_has_left(tmp_path, membership, mount, most, now, file):
-    machine = tmp_path / "meminfo"
-    machine.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\n")
-    assert free_memory(tmp_path / "nowhere", machine) == 4000 * 1024
-    used = {most: "1000000\n", now: "900000\n", "memory.stat": f"anon 5\n{file} 300000\n"}
-    files = {f"top/job/{name}": content for name, content in used.items()}
-    proc = cgroups(tmp_path, membership, [mount.format(top=tmp_path / "top")], files)
-    assert free_memory(proc, machine) == 400000, "cached files can be dropped"
-    (tmp_path / "top/job" / now).write_text("2000000\n")
-    assert free_memory(proc, machine) == 0
-    (tmp_path / "top/job" / most).write_text("max\n")
-    assert free_memory(proc, machine) == 4000 * 1024
-    assert free_memory(tmp_path / "nowhere", tmp_path / "nothing") == usable_memory(tmp_path / "nowhere") // 2
 
 
 @pytest.mark.parametrize(("quota", "count"), [(None, 8), (3.9, 3), (0.5, 1), (64.0, 8)])

@@ -18,9 +18,9 @@ from hybridpar.models.export import check_format, export_model
 from tests.small_nets import plain
 
 WITHOUT_ONNX = any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime"))
-NAMES = {"torch-export": "net.pt2", "torchscript": "net.ts", "onnx": "net.onnx", "safetensors": "net.safetensors"}
+NAMES = {"torch-export": "net.pt2", "onnx": "net.onnx", "safetensors": "net.safetensors"}
 FORMATS = [
-    *("torch-export", "torchscript", "safetensors"),
+    *("torch-export", "safetensors"),
     pytest.param("onnx", marks=pytest.mark.skipif(WITHOUT_ONNX, reason="needs onnx, onnxscript and onnxruntime")),
 ]
 
@@ -71,22 +71,13 @@ def test_scores_among_other_outputs_are_what_is_exported(tmp_path, form):
 def test_a_transformer_is_exported_for_any_batch(tmp_path):
     net = VisionTransformer(16, 8, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=16, num_classes=3).eval()
     nn.init.normal_(net.heads.head.weight)
-    for form in ("torch-export", "torchscript"):
-        export_model(net, torch.randn(4, 3, 16, 16), form, tmp_path / NAMES[form])
-
-
-@pytest.mark.parametrize("form", ["torch-export", "torchscript"])
-def test_batch_norm_is_folded_on_request(tmp_path, form):
-    done = export_model(trained_net(), torch.randn(4, 3, 8, 8), form, tmp_path / NAMES[form], fold=True)
-    assert done.folded == (2, 2)
-    assert 0 < done.relative <= 1e-5
+    export_model(net, torch.randn(4, 3, 16, 16), "torch-export", tmp_path / "net.pt2")
 
 
 def test_files_run_in_a_process_without_hybridpar(tmp_path):
     net, images = trained_net(), torch.randn(3, 3, 8, 8)
-    for form in ("torch-export", "torchscript", "safetensors"):
-        fold = form != "safetensors"
-        export_model(net, images, form, tmp_path / NAMES[form], fold=fold, facts={"classes": ["a", "b"]})
+    for form in ("torch-export", "safetensors"):
+        export_model(net, images, form, tmp_path / NAMES[form], facts={"classes": ["a", "b"]})
     torch.save({"images": images, "scores": net(images).detach()}, tmp_path / "expected.pt")
     program = """
 import json, sys
@@ -96,11 +87,9 @@ from safetensors import safe_open
 expected = torch.load("expected.pt")
 told = {"hybridpar.json": ""}
 program = torch.export.load("net.pt2", extra_files=told).module()
-traced = torch.jit.load("net.ts")
 with torch.no_grad():
-    for one in (program, traced):
-        torch.testing.assert_close(one(expected["images"]), expected["scores"], rtol=1e-4, atol=1e-5)
-        assert one(expected["images"][:1]).shape == (1, 10)
+    torch.testing.assert_close(program(expected["images"]), expected["scores"], rtol=1e-4, atol=1e-5)
+    assert program(expected["images"][:1]).shape == (1, 10)
 weights = safe_open("net.safetensors", "pt")
 assert json.loads(weights.metadata()["hybridpar"]) == json.loads(told["hybridpar.json"]) == {"classes": ["a", "b"]}
 assert [name for name in sys.modules if name.startswith("hybridpar.")] == []
@@ -113,33 +102,42 @@ print("done")
 def test_a_file_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
     other = trained_net()
     nn.init.normal_(other.head.bias)
-    write = export._WRITERS["torchscript"]
-    monkeypatch.setitem(export._WRITERS, "torchscript", lambda model, *rest: write(other, *rest))
-    (tmp_path / "net.ts").write_text("the former file")
+    write = export._WRITERS["torch-export"]
+    monkeypatch.setitem(export._WRITERS, "torch-export", lambda model, *rest: write(other, *rest))
+    (tmp_path / "net.pt2").write_text("the former file")
     with pytest.raises(ExportError, match="differs from the model") as caught:
-        export_model(trained_net(), torch.randn(3, 3, 8, 8), "torchscript", tmp_path / "net.ts")
+        export_model(trained_net(), torch.randn(3, 3, 8, 8), "torch-export", tmp_path / "net.pt2")
     assert caught.value.exit_code == 1
     assert [file.read_text() for file in tmp_path.iterdir()] == ["the former file"]
+
+
+def test_a_file_that_gives_scores_of_another_shape_is_not_kept(tmp_path, monkeypatch):
+    write = export._WRITERS["torch-export"]
+    monkeypatch.setitem(
+        export._WRITERS, "torch-export", lambda model, *rest: write(nn.Sequential(model, nn.Linear(10, 2)), *rest)
+    )
+    with pytest.raises(ExportError, match=r"shape \(3, 2\) for 3 images, the model \(3, 10\)"):
+        export_model(trained_net(), torch.randn(3, 3, 8, 8), "torch-export", tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())
 
 
 def test_scores_that_are_no_numbers_are_no_match(tmp_path):
     net = trained_net()
     nn.init.constant_(net.head.bias, float("nan"))
     with pytest.raises(ExportError, match="differs from the model by nan"):
-        export_model(net, torch.randn(3, 3, 8, 8), "torchscript", tmp_path / "net.ts")
+        export_model(net, torch.randn(3, 3, 8, 8), "torch-export", tmp_path / "net.pt2")
 
 
-@pytest.mark.parametrize("form", ["torch-export", "torchscript"])
-def test_a_model_for_one_size_of_batch_is_refused(tmp_path, form):
-    with pytest.raises(ExportError, match="cannot be written as" if form == "torch-export" else "a batch of 3 images"):
-        export_model(OneSize(), torch.rand(4, 3, 8, 8), form, tmp_path / NAMES[form])
+def test_a_model_for_one_size_of_batch_is_refused(tmp_path):
+    with pytest.raises(ExportError, match="cannot be written as"):
+        export_model(OneSize(), torch.rand(4, 3, 8, 8), "torch-export", tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ExportError, match="cannot write"):
-        export_model(trained_net(), torch.rand(2, 3, 8, 8), "torchscript", tmp_path / "file" / "net.ts")
+        export_model(trained_net(), torch.rand(2, 3, 8, 8), "torch-export", tmp_path / "file" / "net.pt2")
 
 
 def test_a_format_whose_packages_are_missing_names_the_extra(monkeypatch):
@@ -149,12 +147,10 @@ def test_a_format_whose_packages_are_missing_names_the_extra(monkeypatch):
     assert "onnx, onnxscript, onnxruntime, which are not installed" in caught.value.what
     with pytest.raises(UsageError, match=r"hybridpar\[safetensors\]"):
         check_format("safetensors")
-    check_format("torch-export", fold=True)
+    check_format("torch-export")
 
 
-def test_weights_alone_cannot_be_folded_and_formats_have_names():
-    with pytest.raises(UsageError, match="--fold-batch-norm with --format safetensors"):
-        check_format("safetensors", fold=True)
+def test_another_format_is_refused():
     with pytest.raises(UsageError, match="unknown format"):
         check_format("coreml")
 

@@ -61,7 +61,7 @@ def test_data_sets_with_a_size_of_their_own_keep_it_without_published_weights():
         for weights in (None, "mine.pt"):
             config = TrainConfig(data=data, weights=weights)
             assert with_images_of_model(config, VIT) == config
-    for data in ("folder", "csv", "webdataset", "hf/some/thing", "imagenet", "food101", "caltech101"):
+    for data in ("folder", "csv", "hf/some/thing", "imagenet", "food101", "caltech101"):
         assert with_images_of_model(TrainConfig(data=data), VIT).mean == (0.5, 0.5, 0.5)
     assert with_images_of_model(TrainConfig(data="folder"), "resnet18") == TrainConfig(data="folder")
     published = TrainConfig(data="digits", weights="default", model_arg=("img_size=48",))

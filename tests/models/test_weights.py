@@ -11,15 +11,12 @@ import urllib.error
 import huggingface_hub
 import pytest
 import torch
-import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, load_weights, pretrained
 from hybridpar.models.deferred import DeferredModel, is_deferred
-from hybridpar.models.inputs import check_published_weights
-from hybridpar.models.torchvision_models import weights_in_source
 from tests.small_nets import plain, wide
 
 
@@ -161,30 +158,6 @@ def test_published_weights_of_torchvision_come_from_its_cache(tmp_path, monkeypa
     with pytest.raises(UsageError, match="no such weights of resnet18") as caught:
         load_weights(build_model("resnet18", 10), "IMAGENET1K_V7", name="resnet18")
     assert "IMAGENET1K_V1" in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["resnet50", "vit_h_14", "googlenet", "swin_v2_b"])
-def test_the_source_of_torchvision_says_its_weights(name):
-    weights = torchvision.models.get_model_weights(name)
-    urls = {member: one.url for member, one in weights.__members__.items()}
-    assert weights_in_source(name) == weights_in_source(weights.__name__) == (weights.__name__, urls)
-
-
-def test_weights_that_cannot_be_had_are_refused_before_anything_is_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(pretrained, "unreachable", lambda url: "download.pytorch.org: no network")
-    with pytest.raises(UsageError) as caught:
-        check_published_weights("resnet18", "default")
-    assert "ResNet18_Weights.IMAGENET1K_V1 are not in" in caught.value.what
-    assert "download.pytorch.org: no network" in caught.value.what
-    assert "--weights FILE" in caught.value.fix
-    assert "resnet18-f37072fd.pth" in caught.value.fix
-    check_published_weights("resnet18", "default", wanted=False)
-    with pytest.raises(UsageError, match="no such weights of resnet18"):
-        check_published_weights("resnet18", "IMAGENET1K_V7", wanted=False)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "resnet18-f37072fd.pth").write_bytes(b"")
-    check_published_weights("resnet18", "ResNet18_Weights.DEFAULT")
 
 
 @pytest.mark.parametrize(
