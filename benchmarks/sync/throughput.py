@@ -23,7 +23,17 @@ from torch import Tensor
 
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.sync.wire import CLASSES, after_warmup
-from hybridpar.compress import Codec, Coder, ErrorFeedback, Exchange, TensorSpec, bind, kernels, parse_codec, run_together
+from hybridpar.compress import (
+    Codec,
+    Coder,
+    ErrorFeedback,
+    Exchange,
+    TensorSpec,
+    bind,
+    kernels,
+    parse_codec,
+    run_together,
+)
 from hybridpar.compress.codec import NO_RESIDUAL, OuterCoder, Residual, Scratch
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.machine.process import worker_environment
