@@ -25,14 +25,14 @@ def note(number: int, doing: str, *, order: int = 0, channel: Channel | None = N
 def test_each_lane_has_its_stack_and_its_last_note() -> None:
     both = Channel((0, 2))
     lanes = {
-        "MainThread": (note(1, "loading", end=NOW - 9), note(2, "0F0"), note(3, "waiting for the next batch")),
+        "MainThread": (note(1, "loading", end=NOW - 9), note(2, "0F0"), note(3, "waiting for data")),
         "sync": (note(6, "adding gradients", order=6, channel=both, end=NOW - 50),),
         "idle": (),
     }
     lines = list(text_lines([Flight(0, 3, "elsewhere", 100, "1", "job", lanes)], NOW))
     assert lines[:3] == [
         "worker 0   process 100 on elsewhere",
-        "  MainThread  in F0 stage 0 since 1:00; in waiting for the next batch since 1:00; last done: loading, 9.0 s ago",
+        "  MainThread  in F0 stage 0 since 1:00; in waiting for data since 1:00; last done: loading, 9.0 s ago",
         "  sync        last done: adding gradients (number 6 of workers 0, 2), 50 s ago",
     ]
     assert "no record here of workers 1, 2" in lines

@@ -22,7 +22,9 @@ class Doctor:
 
 
 @register_command(
-    "doctor", "Show what this machine offers, and how to mend what is missing; or where a run hangs (--hang RUN).", Doctor
+    "doctor",
+    "Show what this machine offers, and how to mend what is missing; or where a run hangs (--hang RUN).",
+    Doctor,
 )
 def _run(command: Doctor, _: Sequence[str]) -> int:
     if command.hang is not None:

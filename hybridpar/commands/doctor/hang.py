@@ -1,7 +1,7 @@
 """`hybridpar doctor --hang RUN`: lists what each worker of a run is in, and what it did last.
 
-The workers do the same collectives in the same order, and number them (`hybridpar.comm.flight`): the one whose number is
-behind the others' is the one that they wait for.
+The workers do the same collectives in the same order, and number them (`hybridpar.comm.flight`): the one whose number
+is behind the others' is the one that they wait for.
 """
 
 from __future__ import annotations
