@@ -16,13 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.pipeline.checks import Check, write_checks
-from benchmarks.sync.wire import CLASSES, after_warmup
 from hybridpar.compress import (
     Codec,
     Coder,
@@ -76,8 +76,9 @@ def rates_of(name: str, model: str, repeats: int) -> dict[str, float]:
         model: Whose parameters it gets.
         repeats: Passes over them; the median counts.
     """
-    codec = after_warmup(parse_codec(name))
-    shapes = {key: tuple(one.shape) for key, one in build_model(model, CLASSES).named_parameters()}
+    codec = parse_codec(name)
+    codec = replace(codec, warmup=0) if isinstance(codec, ErrorFeedback) else codec
+    shapes = {key: tuple(one.shape) for key, one in build_model(model, 1000).named_parameters()}
     draw = torch.Generator().manual_seed(0)
     gradients = [0.01 * torch.randn(TensorSpec("", shape).count, generator=draw) for shape in shapes.values()]
     workers = [[bind(codec, TensorSpec(key, shape, rank, 2)) for key, shape in shapes.items()] for rank in range(2)]

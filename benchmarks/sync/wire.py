@@ -93,11 +93,6 @@ def wire_bytes(codec: Codec, shapes: Mapping[str, Sequence[int]], workers: int) 
         shapes: Of the parameters, by name.
         workers: How many there are.
     """
-    codec = after_warmup(codec)
+    codec = replace(codec, warmup=0) if isinstance(codec, ErrorFeedback) else codec
     specs = [TensorSpec(name, tuple(shape), 0, workers) for name, shape in shapes.items()]
     return Exchange([bind(codec, spec) for spec in specs]).traffic.wire
-
-
-def after_warmup(codec: Codec) -> Codec:
-    """The codec as it is when its first steps in full precision are over."""
-    return replace(codec, warmup=0) if isinstance(codec, ErrorFeedback) else codec

@@ -15,7 +15,7 @@ from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.network import missing
 from benchmarks.rig.paired import Paired
 from benchmarks.sync import peers as peers_module
-from benchmarks.sync import throughput, wire
+from benchmarks.sync import wire
 from benchmarks.sync.main import AUTO_LINKS, CODECS, Options, main, methods_at, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
 from benchmarks.sync.peers import PEERS, checkouts, missing_peers
@@ -57,26 +57,6 @@ def test_bytes_on_the_wire(tmp_path: Path) -> None:
     assert ",28," in first
     assert ",met," in first
     assert "8 workers" in second
-
-
-def test_bytes_are_those_after_the_warm_up() -> None:
-    shapes = {"w": (64, 64), "b": (64,)}
-    assert wire.wire_bytes(parse_codec("none"), shapes, 2) == 4 * (64 * 64 + 64)
-    warm = wire.wire_bytes(parse_codec("onebit:warmup=5"), shapes, 2)
-    assert warm == wire.wire_bytes(parse_codec("onebit"), shapes, 2) < 4 * 64 * 64 / 8
-
-
-def test_each_part_of_a_codec_has_its_rate() -> None:
-    owned = throughput.rates_of("onebit:least=1,meet=shard", "tests.small_nets:plain", 1)
-    assert set(owned) == {"encode", "merge", "decode", "decode_add", "memcpy"}
-    assert set(throughput.rates_of("fp16", "tests.small_nets:plain", 1)) == {"encode", "decode", "memcpy"}
-    assert min(owned.values()) > 0
-
-
-@pytest.mark.sweep
-def test_each_kind_of_code_is_measured_in_a_process(capfd: pytest.CaptureFixture[str]) -> None:
-    throughput.measure(True, None)
-    assert "one core, torch" in capfd.readouterr().out
 
 
 def _run(**milliseconds: float) -> Paired:
