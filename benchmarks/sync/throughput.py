@@ -158,8 +158,12 @@ def _decode_add(
             work.append((coder.quantiser, message, torch.zeros(values.shape)))
     if not work:
         return {}
-    size = sum(total.nbytes for _, _, total in work)
-    return {"decode_add": _timed(size, repeats, lambda: [one.add(text, total, scratch) for one, text, total in work])}
+
+    def add() -> None:
+        for quantiser, message, total in work:
+            quantiser.add(message, total, scratch)
+
+    return {"decode_add": _timed(sum(total.nbytes for _, _, total in work), repeats, add)}
 
 
 def _timed(size: int, repeats: int, run: Callable[[], object]) -> float:
