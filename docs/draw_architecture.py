@@ -45,7 +45,7 @@ CAPTIONS = {
     "planner": ("search for the fastest plan", "engine"),
     "train": ("Trainer, one step, checkpoints", "engine"),
     "run": ("what `train` adds: run directory", "command"),
-    "commands": ("plan, tune, bench, show, doctor", "command"),
+    "commands": ("train, plan, tune, show, doctor", "command"),
     "cli": ("command line", "command"),
     "__main__": ("python -m hybridpar", "command"),
     "__init__": ("public names", "command"),

@@ -55,7 +55,7 @@ from hybridpar.planner import calibrate, links, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
-from hybridpar.run.page_data import open_runs, page_data
+from hybridpar.run.page_data import page_data
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
@@ -217,7 +217,7 @@ def _find_run(path: Path) -> tuple[TrainConfig, ImageFacts | None]:
 def _page_of_run(path: Path) -> None:
     """The report page shows all files of a run."""
     (path.parent / "run.json").write_bytes(RUN)
-    page_json(page_data(open_runs([path.parent])))
+    page_json(page_data([path.parent]))
 
 
 def _use_run(found: tuple[TrainConfig, ImageFacts | None]) -> None:

@@ -69,7 +69,7 @@ def test_every_command_is_known(capsys):
     listed = re.search(r"\{([a-z,-]+)\}", help_of([], capsys))
     assert listed is not None
     assert listed[1].split(",") == list(COMMANDS)
-    assert {"bench", "doctor", "plan", "show", "train", "tune"} <= set(COMMANDS)  # CONTRIBUTING.md adds another
+    assert {"doctor", "plan", "show", "train", "tune"} <= set(COMMANDS)  # CONTRIBUTING.md adds another
 
 
 def test_without_a_command_the_commands_are_listed_and_the_exit_code_is_2(capsys):
@@ -103,7 +103,7 @@ def test_every_option_of_train_is_in_one_group(capsys):
     assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
 
 
-@pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["bench", "sync"], ["bench", "codecs"], ["doctor"]])
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
 def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
     text = help_of(command, capsys)

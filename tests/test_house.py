@@ -50,7 +50,6 @@ WITHOUT_TORCH = (
         "observe",
         "plan",
         "run.page_data",
-        "run.watch",
     ),
     "schedule",
 )

@@ -7,12 +7,12 @@ float32. That what is declared is what leaves the machine is checked in `benchma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.pipeline.checks import Check, write_checks
-from hybridpar.commands.bench.traffic import wire_bytes
+from hybridpar.compress import Codec, ErrorFeedback, Exchange, TensorSpec, bind
 from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model
@@ -83,3 +83,16 @@ def measure(quick: bool, output: str | None, claims: Sequence[Claim] = CLAIMS) -
                 )
             )
     write_checks(rows, output, title="sync")
+
+
+def wire_bytes(codec: Codec, shapes: Mapping[str, Sequence[int]], workers: int) -> int:
+    """Bytes that a worker sends in a step with all parameters in one message, warm-up steps aside.
+
+    Args:
+        codec: What they travel as.
+        shapes: Of the parameters, by name.
+        workers: How many there are.
+    """
+    codec = replace(codec, warmup=0) if isinstance(codec, ErrorFeedback) else codec
+    specs = [TensorSpec(name, tuple(shape), 0, workers) for name, shape in shapes.items()]
+    return Exchange([bind(codec, spec) for spec in specs]).traffic.wire

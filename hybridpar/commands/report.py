@@ -37,11 +37,11 @@ def run_report(command: Report, _: Sequence[str]) -> int:
     """
     from hybridpar.observe.page import check_page_file, write_page
     from hybridpar.observe.text import format_bytes
-    from hybridpar.run.page_data import open_runs, page_data
+    from hybridpar.run.page_data import check_runs, page_data
 
-    runs = open_runs(command.runs)
+    check_runs(command.runs)
     check_page_file(command.output)
-    data = page_data(runs)
+    data = page_data(command.runs)
     write_page(command.output, data)
     for run in data["runs"]:
         for note in run["notes"]:

@@ -44,7 +44,7 @@ class FileOptions:
     """Where options come from that are not typed; `expand` replaces these by what they stand for."""
 
     preset: str | None = None
-    """Take the options of a preset; `hybridpar presets` lists them."""
+    """Take the options of a preset; `list` prints the names of all and ends."""
     config: Path | None = None
     """Take the options of a TOML file, such as config.toml of a run. What is typed wins over it."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
@@ -95,10 +95,16 @@ def expand(words: Sequence[str], parse: Callable[[list[str]], object]) -> list[s
 
     Raises:
         UsageError: A file cannot be read, or a value in it is no value of its option; with file and line.
+        SystemExit: The presets were listed (code 0).
     """
     given, own = _sources(words)
     if not given or {"--help", "-h", "--help-all"} & set(own):
         return list(words)
+    if "list" in given.get("--preset", ()):
+        names = preset_names()
+        for name, description in names.items():
+            print(f"{name:{max(map(len, names))}}  {description}")
+        raise SystemExit(0)
     settings: dict[str, Setting] = {}
     for source in _SOURCES:
         for text in given.get(source, ()):
@@ -179,7 +185,9 @@ def preset_file(name: str) -> Path:
     names = preset_names()
     if name not in names:
         raise UsageError(
-            f"unknown preset {name!r}", nearest(name, list(names)), "`hybridpar presets` shows all of them."
+            f"unknown preset {name!r}",
+            nearest(name, list(names)),
+            "`hybridpar train --preset list` shows all of them.",
         )
     return PRESETS / f"{name}.toml"
 

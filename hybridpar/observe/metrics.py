@@ -187,61 +187,31 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     Returns:
         Steps and epochs, in order.
     """
-    return MetricsReader(run_dir).read()
-
-
-class MetricsReader:
-    """Reads the metrics of a run that goes on: only what was written since the last time is read.
-
-    Args:
-        run_dir: Directory of the run.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = Path(run_dir) / METRICS_FILE
-        self._forget(None)
-
-    def _forget(self, file: int | None) -> None:
-        self._file, self._done = file, 0
-        self._columns = {name: array("d") for name in STEP_COLUMNS}
-        self._epochs: dict[int, EpochRecord] = {}
-        self._residual_norms: dict[str, float] = {}
-
-    def read(self) -> MetricsTable:
-        """All steps and epochs so far, as `read_metrics` returns them."""
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
-            self._forget(None)
-        else:
-            if found.st_ino != self._file or found.st_size < self._done:  # a resumed run writes its file anew
-                self._forget(found.st_ino)
-            self._read_on()
-        tables = {name: np.array(column, dtype=np.float64) for name, column in self._columns.items()}
-        for values in tables.values():
-            values[~np.isfinite(values)] = math.nan  # JSON has no infinity, so we never wrote one
-        # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
-        _, from_end = np.unique(tables["step"][::-1], return_index=True)
-        keep = len(tables["step"]) - 1 - from_end
-        return MetricsTable(
-            steps={name: values[keep] for name, values in tables.items()},
-            epochs=tuple(self._epochs[epoch] for epoch in sorted(self._epochs)),
-            residual_norms=self._residual_norms,
-        )
-
-    def _read_on(self) -> None:
-        columns = [(name, column.append) for name, column in self._columns.items()]
-        for line, row in _rows(self._path, self._done):
-            self._done += len(line)
-            if row.get("event") == "epoch":
-                if isinstance(row.get("epoch"), int):
-                    self._epochs[row["epoch"]] = _epoch(row)
-            elif "event" not in row and row:
-                if isinstance(norms := row.get(_BY_LAYER), dict):
-                    self._residual_norms = {name: _number(one) for name, one in norms.items()}
-                for name, append in columns:
-                    value = row.get(name)
-                    append(math.nan if value is None else value if type(value) is float else _number(value))
+    columns = {name: array("d") for name in STEP_COLUMNS}
+    epochs: dict[int, EpochRecord] = {}
+    residual_norms: dict[str, float] = {}
+    path = Path(run_dir) / METRICS_FILE
+    for _, row in _rows(path) if path.exists() else ():
+        if row.get("event") == "epoch":
+            if isinstance(row.get("epoch"), int):
+                epochs[row["epoch"]] = _epoch(row)
+        elif "event" not in row and row:
+            if isinstance(norms := row.get(_BY_LAYER), dict):
+                residual_norms = {name: _number(one) for name, one in norms.items()}
+            for name, column in columns.items():
+                value = row.get(name)
+                column.append(math.nan if value is None else value if type(value) is float else _number(value))
+    tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
+    for values in tables.values():
+        values[~np.isfinite(values)] = math.nan  # JSON has no infinity, so we never wrote one
+    # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
+    _, from_end = np.unique(tables["step"][::-1], return_index=True)
+    keep = len(tables["step"]) - 1 - from_end
+    return MetricsTable(
+        steps={name: values[keep] for name, values in tables.items()},
+        epochs=tuple(epochs[epoch] for epoch in sorted(epochs)),
+        residual_norms=residual_norms,
+    )
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
@@ -257,10 +227,9 @@ def _epoch(row: Mapping[str, Any]) -> EpochRecord:
     )
 
 
-def _rows(path: Path, start: int = 0) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The whole lines of a metrics file from a place on, raw and parsed; others come with an empty row."""
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a metrics file, raw and parsed; others come with an empty row."""
     with open(path, "rb") as file:
-        file.seek(start)
         while line := file.readline(_LONGEST_LINE):
             try:
                 row = parse_json(line)

@@ -1,8 +1,8 @@
-// The report page: makes a document of the data in #data, draws its curves, and, where the page is live, asks for more.
+// The report page: makes a document of the data in #data, and draws its curves.
 // All text goes in as text, never as markup. Curves and lanes are SVG, so that style sheet and printer see them.
 "use strict";
 (() => {
-  let page = JSON.parse(document.getElementById("data").textContent);
+  const page = JSON.parse(document.getElementById("data").textContent);
   const main = make("main");
   const states = { finished: "✓ finished", interrupted: "■ interrupted", running: "● running", stopped: "■ stopped" };
   const TURN = 8; // runs until colours repeat; the next ones have other dashes
@@ -488,7 +488,6 @@
 
   const kept = new Map(); // parts of the page by key, with what they were made of
   let tab = 0;
-  const live = make("p", { class: "live", role: "status" });
 
   function part(key, data, build) {
     const text = JSON.stringify(data);
@@ -569,34 +568,14 @@
       const keys = [...main.querySelectorAll("section")].map((section) => section.id);
       arrange(main, [parts[0], part("contents", keys, contents), ...parts.slice(1), ...panels]);
     }
-    foot.textContent = page.live ? "" : `Made by hybridpar report, ${page.made}`;
-  }
-
-  // ----------------------------------------------------------------------------------------------------------- live
-
-  async function poll() {
-    try {
-      const answer = await fetch(`data?v=${page.version}`, { cache: "no-store" });
-      if (answer.status === 200) {
-        page = await answer.json();
-        render();
-      } else if (answer.status !== 204) throw new Error(answer.status);
-      say(page.runs.some((run) => run.state === "running") ? "Live: new steps appear by themselves" : "Live; the run has ended");
-    } catch {
-      say("hybridpar watch does not answer; what was read last is shown");
-    }
-    setTimeout(poll, document.hidden ? 10000 : 2000);
-  }
-  function say(text) {
-    if (live.textContent !== text) live.textContent = text;
+    foot.textContent = `Made by hybridpar report, ${page.made}`;
   }
 
   const foot = make("footer");
-  document.body.prepend(live, main, foot);
+  document.body.prepend(main, foot);
   render();
   window.addEventListener("beforeprint", () => { // what is out of sight, or in the panel of another run, is printed as well
     charts.forEach((chart) => chart.stale && chart.draw());
     sized.forEach((draw, picture) => picture.childElementCount || draw());
   });
-  if (page.live) setTimeout(poll, 1000);
 })();

@@ -39,7 +39,7 @@ from hybridpar.pipeline.stage_module import (
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
-from hybridpar.schedule.actions import Edge, Kind, Layout
+from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.policy import agree_on_policy, is_auto
@@ -321,31 +321,6 @@ class PipelineEngine:
             ScheduleError: The schedule cannot do with so many micro-batches.
         """
         return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
-
-    def begin(self, micro_batches: Sequence[tuple[Any, Any]]) -> StepState:
-        """Issue the forward passes of a step whose loss the caller computes, under schedule `gpipe`.
-
-        The loss that the engine was made with is called as ever; what it makes of the outputs, and what gradients it
-        gives them, is the caller's affair.
-
-        Args:
-            micro_batches: Inputs of every micro-batch, and what is handed to the loss with its outputs.
-
-        Returns:
-            What is known of the step, for `Executor.finish`.
-        """
-        batches = [self._micro_batch(*one) for one in micro_batches]
-        return self.executor.begin(StepRequest(batches, sum(batch.samples for batch in batches)))
-
-    def last_forward(self, step: StepState) -> None:
-        """Wait, as the caller's lane does, for the forward passes that `begin` issued on this worker's last stage.
-
-        Args:
-            step: What `begin` returned.
-        """
-        for action, event in step.events.items():
-            if action.kind is Kind.FORWARD and action.stage == len(self._all_stages) - 1:
-                self._lanes.caller.wait(event)
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it.

@@ -12,7 +12,7 @@ backward pass issue the sums of gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -30,7 +30,7 @@ from hybridpar.pipeline.local_stage import HEAD, Agreement, LocalStage
 from hybridpar.pipeline.offload import moves
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, FORWARDS, SENDS, Action, Edge, Kind
+from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Edge, Kind
 from hybridpar.schedule.program import Program
 from hybridpar.sync.reducer import Flight
 
@@ -125,7 +125,6 @@ class Executor:
         self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue]]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
-        self._rest: list[_Issue] = []  # what is left of a step that was begun
         self.steps = 0
         #: The program of the last step.
         self.program: Program | None = None
@@ -156,19 +155,6 @@ class Executor:
         Returns:
             What is known of the step, for `adopt`.
         """
-        step = self.begin(request)
-        self._go_on(step, self._rest)
-        return step
-
-    def begin(self, request: StepRequest) -> StepState:
-        """Issue the forward passes of a step, whose loss somebody else computes; `finish` issues the rest.
-
-        Args:
-            request: What the step is to do.
-
-        Returns:
-            What is known of the step, for `finish`.
-        """
         self._rebuild_buckets()
         self.borders.follow_trainable()
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
@@ -191,31 +177,6 @@ class Executor:
         for _, lane in self._receivers.values():
             for event in self._ends:
                 lane.wait(event)
-        forwards = next(
-            (place for place, one in enumerate(issues) if one.action.kind not in FORWARDS or idle), len(issues)
-        )
-        self._rest = issues[forwards:]
-        self._go_on(step, issues[:forwards], ended=False)
-        return step
-
-    def finish(self, step: StepState) -> LateOutcome:
-        """Issue what is left of a step that was begun, all of whose forward passes came first, and count it.
-
-        Args:
-            step: What `begin` returned.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-        """
-        given = self._lanes.caller.record()  # what the backward passes begin with
-        for stage in self.stages.values():
-            stage.lane.wait(given)
-        self._go_on(step, self._rest)
-        return self._outcome(step)
-
-    def _go_on(self, step: StepState, issues: Sequence[_Issue], *, ended: bool = True) -> None:
-        """Issue some actions of a step, and note its end after the last ones."""
-        idle = not step.facts
         for one in issues:
             if one.action.kind is Kind.STEP:
                 began = time.perf_counter()
@@ -229,11 +190,10 @@ class Executor:
                 self._issue_idle(step, one)
             if one.is_last_forward:
                 self._agreement.share_forward(step, one.action.stage)
-        if ended:
-            self._rest = []
-            self._ends = list(step.ends)
-            # A send whose bytes have left may still be at work when the step that it belongs to is decided.
-            step.ends.extend(lane.record() for _, lane in self._senders.values())
+        self._ends = list(step.ends)
+        # A send whose bytes have left may still be at work when the step that it belongs to is decided.
+        step.ends.extend(lane.record() for _, lane in self._senders.values())
+        return step
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
         """Start to sum the samples of the next step over the replicas, where only each knows its own.

@@ -11,18 +11,18 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import HybridparError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import read_text
 from hybridpar.observe.curves import charts_of
-from hybridpar.observe.metrics import METRICS_FILE, MetricsReader, MetricsTable
+from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.page import lanes_block
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.report import fact_rows, predictions, step_parts
-from hybridpar.observe.summary import SUMMARY_FILE, read_summary, summarize, summary_schema
+from hybridpar.observe.summary import read_summary, summarize, summary_schema
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
 from hybridpar.observe.timeline import Timeline
 from hybridpar.observe.timeline_file import read_timeline
@@ -30,9 +30,6 @@ from hybridpar.plan import Plan, read_plan
 from hybridpar.run.directory import RUN_FILE, changed_options, run_facts
 from hybridpar.run.plan_step import timeline_of_plan
 from hybridpar.run.runs import differing_options, names_of
-
-#: Files of a run directory that the page shows something of.
-_FILES = (RUN_FILE, METRICS_FILE, SUMMARY_FILE, "plan.json", "compress.csv")
 
 #: A run without a summary whose last step is as old has ended, in seconds.
 _SILENT = 120.0
@@ -44,39 +41,11 @@ _Block = dict[str, Any]
 
 
 @dataclass
-class Run:
-    """A run directory that is read again and again.
-
-    Attributes:
-        directory: The directory.
-        reader: Reads its metrics.
-    """
-
-    directory: Path
-    reader: MetricsReader = field(init=False)
-
-    def __post_init__(self) -> None:
-        run_facts(self.directory)
-        self.reader = MetricsReader(self.directory)
-
-    def stamp(self) -> tuple[tuple[int, int] | None, ...]:
-        """Changes with every change of the files."""
-        found: list[tuple[int, int] | None] = []
-        for name in _FILES:
-            try:
-                status = (self.directory / name).stat()
-                found.append((status.st_mtime_ns, status.st_size))
-            except OSError:
-                found.append(None)
-        return tuple(found)
-
-
-@dataclass
 class _Known:
     """What the files of a run say.
 
     Attributes:
-        run: The run.
+        directory: Of the run.
         name: What the page calls it.
         facts: Its `run.json`.
         options: The options in that.
@@ -87,7 +56,7 @@ class _Known:
         notes: What cannot be read.
     """
 
-    run: Run
+    directory: Path
     name: str
     facts: dict[str, Any]
     options: dict[str, Any]
@@ -98,11 +67,11 @@ class _Known:
     notes: list[str]
 
 
-def open_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of some directories.
+def check_runs(directories: Sequence[Path]) -> None:
+    """Refuse what is no run, or no run at all.
 
     Args:
-        directories: The directories.
+        directories: What was named.
 
     Raises:
         UsageError: None is named, or one is not the directory of a run, or named twice.
@@ -113,23 +82,21 @@ def open_runs(directories: Sequence[Path]) -> list[Run]:
     for number, place in enumerate(places):
         if place in places[:number]:
             raise UsageError(f"{directories[number]} is named twice", fix="Name each run once.")
-    return [Run(directory) for directory in directories]
+        run_facts(directories[number])
 
 
-def page_data(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
+def page_data(directories: Sequence[Path]) -> dict[str, Any]:
     """Everything that the page shows.
 
     Args:
-        runs: The runs.
-        live: Whether the page asks for more while it is open.
+        directories: Of the runs.
     """
-    names = names_of([run.directory for run in runs])
-    known = [_read(run, name) for run, name in zip(runs, names, strict=True)]
+    names = names_of(directories)
+    known = [_read(directory, name) for directory, name in zip(directories, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"
     return {
         "title": f"{title} - hybridpar",
         "heading": title,
-        "live": live,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [
             {
@@ -150,30 +117,30 @@ def page_data(runs: Sequence[Run], *, live: bool = False) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def _read(run: Run, name: str) -> _Known:
-    facts, notes = run_facts(run.directory), list[str]()
+def _read(directory: Path, name: str) -> _Known:
+    facts, notes = run_facts(directory), list[str]()
     options = facts.get("options")
     options = options if isinstance(options, dict) else {}
     plan: Plan | None = None
-    if (run.directory / "plan.json").exists():
+    if (directory / "plan.json").exists():
         try:
-            plan = read_plan(run.directory / "plan.json")
+            plan = read_plan(directory / "plan.json")
         except HybridparError as error:
             notes.append(f"{error.what} {error.why}".strip())
-    table, summary = run.reader.read(), read_summary(run.directory)
+    table, summary = read_metrics(directory), read_summary(directory)
     done = int(table.steps["step"][-1]) if len(table.steps["step"]) else 0
     if summary is not None and summary["steps"] >= done:
         state = summary["exit"]
     else:
-        summary = _figures_so_far(facts, options, table, plan, run.directory)
-        state = "running" if _seconds_silent(run.directory) < _SILENT else "stopped"
+        summary = _figures_so_far(facts, options, table, plan, directory)
+        state = "running" if _seconds_silent(directory) < _SILENT else "stopped"
     if state == "stopped":
         notes.append(
             "The run ended before its end, or stands still: it left no summary, so figures are of its steps so far."
         )
     if not done:
         notes.append("No step is recorded yet.")
-    return _Known(run, name, facts, options, table, plan, summary, state, notes)
+    return _Known(directory, name, facts, options, table, plan, summary, state, notes)
 
 
 def _seconds_silent(directory: Path) -> float:
@@ -373,7 +340,7 @@ def _timeline_blocks(one: _Known) -> Iterator[_Block]:
     """What `--timeline` recorded, else what the plan has."""
     if told := one.options.get("timeline"):
         path = Path(str(told))
-        path = path if path.exists() else one.run.directory / path.name
+        path = path if path.exists() else one.directory / path.name
         try:
             timeline = read_timeline(path)
         except HybridparError as error:
@@ -402,7 +369,7 @@ def _lanes(timeline: Timeline, name: str, source: str) -> Iterator[_Block]:
 
 
 def _gradient_blocks(one: _Known) -> Iterator[_Block]:
-    path = one.run.directory / "compress.csv"
+    path = one.directory / "compress.csv"
     if not path.exists():
         return
     residual, norms = one.table.steps["residual_norm"], one.table.residual_norms
@@ -477,7 +444,7 @@ def _environment_blocks(one: _Known) -> Iterator[_Block]:
             ["link", f"{format_bytes(measured.link_bytes_per_second)}/s, {measured.link_latency_ms or 0:.3f} ms"]
         )
     rows.append(["versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items())])
-    rows += [["seed", str(summary["seed"])], ["directory", str(one.run.directory)]]
+    rows += [["seed", str(summary["seed"])], ["directory", str(one.directory)]]
     yield {"type": "facts", "rows": rows}
     if one.options:
         changed = changed_options(one.options)

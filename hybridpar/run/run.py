@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.errors import HybridparError
+from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.logger import logger_names
@@ -47,8 +49,7 @@ from hybridpar.run.data import (
     test_batches,
     with_images_of_model,
 )
-from hybridpar.run.directory import before_the_start, claim_place, recall_options
-from hybridpar.run.fetch import place_of_all
+from hybridpar.run.directory import RunPlace, before_the_start, claim_place, find_place, recall_options, was_restarted
 from hybridpar.run.figures import (
     WorkerFigures,
     buffering_news,
@@ -70,6 +71,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import usable
+from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
 from hybridpar.train.trainer import Evaluation, StepResult, Trainer
 
 if TYPE_CHECKING:
@@ -140,6 +142,40 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         world.close()
 
 
+def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
+    """Where a run writes, as worker 0 decides; every worker must see the checkpoint that it goes on from. A collective.
+
+    Args:
+        config: Options of the run.
+        model: What the command line calls the model.
+        world: All workers.
+
+    Raises:
+        UsageError: As `find_place`.
+        CheckpointError: As `find_place`; or a worker lacks the checkpoint.
+    """
+    # With a launcher on each host, only that of the worker that died counts the restart.
+    restarted = any(world.gather(was_restarted()))
+
+    def find() -> tuple[RunPlace, Path | None, str]:
+        place = find_place(config, model, restarted=restarted)
+        path = None if place.checkpoint is None else resolve_checkpoint(place.checkpoint)
+        return place, path, digest_of(path)
+
+    place, path, digest = world.from_main(find)
+
+    def check() -> None:
+        if digest_of(path) != digest:
+            raise CheckpointError(
+                f"worker {world.rank} on {socket.gethostname()} does not have the checkpoint {path} of worker 0",
+                "Every worker reads the checkpoint from the run directory.",
+                "Have the run directory on a disk that all machines see, or copy it to that one.",
+            )
+
+    world.on_all(check)
+    return place
+
+
 class Run(RunLoop):
     """One worker's part of a run whose workers make every step together.
 
@@ -178,9 +214,9 @@ class Run(RunLoop):
         else:
             model = deferred.module
         self.data_line = world.from_main(lambda: describe_data(data))
-        self.place, fetched = place_of_all(config, model_name, world)
+        self.place = place_of_all(config, model_name, world)
         check_batch(config, len(data.train), world.size)
-        self.weights_lines: list[str] = [line for line in (told, fetched) if line is not None]
+        self.weights_lines: list[str] = [] if told is None else [told]
         if self.place.checkpoint is None and config.weights is not None:
             if deferred is not None:  # each worker reads what it will hold
                 self.weights_lines += world.on_all(lambda: start_from_weights(config, model_name, deferred))

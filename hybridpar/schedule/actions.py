@@ -41,7 +41,6 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
-FORWARDS = frozenset({Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridpar.cli import main
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
 from hybridpar.config import TrainConfig
@@ -90,6 +91,14 @@ def test_presets_are_valid_with_and_without_servers(name: str) -> None:
         replace(options, sync=sync).check()
     parsed("--preset", name, "--sync", "ps-async").check()
     assert preset_names()[name].endswith((".", ")."))
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--preset", "list"])
+    assert ended.value.code == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert dict(line.split(maxsplit=1) for line in listed) == preset_names()
 
 
 @pytest.mark.parametrize(

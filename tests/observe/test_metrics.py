@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import RunDirectoryError
 from hybridpar.observe import files
-from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS, MetricsReader, MetricsWriter, read_metrics
+from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS, MetricsWriter, read_metrics
 from hybridpar.observe.records import StepRecord
 
 
@@ -243,27 +243,3 @@ def test_a_directory_without_metrics_reads_as_an_empty_table(tmp_path):
     table = read_metrics(tmp_path)
     assert {name: len(values) for name, values in table.steps.items()} == dict.fromkeys(STEP_COLUMNS, 0)
     assert table.epochs == ()
-
-
-def test_a_reader_reads_on_and_begins_anew_where_the_file_was_written_anew(tmp_path, make_step, make_epoch):
-    reader = MetricsReader(tmp_path)
-    assert not len(reader.read().steps["step"])
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write_step(make_step(step))
-        assert reader.read().steps["step"].tolist() == [1, 2, 3]
-        writer.write_epoch(make_epoch(0))
-    for text, known in ((b'{"step": 4, "lo', 3), (b'ss": 0.25}\n[]\n', 4)):
-        with open(tmp_path / METRICS_FILE, "ab") as file:
-            file.write(text)
-        table = reader.read()
-        assert table.steps["step"].tolist() == [1, 2, 3, 4][:known]
-    assert table.steps["loss"][3] == 0.25
-    assert [epoch.epoch for epoch in table.epochs] == [0]
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
-        writer.write_step(make_step(3, loss=7.0))
-    table = reader.read()
-    assert (table.steps["step"].tolist(), table.steps["loss"][2]) == ([1, 2, 3], 7.0)
-    assert not table.epochs
-    (tmp_path / METRICS_FILE).unlink()
-    assert not len(reader.read().steps["step"])

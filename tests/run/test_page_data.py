@@ -10,13 +10,13 @@ import pytest
 from hybridpar.errors import UsageError
 from hybridpar.observe import write_timeline
 from hybridpar.observe.page import page_json
-from hybridpar.run.page_data import open_runs, page_data
+from hybridpar.run.page_data import check_runs, page_data
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run
 
 
 def shown(*directories):
-    data = page_data(open_runs(directories))
+    data = page_data(directories)
     page_json(data)  # all of it is JSON
     return data
 
@@ -148,6 +148,6 @@ def test_damaged_files_are_named_and_left_out(tmp_path):
 def test_what_is_no_run_or_named_twice_is_refused(tmp_path):
     run = a_run(tmp_path / "a", 1)
     with pytest.raises(UsageError, match="not the directory of a run"):
-        open_runs([run, tmp_path])
+        check_runs([run, tmp_path])
     with pytest.raises(UsageError, match="named twice"):
-        open_runs([run, tmp_path / "." / "a"])
+        check_runs([run, tmp_path / "." / "a"])

@@ -31,29 +31,22 @@ def names(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir())
 
 
-def test_worker_0_has_all_checkpoints_and_a_resumed_run_fetches_them(tmp_path):
-    assert run_ranks(train_apart, 2, tmp_path, {"epochs": 1, "sync_lanes": 1}) == [0, 0]
+def test_worker_0_has_all_checkpoints_and_every_worker_needs_them_to_go_on(tmp_path):
+    assert run_ranks(train_apart, 2, tmp_path, {"epochs": 1}) == [0, 0]
     first, other = tmp_path / "0" / "run", tmp_path / "1" / "run"
     assert names(first / "checkpoints" / "step-6") == sorted(
         [*read_manifest(first / "checkpoints" / "step-6")["files"], "manifest.json"]
     )
     assert load_checkpoint(first, rank=1).local is not None
     assert not (other / "checkpoints").exists()
-    # Only worker 0 knows with how many lanes the run began.
-    assert run_ranks(train_apart, 2, tmp_path, {"epochs": 2, "resume": True, "sync_lanes": 1}) == [0, 0]
-    assert names(other / "checkpoints" / "step-6") == names(first / "checkpoints" / "step-6")
+    with pytest.raises(RankError) as caught:
+        run_ranks(train_apart, 2, tmp_path, {"epochs": 2, "resume": True})
+    assert CheckpointError.__name__ in str(caught.value)
+    assert "does not have the checkpoint run/checkpoints/step-6 of worker 0" in str(caught.value)
+    assert "Have the run directory on a disk that all machines see" in str(caught.value)
+    shutil.copytree(first / "checkpoints", other / "checkpoints")
+    assert run_ranks(train_apart, 2, tmp_path, {"epochs": 2, "resume": True}) == [0, 0]
     assert check_run(first)["resumed_from"] == 6
     run_ranks(train_rank, 2, tmp_path / "shared", "dropping", None, {"epochs": 1})
     run_ranks(train_rank, 2, tmp_path / "shared", "dropping", None, {"epochs": 2, "resume": True})
     assert_same_state(first, tmp_path / "shared")
-
-
-def test_a_checkpoint_on_another_host_only_is_one_error_that_names_it(tmp_path):
-    assert run_ranks(train_apart, 2, tmp_path, {"epochs": 1}) == [0, 0]
-    shutil.move(tmp_path / "0" / "run", tmp_path / "1" / "run.moved")
-    shutil.rmtree(tmp_path / "1" / "run", ignore_errors=True)
-    shutil.move(tmp_path / "1" / "run.moved", tmp_path / "1" / "run")
-    with pytest.raises(RankError) as caught:
-        run_ranks(train_apart, 2, tmp_path, {"epochs": 2, "resume": True})
-    assert "there is nothing to resume in run on the host of worker 0; worker 1 has step-6 on" in str(caught.value)
-    assert CheckpointError.__name__ in str(caught.value)
