@@ -140,8 +140,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
     core = codec.core
-    # An optimizer may be made for what a codec hands over.
-    if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
+    if not core.keeps_momentum:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:

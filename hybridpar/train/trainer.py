@@ -224,8 +224,8 @@ class Trainer:
             from hybridpar.tvm_kernels import optimize
 
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
-        given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
-        options = expand(asked, **given)
+        replicas = plan.placement.replicas
+        options = expand(asked, total_steps=self.total_steps, replicas=replicas)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer_steps is None:
@@ -244,7 +244,7 @@ class Trainer:
                 made = optimizer(module)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            return make_optimizer(module, asked, options, **given, no_decay=no_decay, scales=scales)
+            return make_optimizer(module, asked, options, replicas=replicas, no_decay=no_decay, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers
