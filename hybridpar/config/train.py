@@ -28,8 +28,9 @@ class SyncConfig:
     """How workers exchange gradients."""
 
     compress: str = "none"
-    """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a .toml
-    file of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the result."""
+    """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; rules
+    such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but `none` changes the
+    result."""
     hierarchy: Annotated[
         bool, unless("Use the codec of --compress inside a node, too.", "workers of a node add in full precision")
     ] = True

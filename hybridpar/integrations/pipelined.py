@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.sync.compression import load_codec_states
+from hybridpar.sync.compression import settle_codecs
 from hybridpar.train.engine import NoOptimizer
 from hybridpar.train.trainer import Trainer
 
@@ -282,7 +282,7 @@ class PipelinedModel:
         engine.go_on_from(self._steps)
         mine = workers[world.rank] if len(workers) == world.size else {}
         engine.load_state_dict(mine)
-        load_codec_states(engine.codecs, mine, lambda: workers)
+        settle_codecs(engine.codecs, world, workers[0] if workers else {})
 
     def close(self) -> None:
         """Release hooks and lanes; the model stays as trained."""

@@ -163,54 +163,6 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divis
     return True
 
 
-def onebit_encode_columns(
-    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
-) -> bool:
-    """As `onebit_encode`, where each column is a group; on a CPU alone.
-
-    Args:
-        values: Rows may lie apart.
-        residual: In the order of the values, row by row.
-        lower: Where the lower levels go, one per column.
-        upper: Where the upper levels go.
-        packed: Where the bits go, row by row, each in whole 16s.
-        scratch: Memory to borrow.
-    """
-    kernels = _column_kernels(values, *_halves(residual))
-    if kernels is None:
-        return False
-    _check_columns(values, lower, upper, packed)
-    _check_halves(values, residual)
-    ones = scratch.take("ones", values.shape[1])
-    places = lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr()
-    numbers = *values.shape, values.stride(0), _streams(values)
-    kernels.encode("onebit_columns_encode", values, residual, *places, *numbers)
-    return True
-
-
-def onebit_read_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> bool:
-    """Set out = C(v), or add that to it, where each column is a group; on a CPU alone.
-
-    Args:
-        lower: Lower levels, one per column.
-        upper: Upper levels.
-        packed: The bits, row by row, each in whole 16s.
-        out: Its rows may lie apart.
-        add: Whether to add.
-
-    Returns:
-        Whether it was done.
-    """
-    kernels = _column_kernels(out, lower, upper)
-    if kernels is None:
-        return False
-    _check_columns(out, lower, upper, packed)
-    places = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
-    name = "onebit_columns_add" if add else "onebit_columns_decode"
-    kernels.functions[name](*places, *out.shape, out.stride(0), _streams(out))
-    return True
-
-
 def twobit_encode(
     values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
 ) -> bool:
@@ -487,24 +439,6 @@ def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
         return None
     kernels = _kernels(factor, *others)
     return kernels if isinstance(kernels, CpuKernels) else None
-
-
-def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
-    rows, columns = values.shape
-    assert lower.numel() == upper.numel() == columns
-    assert packed.numel() == rows * -(-columns // 16) * 2
-
-
-def _column_kernels(values: Tensor, *others: Tensor) -> CpuKernels | None:
-    """The kernels for columns of these values, whose rows may lie apart; None where there are none."""
-    rows, columns = values.shape
-    dense = columns == 1 or values.stride(1) == 1
-    apart = rows == 1 or values.stride(0) >= columns
-    if not (dense and apart) or values.dtype != torch.float32:
-        return None
-    kernels = _kernels(*others) if others else table(values.device)
-    on_cpu = values.device.type == "cpu" and isinstance(kernels, CpuKernels)
-    return kernels if on_cpu else None  # type: ignore[return-value]
 
 
 def _halves(residual: Residual) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ class ThresholdRule:
     cap: float
 
 
-_KERNELS = ("onebit", "onebit_columns", "twobit", "qsgd", "powersgd")
+_KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
 
