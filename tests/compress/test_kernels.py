@@ -115,7 +115,7 @@ def test_onebit(groups: int, length: int, offset: int) -> None:
             assert same_bits(fast.pending, values + kept - decoded)
 
 
-RULES = [Threshold(), Threshold(fixed=0.5), Threshold(by_mean=True), Threshold(factor=5.0, cap=1.0)]
+RULES = [Threshold(), Threshold(fixed=0.5), Threshold(factor=5.0, cap=1.0)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -190,7 +190,6 @@ def test_special_values(kind: str) -> None:
     for quantiser in (
         RowSigns((4, 25)),
         TernaryQuantiser(Threshold(), CPU),
-        TernaryQuantiser(Threshold(by_mean=True), CPU),
         LevelQuantiser(15, noise),
     ):
         for _ in BOTH:
@@ -289,7 +288,7 @@ def test_the_gil_is_released() -> None:
     "text",
     [
         *("onebit", "onebit:feedback=off", "onebit:decay=0.9"),
-        *("twobit", "twobit:levels=mean", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
+        *("twobit", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
         *("powersgd:rank=1", "powersgd:rank=3,decay=0.9"),
     ],
 )

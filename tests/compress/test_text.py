@@ -64,7 +64,6 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("powersgd:rank=0", "rank=0"),
         ("powersgd:gain=-1", "gain=-1"),
         ("twobit:threshold=0", "threshold=0\nIt is above 0."),
-        ("twobit:threshold=1,levels=mean", "threshold=1 with levels=mean"),
         ("twobit:cap=1.5", "cap=1.5\nAbove 1 nothing might be sent."),
         ("twobit:factor=nan", "factor=nan"),
         ("twobit:pull=none", "pull=none"),

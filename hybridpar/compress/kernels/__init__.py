@@ -27,7 +27,6 @@ from hybridpar.compress.codec import CHUNK, Residual, Scratch
 from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cpu import CpuKernels
-from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
 from hybridpar.compress.kernels.powersgd_source import RANKS
 
@@ -164,14 +163,20 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divis
 
 
 def twobit_encode(
-    values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
+    values: Tensor,
+    residual: Residual,
+    rule: tuple[float, float, float],
+    level: Tensor,
+    codes: Tensor,
+    scratch: Scratch,
 ) -> bool:
     """Encode values, and leave what is not sent.
 
     Args:
         values: 1-D.
         residual: Gives v, and is left as v - C(v).
-        rule: What is sent.
+        rule: The threshold, or 0; then it is the lesser of the mean magnitude times the second number, and the largest
+            times the third.
         level: Where the level goes, one element.
         codes: Where the codes go, whole words of 32 bits.
         scratch: Memory to borrow, where values do not lie side by side.
@@ -186,19 +191,17 @@ def twobit_encode(
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
     _check_halves(values, residual)
-    count, limits = values.numel(), (rule.fixed, rule.scale, rule.cap)
+    count = values.numel()
     made = level.data_ptr(), codes.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("twobit_encode", values, residual, *made, count, rule.mode, _streams(values), *limits)
+        kernels.encode("twobit_encode", values, residual, *made, count, _streams(values), *rule)
         return True
     kept, pending, factor = cuda.halves(residual)
     source = values.data_ptr(), kept
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
     kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
-    if rule.mode == 2:
-        kernels.launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
-    numbers = blocks, count, rule.mode, *limits, factor
+    numbers = blocks, count, *rule, factor
     kernels.launch("twobit_codes", max(cuda.blocks_of(count), 1), *source, pending, *made, parts, *numbers)
     return True
 
