@@ -230,8 +230,8 @@ class CodecState(ParameterCoders):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
 
-        With the states of all workers there may be more or fewer of them now, or nodes of other sizes: then codecs begin
-        anew, and what had not been sent is dropped with a warning.
+        With the states of all workers there may be more or fewer of them now, or nodes of other sizes: then codecs
+        begin anew, and what had not been sent is dropped with a warning.
 
         Args:
             state: This worker's state, or a list of those of all workers, by rank.
@@ -243,7 +243,8 @@ class CodecState(ParameterCoders):
         if not isinstance(state, Mapping):
             saved, state = state, state[0]
             places = [(one["rank"], one["workers"], one["nodes"]) for one in saved]
-            if places == [(*self._place_of(rank), self._node_sizes) for rank in range(dist.get_world_size(self._group))]:
+            ranks = range(dist.get_world_size(self._group))
+            if places == [(*self._place_of(rank), self._node_sizes) for rank in ranks]:
                 state = saved[dist.get_rank(self._group)]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])

@@ -159,4 +159,4 @@ def _address(tensor: Tensor | None) -> int:
 
 def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
     factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
-    return factor, -options.lr, options.weight_decay, options.momentum
+    return factor, -options.lr, options.weight_decay, options.momentum, 1.0

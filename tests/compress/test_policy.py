@@ -32,9 +32,7 @@ def test_a_codec_is_a_policy_of_one_rule():
     policy.check([])
 
 
-@pytest.mark.parametrize(
-    "text", ["onebit", "none", RULES, "a[12]? -> fp16"]
-)
+@pytest.mark.parametrize("text", ["onebit", "none", RULES, "a[12]? -> fp16"])
 def test_text_and_policy_are_the_same_thing(text):
     policy = read_policy(text)
     assert str(policy) == text

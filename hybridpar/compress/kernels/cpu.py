@@ -12,7 +12,6 @@ from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.codec import Residual
 from hybridpar.compress.feedback import KeptResidual
 
-
 _KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
