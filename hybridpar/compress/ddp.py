@@ -241,6 +241,12 @@ class CodecState(ParameterCoders):
                 of other shapes.
         """
         if not isinstance(state, Mapping):
+            if not state:
+                raise CheckpointError(
+                    "an empty list of states",
+                    "gather_state_dicts gives those of all workers on worker 0 alone.",
+                    "Give its list to all workers.",
+                )
             saved, state = state, state[0]
             places = [(one["rank"], one["workers"], one["nodes"]) for one in saved]
             ranks = range(dist.get_world_size(self._group))

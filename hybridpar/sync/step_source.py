@@ -24,8 +24,8 @@ STEP = ("parameter", "momentum", "slots", "squares", "count", "workers", "apart"
 SIGNS = ("parameter", "momentum", "first", "second", "squares", "groups", "length")
 #: `p` and `q` are factors of the matrix `scale` * p^T q, of a few rows each.
 PRODUCT = ("parameter", "momentum", "p", "q", "squares", "rows", "columns")
-#: `rate` is minus the learning rate, and `mass` the momentum. `one` is 1: a compiler that knew it would fuse the product
-#: before it, which torch rounds.
+#: `rate` is minus the learning rate, and `mass` the momentum. `one` is 1: a compiler that knew it would not round the
+#: product of momentum, as torch does.
 RATES = ("factor", "rate", "decay", "mass", "one")
 
 
