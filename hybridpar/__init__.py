@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hybridpar.config import TrainConfig as TrainConfig
     from hybridpar.errors import HybridparError as HybridparError
     from hybridpar.integrations.data_parallel import DataParallel as DataParallel
-    from hybridpar.optim.onebit_adam import OnebitAdam as OnebitAdam
     from hybridpar.partition import partition_model as partition_model
     from hybridpar.plan import Plan as Plan
     from hybridpar.plan import read_plan as read_plan

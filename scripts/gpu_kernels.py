@@ -71,7 +71,6 @@ CODECS: dict[str, tuple[Make, Callable[[int], int]]] = {
     "onebit": (lambda shape, device: RowSigns(shape), lambda groups: 2 * groups),
     "twobit": (_ternary(Threshold()), lambda groups: 1),
     "twobit, threshold=0.5": (_ternary(Threshold(fixed=0.5)), lambda groups: 1),
-    "twobit, levels=mean": (_ternary(Threshold(by_mean=True)), lambda groups: 1),
     **{f"qsgd_mn, bits={bits}": (_levels(bits), lambda groups: 2) for bits in (1, 3, 4, 8)},
 }
 

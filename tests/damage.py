@@ -32,7 +32,6 @@ import torch
 from rich.console import Console
 
 from hybridpar.comm.world import World
-from hybridpar.compress.policy import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import HybridparError
@@ -176,7 +175,6 @@ def kinds() -> list[Kind]:
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
         Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
-        Kind("policy.toml", _policy(), lambda path: read_policy(str(path)), str),
         Kind("run.json", RUN, _find_run, _use_run),
         Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
         Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
@@ -196,10 +194,6 @@ def kinds() -> list[Kind]:
         Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
         Kind("cluster-1.json", measured, lambda path: _with_folder(path, lambda: read_cluster(HOST))),
     ]
-
-
-def _policy() -> bytes:
-    return b'[[rule]]\npattern = "layer4.*"\ncodec = "powersgd:rank=2"\n\n[[rule]]\npattern = "*"\ncodec = "onebit"\n'
 
 
 RUN = b"""{"model": "net", "job": "7", "options": {"lr": 0.1, "workers": 2, "mean": [0.1, 0.2, 0.3], "amp": "bf16",

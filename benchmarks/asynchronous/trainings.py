@@ -33,7 +33,6 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "plain, 2 workers": (2, ("--plan", "none")),
     "onebit-sgd": (2, ("--recipe", "onebit-sgd")),
     "onebit-sgd, a step late": (2, ("--recipe", "onebit-sgd", "--double-buffer", "delay")),
-    "onebit-adam": (2, ("--recipe", "onebit-adam")),
     "local:4": (2, ("--sync", "local:4")),
 }
 #: What a way may lose against the plain run with as many workers, in parts of one.

@@ -438,20 +438,6 @@ class Coder(ABC):
             CheckpointError: The state belongs to another shape, worker or number of workers.
         """
 
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what all workers of a job saved, be there as many of them now or not.
-
-        With as many each takes its own. Else a coder takes what is equal on all workers from any of them; one that
-        keeps more than that says how it is divided.
-
-        Args:
-            states: What `state_dict` returned, by rank.
-
-        Raises:
-            CheckpointError: The states belong to another shape.
-        """
-        self.load_state_dict(states[self.spec.rank if len(states) == self.spec.workers else 0])
-
 
 class Full(Coder):
     """All elements, in the type in which the spec says messages are sent.

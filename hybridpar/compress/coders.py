@@ -105,7 +105,7 @@ class ParameterCoders:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this worker's own place; else those of all workers are needed.
+        """Whether a state is of this worker's own place, among as many workers.
 
         Args:
             state: What `state_dict` returned.
@@ -113,7 +113,7 @@ class ParameterCoders:
         return (*self._place, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Forget all coders; those that are made from now on go on from a state, one worker's or that of all."""
+        """Forget all coders; those that are made from now on go on from a state."""
         self._coders, self._saved = {}, dict(state.get("parameters", {}))
         if self._members and "leaders" in state:
             self._leaders.adopt(state["leaders"])
@@ -129,8 +129,6 @@ class ParameterCoders:
             self._coders[name] = coder = self.policy.bind(spec)
             coder.set_batch_scale(self._samples)
             saved = self._saved.pop(name, None)
-            if isinstance(saved, list):  # of all workers of a run
-                coder.load_states(saved)
-            elif saved is not None:
+            if saved is not None:
                 coder.load_state_dict(saved)
         return self._coders[name]

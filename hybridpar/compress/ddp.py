@@ -14,6 +14,7 @@ every parameter's residual is put back, as a loss scaler skips the whole step.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.group import Group, TorchGroup, open_group
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.redivide import put_together
 from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
+
+_log = logging.getLogger(__name__)
 
 #: `torch.distributed.GradBucket`, which torch's stubs do not have.
 GradBucket = Any
@@ -120,11 +122,9 @@ class CodecState(ParameterCoders):
         self._group = group
         nodes = Nodes.of(require_agreement((f"{policy} {alike}".strip(), seed, lanes, hierarchical), group))
         self._nodes = nodes if hierarchical and nodes.pays else None
-        rank, workers, place = dist.get_rank(group), dist.get_world_size(group), 0
-        if self._nodes is not None:
-            column = next(column for column in nodes.columns if rank in column)
-            place = nodes.place_of(rank)
-            rank, workers = column.index(rank), len(column)
+        own = dist.get_rank(group)
+        rank, workers = self._place_of(own)
+        place = 0 if self._nodes is None else nodes.place_of(own)
         super().__init__(policy, rank, workers, seed, average=True, nodes=self._nodes, place=place)
         self._paths = [open_paths(self._nodes, group, timeout) for _ in range(lanes)]
         threads = torch.get_num_threads()
@@ -230,28 +230,37 @@ class CodecState(ParameterCoders):
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
 
-        With the states of all workers there may be more or fewer of them now, and parameters may be spread over nodes
-        in another way: what the old workers together had not sent is divided among the new ones.
+        With the states of all workers there may be more or fewer of them now, or nodes of other sizes: then codecs
+        begin anew, and what had not been sent is dropped with a warning.
 
         Args:
             state: This worker's state, or a list of those of all workers, by rank.
 
         Raises:
-            CheckpointError: The state is that of another codec, of another place or number of workers, of parameters of
-                other shapes, or one is missing.
+            CheckpointError: The state is that of another codec, of another place or number of workers, or of parameters
+                of other shapes.
         """
         if not isinstance(state, Mapping):
-            rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
-            shapes = {name: shape for one in state for name, shape in one["shapes"].items()}
-            # As it was, bit for bit, where nothing has changed.
-            same = len(state) == count and self.fits(state[rank])
-            state = state[rank] if same else {**put_together(state), "shapes": shapes}
+            if not state:
+                raise CheckpointError(
+                    "an empty list of states",
+                    "gather_state_dicts gives those of all workers on worker 0 alone.",
+                    "Give its list to all workers.",
+                )
+            saved, state = state, state[0]
+            places = [(one["rank"], one["workers"], one["nodes"]) for one in saved]
+            ranks = range(dist.get_world_size(self._group))
+            if places == [(*self._place_of(rank), self._node_sizes) for rank in ranks]:
+                state = saved[dist.get_rank(self._group)]
+            else:  # all workers see the same, so all begin anew
+                _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])
+                state = {**state, "parameters": {}, "leaders": {}}
         elif not self.fits(state):
             raise CheckpointError(
                 f"the state of worker {state['rank']} of {state['workers']}, and this is {self._place[0]} of "
                 f"{self._place[1]}",
                 "Each worker keeps what it did not send.",
-                "Give load_state_dict a list with the states of all workers of that run.",
+                "Give each worker the state that it saved, or start without them.",
             )
         if state["codec"] != str(self.policy):
             raise CheckpointError(
@@ -281,6 +290,13 @@ class CodecState(ParameterCoders):
         self.close()
 
     # ----------------------------------------------------------------- helpers
+
+    def _place_of(self, rank: int) -> tuple[int, int]:
+        """A worker's number among those that it exchanges with by the codec, and how many these are."""
+        if self._nodes is None:
+            return rank, dist.get_world_size(self._group)
+        column = next(column for column in self._nodes.columns if rank in column)
+        return column.index(rank), len(column)
 
     def _exchange_of(self, bucket: GradBucket) -> Exchange | NodeExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""

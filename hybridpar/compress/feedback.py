@@ -29,7 +29,6 @@ from hybridpar.compress.codec import (
     WarmUpCoder,
     as_inner,
 )
-from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, check, check_choice
 
 #: What residuals may be kept in.
@@ -292,18 +291,6 @@ class FeedbackCoder(WarmUpCoder):
                 "Resume with the same of these, or without residuals.",
             )
         self._later.load_state_dict(state["inner"])
-        self._take_over(state, saved)
-
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """What other than these many workers had not sent is divided as `divide` says."""
-        if len(states) == self.spec.workers:
-            self.load_state_dict(states[self.spec.rank])
-            return
-        residuals = divide(self._config.inner, self.spec, [state["residuals"] for state in states])
-        self._later.load_states([state["inner"] for state in states])
-        self._take_over(states[0], residuals)
-
-    def _take_over(self, state: Mapping[str, Any], residuals: Mapping[str, Tensor]) -> None:
-        for key, residual in residuals.items():
+        for key, residual in saved.items():
             self._kept[key].kept.copy_(residual)
         self._steps, self._rate_before = int(state["steps"]), float(state["learning_rate"])

@@ -15,7 +15,7 @@ rates keep their meaning. CNTK divides by the mean of 1 / sqrt(h) to that end, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hybridpar.compress.codec import NO_RESIDUAL, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.quantised import OWNER, Quantiser, ShardedCoder
-from hybridpar.compress.redivide import KeepingCoder, places
 
 #: Where AdaGrad may be.
 PLACEMENTS = ("owner", "worker", "after", "off")
@@ -71,9 +70,6 @@ class PlainStripes(Quantiser):
     def view(self, flat: Tensor) -> Tensor:
         return flat if self._other is None else self._other.view(flat)
 
-    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        return flat.view(shape) if self._other is None else self._other.lay(flat, shape)
-
     @property
     def unit(self) -> int:
         return 1 if self._other is None else self._other.unit
@@ -99,7 +95,7 @@ class PlainStripes(Quantiser):
             torch.div(values, divisor, out=out)
 
     def _laid(self, message: Tensor, shape: Sequence[int]) -> Tensor:
-        return self.lay(message.view(torch.float32), shape)
+        return message.view(torch.float32).view(shape)
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class OwnerRule:
     warm: int = 0
 
 
-class OwnerCoder(KeepingCoder, WarmUpCoder):
+class OwnerCoder(WarmUpCoder):
     """Exchanges one parameter stripe by stripe, and lets the owners apply a rule.
 
     Args:
@@ -132,17 +128,17 @@ class OwnerCoder(KeepingCoder, WarmUpCoder):
     """
 
     def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
-        self._rule, self._quantiser = rule, quantiser
-        self._plain = coded = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
+        self._rule = rule
+        plain = coded = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
         if quantiser is not None and bits:
             coded = ShardedCoder(spec, quantiser, process=self._apply)
-        super().__init__(spec, self._plain, coded)
+        super().__init__(spec, plain, coded)
         self.residuals = coded.residuals
         own, every = self.residuals[OWNER], spec.count
         sizes = {"worker": every, "off": 0}
         self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
         self._momentum = Kept(own if rule.momentum else 0, spec.device)
-        self.kept = {"squares": self._squares, "momentum": self._momentum}
+        self._kept = {"squares": self._squares, "momentum": self._momentum}
         self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, device=spec.device)
         self._samples = 1.0
 
@@ -160,25 +156,18 @@ class OwnerCoder(KeepingCoder, WarmUpCoder):
         """Momentum forgets as much per sample as before: mu becomes mu^samples."""
         self._samples = samples
 
-    def _divided(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Stripes are put together and cut anew; what each worker kept of the whole becomes the mean."""
-        squares = [state["squares"] for state in states]
-        if self._rule.adagrad == "worker":
-            mine = torch.stack(squares).mean(0)
-        else:
-            mine = self._cut(squares, self._squares.now.numel())
-        momentum = self._cut([state["momentum"] for state in states], self._momentum.now.numel())
-        return {"squares": mine, "momentum": momentum}
+    def commit(self) -> None:
+        for one in self._kept.values():
+            one.commit()
+        self._steps += 1
 
-    def _cut(self, stripes: Sequence[Tensor], size: int) -> Tensor:
-        """This worker's stripe out of those of all workers of another number."""
-        if not size:
-            return torch.empty(0)
-        whole = torch.zeros(self.spec.count)
-        for rank, stripe in enumerate(stripes):
-            spec = replace(self.spec, rank=rank, workers=len(stripes), device=torch.device("cpu"))
-            ShardedCoder(spec, PlainStripes(self._quantiser)).spread(OWNER, stripe.cpu(), whole)
-        return whole[places(self._plain, OWNER, size)]
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps, **{key: one.now.clone() for key, one in self._kept.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, one in self._kept.items():
+            one.load(state[key], self.spec.name)
+        self._steps = int(state["steps"])
 
     def _adagrad(self, values: Tensor) -> Tensor:
         return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)

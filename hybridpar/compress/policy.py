@@ -4,17 +4,10 @@ A policy is a list of rules, each a pattern and a codec; of those whose pattern 
 counts, and a parameter that none matches is not compressed. Patterns are those of a shell as Python's `fnmatchcase` has
 them: `*` stands for anything (dots too), `?` for one character, `[12]` for one of those; case counts.
 
-As text a policy is a codec (which is a rule for everything), the name of a TOML file, or the rules themselves:
+As text a policy is a codec (which is a rule for everything), or the rules:
 
     onebit:warmup=20
-    rules.toml
     layer4.* -> powersgd:rank=2; *.weight -> onebit
-
-In a file a rule is a table, and the order of the tables counts:
-
-    [[rule]]
-    pattern = "layer4.*"
-    codec = "powersgd:rank=2"
 
 Codecs are read and written as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
 
@@ -31,14 +24,11 @@ import dataclasses
 import difflib
 import fnmatch
 import functools
-import hashlib
-import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +39,6 @@ from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import UsageError, nearest, shortened
-from hybridpar.formats.file_reader import Unreadable, parse_toml, read_text
 
 #: Characters of a codec with all its options.
 _LONGEST = 500
@@ -140,8 +129,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
     core = codec.core
-    # An optimizer may be made for what a codec hands over.
-    if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
+    if not core.keeps_momentum:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:
@@ -216,14 +204,7 @@ def _refuse_feedback_of(codec: Codec) -> None:
         )
 
 
-#: How a policy that is a file is told from a codec.
-SUFFIX = ".toml"
-
-#: Bytes of a file: a rule for each of a model's parameters has far fewer.
-_MOST_BYTES = 1 << 20
-
 _ARROW = "->"
-_KEYS = ("pattern", "codec")
 
 
 @dataclass(frozen=True)
@@ -274,11 +255,6 @@ class Policy:
         if len(self.rules) == 1 and self.rules[0].pattern == "*":
             return format_codec(self.rules[0].codec)
         return "; ".join(map(str, self.rules))
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for policies that say the same in the same order."""
-        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     @property
     def changes_nothing(self) -> bool:
@@ -354,14 +330,6 @@ class Policy:
                 return f"rule {number} is {theirs} and not {mine}"
         return f"it has {len(other.rules)} rule(s) and not {len(self.rules)}"
 
-    def to_toml(self) -> str:
-        """The policy as a file."""
-        # A string of JSON is a basic string of TOML.
-        return "\n".join(
-            f"[[rule]]\npattern = {json.dumps(rule.pattern)}\ncodec = {json.dumps(format_codec(rule.codec))}\n"
-            for rule in self.rules
-        )
-
 
 _NONE = parse_codec("none")
 
@@ -370,13 +338,11 @@ def read_policy(text: str) -> Policy:
     """The policy that a text names; see the module's header.
 
     Args:
-        text: A codec, rules, or the name of a TOML file.
+        text: A codec or rules.
 
     Raises:
-        UsageError: A codec is unknown, or a file cannot be read; it says in which line.
+        UsageError: A codec is unknown, or a rule is not whole.
     """
-    if text.strip().endswith(SUFFIX):
-        return _read_file(Path(text.strip()))
     if _ARROW not in text:
         return Policy.of(parse_codec(text))
     rules = []
@@ -419,69 +385,3 @@ def nearest_names(pattern: str, names: Iterable[str], most: int = 3) -> list[str
 
 def _escape(name: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _read_file(path: Path) -> Policy:
-    why, fix = "A policy is a file in TOML.", "Name a file, or a codec such as onebit."
-    text = read_text(path, "the policy file", UsageError, fix, why=why, most=_MOST_BYTES)
-    try:
-        data = parse_toml(text)
-    except Unreadable as error:
-        place = re.search(r"at line (\d{1,9})", str(error))
-        line = int(place.group(1)) if place else len(text.splitlines())
-        raise UsageError(_at(path, line, str(error)), why) from None
-    for key in data:
-        if key != "rule":
-            raise UsageError(
-                _at(path, _line_of_key(text, key), f"unknown key {shortened(repr(key))}"),
-                "A policy is a list of tables [[rule]].",
-                nearest(key, ["rule"]),
-            )
-    entries = data.get("rule", [])
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(
-            _at(path, _line_of_key(text, "rule"), "there is no [[rule]]"),
-            "A policy is a list of tables [[rule]], each with a pattern and a codec.",
-            "Write [[rule]], with both brackets twice.",
-        )
-    heads = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
-    heads = heads if len(heads) == len(entries) else [1] * len(entries)
-    return Policy(_rules(path, text, entries, heads))
-
-
-def _rules(path: Path, text: str, entries: Sequence[dict[str, Any]], heads: Sequence[int]) -> tuple[Rule, ...]:
-    """The tables of a file, which begin in these lines."""
-    rules: list[Rule] = []
-    for entry, head in zip(entries, heads, strict=True):
-        for key in entry:
-            if key not in _KEYS:
-                what = _at(path, _line_of_key(text, key, head), f"unknown key {shortened(repr(key))} in a rule")
-                raise UsageError(what, "A rule has a pattern and a codec.", nearest(key, _KEYS))
-        for key in _KEYS:
-            if not isinstance(entry.get(key), str) or not entry[key].strip():
-                what = f"{key} = {shortened(repr(entry[key]))}" if key in entry else f"a rule without {key}"
-                raise UsageError(_at(path, _line_of_key(text, key, head), what), f"Its {key} is a text.")
-        pattern = entry["pattern"].strip()
-        if any(rule.pattern == pattern for rule in rules):
-            what = _at(
-                path, _line_of_key(text, "pattern", head), f"the pattern {shortened(repr(pattern))} is given twice"
-            )
-            raise UsageError(what, "The first rule that matches counts.", "Leave one of them out.")
-        try:
-            rules.append(Rule(pattern, parse_codec(entry["codec"])))
-        except UsageError as error:
-            line = _line_of_key(text, "codec", head)
-            raise UsageError(_at(path, line, error.what), error.why, error.fix) from None
-    return tuple(rules)
-
-
-def _at(path: Path, line: int, what: str) -> str:
-    return f"{shortened(path)}, line {line}: {what}"
-
-
-def _line_of_key(text: str, key: str, after: int = 1) -> int:
-    """The line, from one on, in which a key stands; that one where it is not found."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if number >= after and re.match(rf"""\s*\[*\s*["']?{re.escape(key)}["']?\s*[\]=.]""", line):
-            return number
-    return after

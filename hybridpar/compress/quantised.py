@@ -41,15 +41,6 @@ class Quantiser(ABC):
         """
         return flat
 
-    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy.
-
-        Args:
-            flat: 1-D.
-            shape: Of the stripe in `view`.
-        """
-        return flat.view(shape)
-
     @property
     def unit(self) -> int:
         """Stripes begin at multiples of this, along the first dimension of `view`."""
@@ -69,7 +60,7 @@ class Quantiser(ABC):
 
         Args:
             values: What to add the residual to; it is not changed.
-            residual: Gives v, and is left as v - C(v) where it keeps anything. In an order that is the quantiser's own.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
             out: 1-D uint8 of `size` elements, beginning at a multiple of 8 bytes.
             scratch: Memory to borrow.
         """
@@ -157,8 +148,7 @@ class ShardedCoder(Coder):
         spec: The parameter.
         quantiser: How a stripe becomes bytes.
         requantise: Whether the owner encodes the sum; without that it goes to everybody in float32.
-        process: What the owner does to the sum before that, in place: a 1-D tensor in the order of the residual
-            `OWNER`. Not called for an empty stripe.
+        process: What the owner does to the sum before that, in place: a 1-D tensor. Not called for an empty stripe.
     """
 
     def __init__(
@@ -214,7 +204,7 @@ class ShardedCoder(Coder):
         if not size:
             return
         self._total.zero_()
-        total = self.quantiser.lay(self._total, self._own)
+        total = self._total.view(self._own)
         for message in received:
             self.quantiser.add(message[:size], total, self._scratch)
         if self._process is not None:
@@ -234,16 +224,12 @@ class ShardedCoder(Coder):
             if self._requantise:
                 self.quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
             else:
-                values = self.quantiser.lay(message.view(torch.float32)[: stripe.numel()], stripe.shape)
+                values = message.view(torch.float32)[: stripe.numel()].view(stripe.shape)
                 torch.div(values, self.spec.divisor, out=stripe)
 
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        shaped = self.quantiser.view(out)
-        stripes = [self._stripes[self.spec.rank]] if key == OWNER else self._stripes
-        parts = torch.split(residual, [(stop - start) * self._row for start, stop in stripes])
-        for (start, stop), part in zip(stripes, parts, strict=True):
-            stripe = shaped[start:stop]
-            stripe.add_(self.quantiser.lay(part, stripe.shape))
+        start = self._stripes[self.spec.rank][0] * self._row if key == OWNER else 0
+        out[start : start + residual.numel()].add_(residual)
 
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
@@ -289,10 +275,6 @@ class GatheredCoder(Coder):
         self.quantiser.decode(first, shaped, divisor, self._scratch)
         for message in others:
             self.quantiser.add(message, shaped, self._scratch, divisor)
-
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        shaped = self.quantiser.view(out)
-        shaped.add_(self.quantiser.lay(residual, shaped.shape))
 
 
 def _are_finite(

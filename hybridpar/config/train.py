@@ -28,8 +28,9 @@ class SyncConfig:
     """How workers exchange gradients."""
 
     compress: str = "none"
-    """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a .toml
-    file of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the result."""
+    """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; rules
+    such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but `none` changes the
+    result."""
     hierarchy: Annotated[
         bool, unless("Use the codec of --compress inside a node, too.", "workers of a node add in full precision")
     ] = True
@@ -413,16 +414,10 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "kron on servers": (optimizer, kron and not outer),
         "late": (f"--double-buffer {config.double_buffer}", config.double_buffer not in (None, "off")),
         "local": (sync, outer and config.sync.startswith(LOCAL)),
-        "momentum": (f"--momentum {config.momentum:g}", config.momentum != TrainConfig.momentum),
         "nesterov": ("--nesterov", config.nesterov),
         "no guard": ("--no-guard", not config.guard),
         "no share": (shares, 0 in (config.share_list or ())),
-        "not sgd": (
-            "--recipe onebit-adam" if recipe == "onebit-adam" else optimizer,
-            config.optimizer != "sgd" or recipe == "onebit-adam",
-        ),
-        "onebit adam": (f"--recipe {recipe}", recipe == "onebit-adam"),
-        "onebit sgd": (f"--recipe {recipe}", recipe == "onebit-sgd"),
+        "not sgd": (optimizer, config.optimizer != "sgd"),
         "outer": (sync, outer),
         "outer on servers": (sync, outer and served),
         "plan file": (f"--plan {config.plan}", config.plan_file is not None),
@@ -507,8 +502,7 @@ CONFLICTS = (
 RECIPE_CONFLICTS = (
     ("recipe", "another codec", "The recipe says what gradients travel as."),
     ("recipe", "nesterov", "The recipe's momentum is the plain one."),
-    ("onebit sgd", "not sgd", "The recipe is one of SGD."),
-    ("onebit adam", "momentum", "Adam's moments have factors of their own."),
+    ("recipe", "not sgd", "The recipe is one of SGD."),
     ("recipe", "outer", "The recipe exchanges gradients in every step."),
     ("late", "outer", "Only gradients of every step are applied late."),
     ("late", "cuda graph", "A captured step ends with its own gradients."),

@@ -167,14 +167,15 @@ class DataParallel(DistributedDataParallel):
     def load_compression_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore the residuals of codecs.
 
-        Where `auto` has chosen another codec than before, and on one worker, they are dropped with a warning.
+        Where there are more or fewer workers now, where `auto` has chosen another codec than before, and on one worker,
+        they are dropped with a warning.
 
         Args:
             state: What `compression_state_dict` returned on this worker, or what `gather_compression` returned on
-                worker 0; with the latter there may be more or fewer workers now.
+                worker 0.
 
         Raises:
-            CheckpointError: The state is that of another codec, or of another number of workers.
+            CheckpointError: The state is that of another codec, or one worker's is that of another place.
         """
         if not state:
             return

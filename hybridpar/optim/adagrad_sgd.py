@@ -15,43 +15,7 @@ from hybridpar.compress.codec import Kept
 from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
-class ParameterOptimizer(torch.optim.Optimizer):
-    """An optimizer that updates each parameter by itself, in `_update`."""
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._ready():
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            self._update(parameter, group)
-        return loss
-
-    def _ready(self) -> bool:
-        """Whether the step is taken, once the gradients are there."""
-        return True
-
-    def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class AdaGradSGD(ParameterOptimizer):
+class AdaGradSGD(torch.optim.Optimizer):
     """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`.
 
     Args:
@@ -73,6 +37,30 @@ class AdaGradSGD(ParameterOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self._rule = rule
         self.momentum_power = momentum_power
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        return loss
 
     def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
         update = self._smooth(parameter)

@@ -21,15 +21,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hybridpar.compress import parse_codec
-from hybridpar.compress.codecs.onebit_adam import OneBitAdam
 from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, check_optimizer
-from hybridpar.config.recipe import RATES, warm_steps
+from hybridpar.config.recipe import RATE, warm_steps
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.optim.onebit_adam import FrozenAdam
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -402,9 +400,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         return config
     buffering = config.double_buffer
     codec = "none" if replicas == 1 else codec_text(config, total_steps)
-    lr = RATES[config.recipe] if config.lr == TrainConfig.lr else config.lr
-    if config.recipe == "onebit-adam":
-        return replace(config, recipe="none", compress=codec, lr=lr, warm_start_steps=None)
+    lr = RATE if config.lr == TrainConfig.lr else config.lr
     if buffering is None:
         buffering = "off" if config.cuda_graph or config.amp == "fp16" else "auto"
     return replace(
@@ -432,8 +428,7 @@ def codec_text(config: TrainConfig, total_steps: int | None) -> str:
     codec = config.recipe.replace("-", "_")
     given = {option.strip(): value for option, value in given.items()} if name == codec else {}
     given.setdefault("warm", str(warm_steps(config, total_steps)))
-    if config.recipe == "onebit-sgd":
-        given.setdefault("momentum", f"{config.momentum:g}")
+    given.setdefault("momentum", f"{config.momentum:g}")
     return f"{codec}:" + ",".join(f"{option}={value}" for option, value in given.items())
 
 
@@ -442,7 +437,6 @@ def make_optimizer(
     config: TrainConfig,
     expanded: TrainConfig,
     *,
-    total_steps: int | None,
     replicas: int,
     no_decay: Collection[str] | None = None,
     scales: Mapping[str, float] | None = None,
@@ -453,19 +447,13 @@ def make_optimizer(
         module: The model.
         config: As users give it.
         expanded: What `expand` made of it.
-        total_steps: As of `expand`.
         replicas: As of `expand`.
         no_decay: Names of parameters without weight decay; default: what `undecayed_names` says of the module.
         scales: What the learning rate of a parameter is multiplied with, by name.
     """
     names = undecayed_names(module, config.no_decay) if no_decay is None else no_decay
     groups = parameter_groups(module, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
-    if config.recipe == "onebit-adam":
-        codec = parse_codec(codec_text(config, total_steps)).core
-        assert isinstance(codec, OneBitAdam)
-        betas = codec.beta, 0.999
-        return FrozenAdam(groups, expanded.lr, betas, freeze_steps=codec.warm, momentum_arrives=replicas > 1)
-    if config.recipe == "onebit-sgd" and replicas == 1:
+    if config.recipe != "none" and replicas == 1:
         return AdaGradSGD(groups, expanded.lr, _rule(config))
     return optimizer_by_name(groups, expanded)
 

@@ -74,12 +74,8 @@ TABLE: tuple[OuterSteps, ...] = (
     OuterSteps(every=4, workers=4, codec="onebit", length=230, runs=1, lost=1.374, mean=0.898, high=0.898),
     OuterSteps(every=4, workers=8, codec="onebit", length=230, runs=1, lost=2.747, mean=None, high=None),
     OuterSteps(every=4, workers=16, codec="onebit", length=220, runs=1, lost=6.043, mean=None, high=None),
-    OuterSteps(every=8, workers=2, codec="sparseloco", length=230, runs=5, lost=2.341, mean=None, high=None),
     OuterSteps(every=16, workers=2, codec="none", length=230, runs=5, lost=0.611, mean=1.041, high=1.216),
     OuterSteps(every=16, workers=2, codec="onebit", length=230, runs=15, lost=0.444, mean=1.089, high=1.16),
-    OuterSteps(
-        every=16, workers=2, codec="sparseloco:rate=0.03", length=230, runs=5, lost=2.279, mean=1.263, high=1.528
-    ),
     OuterSteps(every=16, workers=4, codec="onebit", length=230, runs=10, lost=1.197, mean=None, high=None),
     OuterSteps(every=16, workers=8, codec="onebit", length=230, runs=1, lost=6.593, mean=None, high=None),
     OuterSteps(every=16, workers=16, codec="onebit", length=220, runs=1, lost=26.648, mean=None, high=None),

@@ -5,7 +5,6 @@
       config.toml    the options, for `hybridpar train --config`
       plan.json      the plan; plan-N-workers.json is used again with N workers
       compress.csv   the codec of each parameter, where gradients are compressed
-      policy.toml    the same as rules, where they were measured
       metrics.jsonl  a line per step
       summary.json   the result
       loss.png       the loss as a picture
@@ -43,7 +42,7 @@ from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, r
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.toml"
 _OWN_FILES = (
-    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
+    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "metrics.jsonl", "summary.json", "loss.png"),
     *("staleness.png", "wandb.id", "mlflow.id"),
 )
 _OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "flight", "profile")

@@ -9,8 +9,8 @@ from hybridpar.observe.files import replace_file
 from hybridpar.sync.compression_table import WireFormat, table_csv, table_lines
 from hybridpar.sync.figures import SyncFigures
 
-#: In the run directory: the codec of each parameter, and what was chosen, as a policy for other runs.
-TABLE_FILE, POLICY_FILE = "compress.csv", "policy.toml"
+#: In the run directory: the codec of each parameter.
+TABLE_FILE = "compress.csv"
 
 
 def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
@@ -26,9 +26,6 @@ def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[s
     choice, lines = wire_format.choice, list[str]()
     if choice is not None:
         lines += choice.lines
-        if directory is not None and not wire_format.policy.changes_nothing:
-            replace_file(directory / POLICY_FILE, [wire_format.policy.to_toml().encode()])
-            lines.append(f"auto     kept as {POLICY_FILE} in the run directory, for --compress of another run")
     if wire_format.layers:
         if directory is not None:
             replace_file(directory / TABLE_FILE, [table_csv(wire_format.layers)])

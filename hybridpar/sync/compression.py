@@ -7,7 +7,7 @@ sum would have run on. A bucket of which nothing is compressed is added as it is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
-from hybridpar.compress.redivide import put_together
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket, Slot
@@ -118,6 +117,8 @@ class Compression(ParameterCoders):
         self._buckets: tuple[Bucket, ...] = ()
         self._exchanges: dict[int, Exchange | NodeExchange] = {}
         self._steps = 0
+        #: Whether what was loaded last was restored.
+        self.went_on = False
         self._undecided: tuple[Decision, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
@@ -336,20 +337,11 @@ class Compression(ParameterCoders):
         """Whether the workers are all on one of several nodes, where codecs are used between nodes alone."""
         return self._nodes is not None and len(self._nodes.nodes.members) == 1
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this worker's own place and parameters; else those of all workers are needed.
-
-        Args:
-            state: What `state_dict` returned.
-        """
-        return super().fits(state) and (not self._coders or self._coders.keys() == state["parameters"].keys())
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, or what `put_together` made of what it returned on all workers of a run.
+        """Restore what `state_dict` returned; `settle_codecs` afterwards.
 
-        What was kept before is forgotten, also where the state is empty or of no use here. What another policy kept
-        means nothing to this one, and is left with a warning; so it is where all workers are on one of several nodes,
-        which send nothing compressed. One worker's state that does not fit is left, too.
+        What was kept before is forgotten, also where the state is empty, of another policy, or of another place, number
+        of workers or nodes; and where all workers are on one of several nodes, which send nothing compressed.
 
         Args:
             state: Empty where nothing was saved.
@@ -358,38 +350,9 @@ class Compression(ParameterCoders):
             CheckpointError: A parameter's state does not fit it.
         """
         self.catch_up()
-        self._coders = {}
-        self._load(state if self._can_use(state) else {})
+        self.went_on = bool(state) and state["codec"] == str(self.policy) and self.fits(state) and not self._on_one_node
+        self._load(state if self.went_on else {})
         self.cut(self._buckets)  # coders are made anew
-
-    def _can_use(self, state: Mapping[str, Any]) -> bool:
-        if not state:
-            return False
-        if state["codec"] != str(self.policy):
-            self._tell_lost(state, f"they were kept by {state['codec']}, and this run compresses by {self.policy}")
-            return False
-        if "rank" in state and not self.fits(state):
-            return False
-        if self._on_one_node:
-            self._tell_lost(state, "all workers are on one node, where gradients are sent in full precision")
-            return False
-        return True
-
-    def _tell_lost(self, state: Mapping[str, Any], why: str) -> None:
-        """Say once for a run that what had not been sent is not sent any more."""
-        if state["parameters"] and self._world.rank == 0:
-            _log.warning("what codecs held back of %d parameters is dropped: %s", len(state["parameters"]), why)
-
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `state_dict` returned on all workers of a run, be there as many of them now or not.
-
-        Args:
-            states: Of all workers, in any order.
-
-        Raises:
-            CheckpointError: The state of a worker is missing, or a parameter's does not fit it.
-        """
-        self.load_state_dict(put_together(states))
 
 
 def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
@@ -412,34 +375,30 @@ def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> 
     return BucketCost(sent, sent, timer)
 
 
-def load_codec_states(codecs: Sequence[Compression], own: Any, everyone: Callable[[], Iterable[Any]]) -> None:
-    """Let codecs that did not load what they kept on this worker take over what they kept on all workers.
+def settle_codecs(codecs: Sequence[Compression], world: World, saved: Any) -> None:
+    """Let all workers go on with what their codecs have loaded, or let all codecs begin anew; a collective.
+
+    They begin anew, and rank 0 says so, where what was saved was of no use on any worker.
 
     Args:
         codecs: Codecs of this worker.
-        own: What an engine's `state_dict` returned here, which the engine has loaded; None where there is nothing.
-        everyone: Gives what it returned on every worker.
+        world: All workers of the job.
+        saved: What `state_dict` of the engine of the worker of this rank returned.
     """
-    kept = codec_states(own)
-    fit = len(kept) == len(codecs) and all(codec.fits(state) for codec, state in zip(codecs, kept, strict=True))
-    if fit or not codecs:
-        return
-    states = [state for part in everyone() for state in codec_states(part)]
-    for codec in codecs if states else ():
-        codec.load_states(states)
+    if not all(world.gather(all(codec.went_on for codec in codecs))):
+        for codec in codecs:
+            codec.load_state_dict({})
+    if world.is_main and _holds_codec_state(saved) and not any(codec.went_on for codec in codecs):
+        _log.warning("what codecs had not sent is dropped: workers, their layout or the codec are others now")
 
 
-def codec_states(state: Any) -> list[Mapping[str, Any]]:
-    """What codecs kept, found in what an engine's `state_dict` returned on a worker; one entry per stage.
-
-    Args:
-        state: Nested dictionaries.
-    """
+def _holds_codec_state(state: Any) -> bool:
+    """Whether codecs kept something, in what an engine's `state_dict` returned."""
     if not isinstance(state, Mapping):
-        return []
+        return False
     if "parameters" in state and "codec" in state:
-        return [state]
-    return [found for entry in state.values() for found in codec_states(entry)]
+        return bool(state["parameters"])
+    return any(map(_holds_codec_state, state.values()))
 
 
 def make_compression(

@@ -63,7 +63,7 @@ def step_sgd(
         momentum: Of the same size.
         first: The gradient of the first worker.
         bytes_apart: How far the gradient of the next worker is from it in memory.
-        workers: How many there are, at least 2.
+        workers: How many there are, at least 1.
         factor: What the sum is multiplied with.
         options: Of the step.
         squares: One element, float64; replaced by the sum of the squares of the multiple.
@@ -159,4 +159,4 @@ def _address(tensor: Tensor | None) -> int:
 
 def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
     factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
-    return factor, -options.lr, options.weight_decay, options.momentum, 1.0 - options.dampening
+    return factor, -options.lr, options.weight_decay, options.momentum, 1.0

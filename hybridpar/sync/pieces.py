@@ -29,7 +29,6 @@ class Sgd:
     Attributes:
         lr: Learning rate.
         momentum: Of the momentum buffer; 0 where there is none.
-        dampening: Of the momentum.
         weight_decay: What parameters are multiplied with and added to their gradients.
         nesterov: Use Nesterov's momentum.
         maximize: Step up the gradient.
@@ -37,7 +36,6 @@ class Sgd:
 
     lr: float
     momentum: float
-    dampening: float
     weight_decay: float
     nesterov: bool
     maximize: bool
@@ -51,7 +49,7 @@ class Sgd:
             buffer: Their momentum.
         """
         buffers = [] if buffer is None else [buffer]
-        torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, is_first_step=False)
+        torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, dampening=0.0, is_first_step=False)
 
 
 class Pieces(Protocol):

@@ -1,7 +1,7 @@
 """Agrees between workers on which codec each parameter uses, before anything is sent.
 
 Workers that compress by different rules would read each other's messages wrongly. Every worker reads the rules it was
-given, maybe a file of its own; then all compare them. An error of one worker is raised on all of them.
+given; then all compare them. An error of one worker is raised on all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, f
                 f"worker {rank} was given another compression policy than worker {world.rank}: "
                 f"{_difference(told, text)}",
                 "What one worker writes another one reads, by the same rules.",
-                "Start all workers with the same --compress, and give them the same policy file.",
+                "Start all workers with the same --compress.",
             )
     return mine
 
@@ -111,8 +111,7 @@ def _read(codec: str | Policy, names: Collection[str]) -> Policy:
 
 
 def _difference(mine: str, theirs: str) -> str:
-    """Where they differ; the fingerprints too, by which files can be told apart."""
+    """Where they differ."""
     if AUTO in (mine.split()[0], theirs.split()[0]):
         return f"{theirs} and not {mine}"
-    own, other = read_policy(mine), read_policy(theirs)
-    return f"{own.difference(other)} (fingerprints {other.fingerprint} and {own.fingerprint})"
+    return read_policy(mine).difference(read_policy(theirs))

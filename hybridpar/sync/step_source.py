@@ -24,8 +24,9 @@ STEP = ("parameter", "momentum", "slots", "squares", "count", "workers", "apart"
 SIGNS = ("parameter", "momentum", "first", "second", "squares", "groups", "length")
 #: `p` and `q` are factors of the matrix `scale` * p^T q, of a few rows each.
 PRODUCT = ("parameter", "momentum", "p", "q", "squares", "rows", "columns")
-#: `rate` is minus the learning rate, `mass` the momentum, and `share` is 1 - dampening.
-RATES = ("factor", "rate", "decay", "mass", "share")
+#: `rate` is minus the learning rate, and `mass` the momentum. `one` is 1: a compiler that knew it would not round the
+#: product of momentum, as torch does.
+RATES = ("factor", "rate", "decay", "mass", "one")
 
 
 def define(w: Writer) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def _vector_step(
     rate: Any,
     decay: Any,
     mass: Any,
-    share: Any,
+    one: Any,
 ) -> Callable[[Any, Any], Any]:
     """What writes a step of a vector, given its place and its gradient, and returns `factor` times that."""
     weights, moments = w.view(parameter, "float32"), w.view(momentum, "float32")
@@ -212,7 +213,7 @@ def _vector_step(
         if decays:
             gradient = w.keep(fma(weight, w.lanes(decay), gradient))
         if kind != "plain":
-            moment = w.keep(fma(gradient, w.lanes(share), moments[w.at(place)] * w.lanes(mass)))
+            moment = w.keep(fma(gradient, w.lanes(one), moments[w.at(place)] * w.lanes(mass)))
             w.store(moments, w.at(place), moment)
             gradient = w.keep(fma(moment, w.lanes(mass), gradient)) if kind == "nesterov" else moment
         w.store(weights, w.at(place), fma(gradient, w.lanes(rate), weight))

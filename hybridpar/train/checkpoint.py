@@ -10,8 +10,8 @@ A checkpoint is a directory `step-N`:
 
 It is written under another name and renamed when every file is on disk, each worker writing its own. All files load
 with `weights_only=True`, so reading a checkpoint runs no code. Any number of workers can resume it: generators of
-a worker which no longer exists are dropped, a new worker's start from the seed, and what codecs had not sent is divided
-anew (`hybridpar.compress.redivide`).
+a worker which no longer exists are dropped, a new worker's start from the seed, and on another number of workers
+what codecs had not sent is dropped.
 """
 
 from __future__ import annotations
@@ -241,25 +241,6 @@ def usable(path: Path) -> Iterator[None]:
             "Its files are whole, but another program, or another version, may have written them.",
             "Use another checkpoint, or load its model.pt with torch.load.",
         ) from error
-
-
-def load_rank_parts(path: Path) -> list[dict[str, Any]]:
-    """The own parts of all workers that wrote a checkpoint, by rank.
-
-    Args:
-        path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
-
-    Returns:
-        For each rank what it alone kept, on the CPU.
-
-    Raises:
-        CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
-    """
-    path = resolve_checkpoint(path)
-    manifest = read_manifest(path)
-    names = [f"rank-{rank}.pt" for rank in range(manifest["workers"])]
-    _check(path, manifest, *names)
-    return [_read(path, name) for name in names]
 
 
 def _read_tensors(

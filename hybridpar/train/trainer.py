@@ -41,14 +41,13 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, Planning, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.planner.stages import cut_model
-from hybridpar.sync.compression import load_codec_states
+from hybridpar.sync.compression import settle_codecs
 from hybridpar.sync.policy import is_auto
 from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import (
     CheckpointData,
     Held,
     load_checkpoint,
-    load_rank_parts,
     require_model,
     save_checkpoint,
     usable,
@@ -224,8 +223,8 @@ class Trainer:
             from hybridpar.tvm_kernels import optimize
 
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
-        given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
-        options = expand(asked, **given)
+        replicas = plan.placement.replicas
+        options = expand(asked, total_steps=self.total_steps, replicas=replicas)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
         if plan.sync.outer is not None and asked.outer_steps is None:
@@ -244,7 +243,7 @@ class Trainer:
                 made = optimizer(module)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            return make_optimizer(module, asked, options, **given, no_decay=no_decay, scales=scales)
+            return make_optimizer(module, asked, options, replicas=replicas, no_decay=no_decay, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers
@@ -645,9 +644,7 @@ class Trainer:
                 torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
                 own = {}
             self.engine.load_state_dict(own)
-            if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
-                _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
-            load_codec_states(engine.codecs, own, lambda: (part["sync"] for part in load_rank_parts(Path(path))))
+            settle_codecs(engine.codecs, self.world, data.local)
             extra: dict[str, Any] = dict(data.training["extra"])
         return extra
 

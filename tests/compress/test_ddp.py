@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -146,6 +147,14 @@ def other_codec(world: World) -> str:
     return str(caught.value)
 
 
+def other_place(world: World) -> str:
+    _ddp, state = make("onebit", net())
+    assert state is not None
+    with state, pytest.raises(CheckpointError) as caught:
+        state.load_state_dict({**state.state_dict(), "workers": 5})
+    return str(caught.value)
+
+
 def disagreeing(world: World) -> str:
     with pytest.raises(UsageError) as caught:
         ddp_hook(["onebit", "fp16"][world.rank])
@@ -162,7 +171,8 @@ def strange_model(world: World) -> str:
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"), [(other_codec, "twobit"), (disagreeing, "fp16"), (strange_model, "lacks")]
+    ("function", "expected"),
+    [(other_codec, "twobit"), (other_place, "of 5"), (disagreeing, "fp16"), (strange_model, "lacks")],
 )
 def test_what_cannot_be_is_one_error_on_every_worker(function: Any, expected: str) -> None:
     for text in run_ranks(function, 2):
@@ -189,3 +199,32 @@ def test_a_policy_says_what_each_parameter_travels_as() -> None:
         assert {kinds[name] for name in ("0.weight", "0.bias", "3.bias", "5.bias")} == {"Full"}
         assert "Give the model" in unnamed
         assert "'7.*'" in unmatched
+
+
+def begun_anew(world: World, saved: Any) -> tuple[Any, list[str], Tensor]:
+    """The states of all workers after two steps; or warnings, and the weights of two steps that go on from states."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hybridpar.compress.ddp").addHandler(handler)
+    model = net()
+    ddp, state = make("onebit:warmup=1", model)
+    assert state is not None
+    with state:
+        if saved is not None:
+            state.load_state_dict(saved)
+        train(ddp, world.rank, range(2))
+        return state.gather_state_dicts(), told, weights(model)
+
+
+def test_with_other_workers_codecs_begin_anew() -> None:
+    states = run_ranks(begun_anew, 2, None)[0][0]
+    assert [one["rank"] for one in states] == [0, 1]
+    fresh, late = run_ranks(begun_anew, 3, None), run_ranks(begun_anew, 3, states)
+    for (_, nothing, expected), (_, told, found) in zip(fresh, late, strict=True):
+        assert not nothing
+        assert told == ["what codec onebit:warmup=1 has not sent is dropped: the workers are others now"]
+        assert torch.equal(found, expected)
+    _, told, found = run_ranks(begun_anew, 2, states)[0]
+    assert not told
+    assert not torch.equal(found, run_ranks(begun_anew, 2, None)[0][2])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
-from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
+from hybridpar.compress.codecs.onebit import RowSigns
 from hybridpar.compress.codecs.powersgd import FactorProduct
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
@@ -115,48 +115,7 @@ def test_onebit(groups: int, length: int, offset: int) -> None:
             assert same_bits(fast.pending, values + kept - decoded)
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (31, 16), (100, 1024)])
-def test_onebit_by_columns(rows: int, columns: int, offset: int) -> None:
-    quantiser = ColumnSigns((rows, columns))
-    values, kept = torch.randn(rows * columns), torch.randn(rows * columns)
-    for own in (None, kept):
-        fast, slow = compare(quantiser, values, own, offset)
-        assert torch.equal(fast.message[8 * columns :], slow.message[8 * columns :])
-        levels = [one.message[: 8 * columns].view(torch.float32) for one in (fast, slow)]
-        torch.testing.assert_close(*levels, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(fast.pending, slow.pending, rtol=1e-5, atol=1e-5, equal_nan=True)
-        if own is not None:
-            decoded = torch.empty(values.numel())
-            quantiser.decode(fast.message, quantiser.view(decoded), 1, SCRATCH)
-            assert same_bits(fast.pending, values + kept - decoded)
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 7), (16, 48), (3, 60), (59, 60)])
-def test_onebit_by_some_of_the_columns(first: int, last: int) -> None:
-    """A stripe: what stands beside it is neither read nor written."""
-    quantiser, matrix = ColumnSigns((33, 60)), torch.randn(33, 60)
-    matrix[:, :first] = matrix[:, last:] = torch.nan
-    messages = []
-    for _ in BOTH:
-        stripe = quantiser.view(matrix.view(-1))[first:last]
-        residual = KeptResidual.zeros(stripe.numel(), CPU)
-        messages.append(torch.empty(quantiser.size(stripe.shape), dtype=torch.uint8))
-        quantiser.encode(stripe, residual, messages[-1], SCRATCH)
-        out, total = torch.full((33, 60), 7.0), torch.full((33, 60), 7.0)
-        quantiser.decode(messages[-1], quantiser.view(out.view(-1))[first:last], 1, SCRATCH)
-        quantiser.add(messages[-1], quantiser.view(total.view(-1))[first:last], SCRATCH, 4)
-        sent = stripe - quantiser.lay(residual.pending, stripe.shape)
-        torch.testing.assert_close(out[:, first:last].t(), sent)
-        torch.testing.assert_close(total[:, first:last].t(), 7 + sent / 4)
-        for one in (out, total):
-            assert (one[:, :first] == 7).all()
-            assert (one[:, last:] == 7).all()
-    groups = last - first
-    assert torch.equal(messages[0][8 * groups :], messages[1][8 * groups :])
-
-
-RULES = [Threshold(), Threshold(fixed=0.5), Threshold(by_mean=True), Threshold(factor=5.0, cap=1.0)]
+RULES = [Threshold(), Threshold(fixed=0.5), Threshold(factor=5.0, cap=1.0)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -231,7 +190,6 @@ def test_special_values(kind: str) -> None:
     for quantiser in (
         RowSigns((4, 25)),
         TernaryQuantiser(Threshold(), CPU),
-        TernaryQuantiser(Threshold(by_mean=True), CPU),
         LevelQuantiser(15, noise),
     ):
         for _ in BOTH:
@@ -329,8 +287,8 @@ def test_the_gil_is_released() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("onebit", "onebit:group=column", "onebit:feedback=off", "onebit:decay=0.9"),
-        *("twobit", "twobit:levels=mean", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
+        *("onebit", "onebit:feedback=off", "onebit:decay=0.9"),
+        *("twobit", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
         *("powersgd:rank=1", "powersgd:rank=3,decay=0.9"),
     ],
 )

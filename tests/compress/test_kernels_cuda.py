@@ -193,7 +193,7 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         values, kept = torch.randn(2, count, generator=torch.Generator().manual_seed(0))
         for quantiser in (
             TernaryQuantiser(Threshold(), CPU),
-            TernaryQuantiser(Threshold(by_mean=True), CPU),
+            TernaryQuantiser(Threshold(fixed=0.5), CPU),
             RowSigns((9, 9001 // 9)),
             levels_of(3, count - count % 9),
         ):
@@ -220,8 +220,7 @@ def test_a_message_may_begin_anywhere(found: CudaKernels) -> None:
         room = torch.full((200,), 0xA5, dtype=torch.uint8)
         packed, codes = room[begin : begin + 50], room[begin + 60 : begin + 160]
         assert kernels.onebit_encode(values, Residual(), lower, upper, packed, SCRATCH)
-        rule = kernels.ThresholdRule(0, 0.5, 0, 0)
-        assert kernels.twobit_encode(values.view(-1), Residual(), rule, level, codes, SCRATCH)
+        assert kernels.twobit_encode(values.view(-1), Residual(), (0.5, 0.0, 0.0), level, codes, SCRATCH)
         seen.add((bytes(packed.tolist()), bytes(codes.tolist())))
         assert (room[:begin] == 0xA5).all()
         assert (room[begin + 160 :] == 0xA5).all()
@@ -255,7 +254,7 @@ def test_nothing_behind_the_end_is_read(found: CudaKernels) -> None:
                 values.normal_()
                 kept.zero_()
                 quantiser = RowSigns((groups, length))
-                ternary, levels = TernaryQuantiser(Threshold(by_mean=True), CPU), levels_of(3, count)
+                ternary, levels = TernaryQuantiser(Threshold(), CPU), levels_of(3, count)
                 for one in (quantiser, ternary, levels):
                     shape = one.view(values).shape
                     message = guarded(4, -(-one.size(shape) // 4) * 4, torch.uint8)[: one.size(shape)]
@@ -293,9 +292,7 @@ def test_no_call_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernels.onebit_read(*levels, empty(*shape), 2, add=False)
         assert kernels.onebit_read(*levels, empty(*shape), 1, add=True)
     codes = (empty(1), empty(252, dtype=torch.uint8))
-    for mode in range(3):
-        rule = kernels.ThresholdRule(mode, 0.5, 1.5, 0.5)
-        assert kernels.twobit_encode(empty(1000), Residual(), rule, *codes, scratch)
+    assert kernels.twobit_encode(empty(1000), Residual(), (0.0, 1.5, 0.5), *codes, scratch)
     assert kernels.twobit_read(*codes, empty(1000), 2, add=False)
     assert kernels.twobit_read(*codes, empty(1000), 1, add=True)
     assert kernels.largest(empty(1000), empty(1))

@@ -48,7 +48,6 @@ def ratio(text: str, model: str) -> float:
         ("topk", (45, 45, 45, 30)),
         ("topk:cast=bf16", (60, 58, 60, 39)),
         ("grandk_mn", (340, 240, 470, 75)),
-        ("dgc:ramp=0", (340, 240, 470, 75)),
         ("qsgd_mn_ts", (4, 4, 4, 4)),
         ("qsgd_mn_ms", (3.5, 3.5, 3.5, 3.5)),
         ("qsgd", (7.5, 7.5, 7.5, 7)),

@@ -118,7 +118,7 @@ def unpacked(fields: Fields, words: Tensor) -> Tensor:
     return out
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 24), st.integers(0, 2**30))
 def test_fields_come_back(count: int, width: int, seed: int) -> None:
     fields = Fields.of(count, width)
@@ -126,7 +126,7 @@ def test_fields_come_back(count: int, width: int, seed: int) -> None:
     assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 90), st.integers(1, 300), st.integers(1, 9))
 def test_sums_do_not_carry_into_the_next_field(count: int, largest: int, workers: int) -> None:
     fields = Fields.summable(count, largest, workers)
@@ -154,7 +154,7 @@ def test_fields_take_the_fewest_bytes(width: int, bits_per_value: float) -> None
     assert 8 * fields.bytes / fields.count <= bits_per_value
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 200), st.integers(1, 10_000), st.integers(0, 2**30))
 def test_what_nobody_adds_wastes_no_bit(count: int, largest: int, seed: int) -> None:
     fields = Fields.dense(count, largest)

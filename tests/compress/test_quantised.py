@@ -11,7 +11,7 @@ from hybridpar.errors import UsageError
 from tests.compress.team import Team
 
 SHAPES = {"w": (40, 33), "v": (8, 3, 3, 5)}
-TEXTS = ["onebit", "onebit:group=column,least=1", "twobit:least=1", "twobit:least=1,levels=mean"]
+TEXTS = ["onebit", "onebit:least=1", "twobit:least=1", "twobit:least=1,factor=1.1"]
 
 
 def collective(text: str, workers: int) -> Collective:

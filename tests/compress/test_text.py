@@ -16,8 +16,8 @@ def test_a_biased_codec_comes_with_error_feedback() -> None:
 
 
 def test_options_go_where_they_belong() -> None:
-    codec = parse_codec(" onebit : decay=0.9, group=column ,warmup=20".replace(" : ", ":"))
-    assert codec == ErrorFeedback(OneBit(group="column"), decay=0.9, warmup=20)
+    codec = parse_codec(" onebit : decay=0.9, least=8 ,warmup=20".replace(" : ", ":"))
+    assert codec == ErrorFeedback(OneBit(least=8), decay=0.9, warmup=20)
     assert parse_codec("none:cast=bf16") == Cast(NoCompression(), "bf16")
 
 
@@ -26,7 +26,7 @@ def test_options_go_where_they_belong() -> None:
     [
         ("onebit:", "onebit"),
         ("onebit:feedback=on", "onebit"),
-        ("onebit:warmup=20,decay=0.90,group=row", "onebit:decay=0.9,warmup=20"),
+        ("onebit:warmup=20,decay=0.90,least=32", "onebit:decay=0.9,warmup=20"),
         ("onebit:rescale=TRUE", "onebit:rescale=on"),
         ("onebit:feedback=off,least=64", "onebit:least=64,feedback=off"),
         ("none:cast=fp16", "none:cast=fp16"),
@@ -51,7 +51,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("onebit:rescale=perhaps", "The value of rescale is on or off"),
         ("onebit:decay=1.5", "decay=1.5\nIt is above 0"),
         ("onebit:warmup=-1", "warmup=-1"),
-        ("onebit:group=rows", "group=rows\nIt says which values share levels.\nDid you mean row?"),
+        ("onebit:meet=gathr", "meet=gathr\nIt says how messages meet.\nDid you mean gather?"),
         ("onebit:least=0", "least=0"),
         ("onebit:cast=fp16", "nothing to cast"),
         ("none:cast=fp61", "cast=fp61\nIt names a 16-bit type.\nDid you mean fp16"),
@@ -64,7 +64,6 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("powersgd:rank=0", "rank=0"),
         ("powersgd:gain=-1", "gain=-1"),
         ("twobit:threshold=0", "threshold=0\nIt is above 0."),
-        ("twobit:threshold=1,levels=mean", "threshold=1 with levels=mean"),
         ("twobit:cap=1.5", "cap=1.5\nAbove 1 nothing might be sent."),
         ("twobit:factor=nan", "factor=nan"),
         ("twobit:pull=none", "pull=none"),

@@ -121,7 +121,7 @@ def refused(world: World) -> list[str]:
     texts = []
     for compress, accelerator, objects in (
         ("onebitt", StandIn(), (net(),)),
-        ("dgc", StandIn(), (net(), sgd)),
+        ("onebit_sgd", StandIn(), (net(), sgd)),
         ("onebit", StandIn(wraps=False), (net(),)),
     ):
         with pytest.raises(UsageError) as caught:

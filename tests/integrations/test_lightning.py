@@ -197,7 +197,7 @@ def test_fit_and_resume(real: bool, tmp_path: Path) -> None:
 
 
 def refused(world: World, real: bool) -> str:
-    trainer, _ = make_trainer(real, world, 1, compress="dgc")
+    trainer, _ = make_trainer(real, world, 1, compress="onebit_sgd")
     with pytest.raises(UsageError, match="keeps the momentum itself") as caught:
         trainer.fit(Plain(momentum=0.9), [])
     return str(caught.value)

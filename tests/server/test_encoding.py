@@ -54,7 +54,7 @@ def test_the_server_decodes_what_the_worker_meant(text):
             decoder.rollback() if seed % 3 == 1 else decoder.commit()
 
 
-@pytest.mark.parametrize("text", ["powersgd:rank=1,gain=0", "dgc:ramp=2,rate=0.1,least=1", "qsgd_mn", "grandk_mn"])
+@pytest.mark.parametrize("text", ["powersgd:rank=1,gain=0", "qsgd_mn", "grandk_mn"])
 def test_a_worker_that_joins_tells_its_twin_how_far_it_is(text):
     (stripe,) = cut_model([("conv", (50, 16, 3, 3), False)], 1)
     encoder, decoder = both(text, stripe)

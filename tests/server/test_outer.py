@@ -281,8 +281,8 @@ def test_what_has_no_meaning_is_refused(options, what):
 def test_a_run_that_ends_before_the_first_exchange_and_codecs_with_momentum_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"--sync outer:20,ps in a run of 12 steps"):
         train(tmp_path / "run", sync="outer:20,ps", servers=0)
-    with pytest.raises(UsageError, match="--compress dgc with --sync outer:H"):
-        train(tmp_path / "run", sync="outer:4,ps", servers=0, compress="dgc")
+    with pytest.raises(UsageError, match="--compress onebit_sgd with --sync outer:H"):
+        train(tmp_path / "run", sync="outer:4,ps", servers=0, compress="onebit_sgd")
     assert not (tmp_path / "run").exists()
 
 

@@ -33,7 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
         "freeze": ("conv2.*",),
     },
     {"compress": "onebit:meet=shard", "clip_norm": 0.1},
-    {"compress": "onebit:group=column", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "onebit:decay=0.9", "optimizer": "adamw", "lr": 0.01},
     {"compress": "twobit", "optimizer": "rmsprop", "lr": 0.001},
     {"compress": "qsgd:bits=4", "clip_norm": 0.01, "clip_mode": "agc"},
     {"compress": "signsgd", "guard": False},

@@ -163,30 +163,32 @@ def test_a_resumed_run_goes_on_bit_for_bit(codec: str, tmp_path: Any) -> None:
             assert torch.equal(tensor, again[name]), name
 
 
-def reloaded(world: World, first: str, then: str, directory: str) -> list[str]:
-    """Warnings of a run that goes on with another codec."""
-    with make(world, first) as trainer:
-        trainer.step(batch(world.rank, 0))
-        path = trainer.save(directory)
+def reloaded(world: World, codec: str, path: str | None, directory: str) -> tuple[str, list[str], Any]:
+    """A checkpoint after a step, or where there is one, warnings and the state after two steps that go on from it."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hybridpar.sync.compression")
-    logger.addHandler(handler)
-    try:
-        with make(world, then) as trainer:
+    logging.getLogger("hybridpar.sync.compression").addHandler(handler)
+    with make(world, codec) as trainer:
+        if path is not None:
             trainer.load(path)
-    finally:
-        logger.removeHandler(handler)
-    return told
+        for step in range(1 if path is None else 2):
+            trainer.step(batch(world.rank, step))
+        saved = path or str(trainer.save(directory))
+        steps = [entry.get("steps") for entry in trainer.engine.codecs[0].state_dict()["parameters"].values()]
+        return saved, told, (steps, state_of(trainer))
 
 
-def test_residuals_of_another_codec_are_dropped_with_a_warning_of_one_worker(tmp_path: Any) -> None:
-    (warnings, none) = run_ranks(reloaded, 2, "onebit", "twobit", str(tmp_path / "a"), shared_memory=False)
-    assert not none
-    assert len(warnings) == 1
-    assert "kept by onebit, and this run compresses by twobit" in warnings[0]
-    assert run_ranks(reloaded, 2, "onebit", "onebit", str(tmp_path / "b"), shared_memory=False) == [[], []]
+@pytest.mark.parametrize(("codec", "workers"), [("onebit:warmup=1", 2), ("onebit:warmup=1", 3), ("twobit", 2)])
+def test_codecs_begin_anew_where_what_they_kept_does_not_fit(codec: str, workers: int, tmp_path: Any) -> None:
+    path = run_ranks(reloaded, 2, "onebit:warmup=1", None, str(tmp_path), shared_memory=False)[0][0]
+    found = run_ranks(reloaded, workers, codec, path, str(tmp_path), shared_memory=False)
+    goes_on = (codec, workers) == ("onebit:warmup=1", 2)
+    for rank, (_, warnings, (steps, state)) in enumerate(found):
+        assert len(warnings) == (rank == 0 and not goes_on)
+        assert all("what codecs had not sent is dropped" in one for one in warnings)
+        assert max(one for one in steps if one is not None) == (3 if goes_on else 2)
+        assert all(torch.equal(tensor, found[0][2][1][name]) for name, tensor in state.items())
 
 
 def unused(world: World) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.01},
     {"lr": 0.1, "momentum": 0.9},
     {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
-    {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01},
+    {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
     {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
 ]
 
@@ -40,7 +40,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.cache_clear()
 
 
-NONE = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+NONE = {"weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
 def received(shape: tuple[int, ...], meet: str, workers: int) -> tuple[list[Signs], torch.Tensor]:

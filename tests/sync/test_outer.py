@@ -283,7 +283,7 @@ def _compressed(world: World, policy: str) -> Any:
     return [torch.tensor(one).flatten() for one in gradients], rounds
 
 
-@pytest.mark.parametrize("policy", ["onebit", "twobit", "topk:rate=0.1", "sparseloco:rate=0.1"])
+@pytest.mark.parametrize("policy", ["onebit", "twobit", "topk:rate=0.1"])
 def test_what_arrived_and_what_is_kept_is_all_that_was_learned(policy):
     ranks = run_ranks(_compressed, 2, policy, shared_memory=False)
     (first, rounds), (second, others) = ranks
@@ -296,10 +296,9 @@ def test_what_arrived_and_what_is_kept_is_all_that_was_learned(policy):
     torch.testing.assert_close(-weights + left, learned, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["onebit_sgd", "dgc", "demo", "onebit_adam"])
-def test_codecs_that_keep_momentum_are_refused(policy):
-    with Lanes("cpu") as lanes, pytest.raises(UsageError, match=f"--compress {policy} with --sync outer:H"):
-        OuterLoop(parameters([1.0]), {}, ALONE, lanes, NESTEROV, policy=read_policy(policy))
+def test_a_codec_that_keeps_momentum_is_refused():
+    with Lanes("cpu") as lanes, pytest.raises(UsageError, match="--compress onebit_sgd with --sync outer:H"):
+        OuterLoop(parameters([1.0]), {}, ALONE, lanes, NESTEROV, policy=read_policy("onebit_sgd"))
 
 
 # -------------------------------------------------------------------- memory

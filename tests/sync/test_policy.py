@@ -35,11 +35,7 @@ from tests.sync.test_compression import Net, Staged, batch, kept, make, state_of
 RULES = "second.* -> onebit; *.weight -> powersgd:rank=1"
 
 
-def failing(world: World, texts: list[str], files: dict[str, str]) -> tuple[str, int]:
-    for path, text in files.items():
-        if world.rank == 0 or "everywhere" in path:
-            Path(path).write_text(text)
-    world.barrier()
+def failing(world: World, texts: list[str]) -> tuple[str, int]:
     with pytest.raises(HybridparError) as caught:
         make(world, texts[world.rank % len(texts)])
     return str(caught.value), caught.value.exit_code
@@ -51,12 +47,12 @@ def failing(world: World, texts: list[str], files: dict[str, str]) -> tuple[str,
         (["onebit", "twobit"], ["worker 1", "rule 1 is * -> twobit and not * -> onebit"]),
         (["second.* -> onebit; *.weight -> fp16", "second.* -> onebit"], ["it has 1 rule(s) and not 2"]),
         (["auto", "fp16"], ["fp16 and not auto with fidelity exact"]),
-        (["fp16", "missing.toml"], ["worker 1 cannot use", "cannot read the policy file missing.toml"]),
+        (["fp16", "onebitt"], ["worker 1 cannot use", "unknown codec 'onebitt'"]),
         (["fp16", "secnd.* -> fp16"], ["worker 1 cannot use", "'secnd.*'"]),
     ],
 )
 def test_workers_with_different_policies_are_refused_at_the_start(texts, told):
-    texts_of_workers = run_ranks(failing, 2, texts, {}, shared_memory=False)
+    texts_of_workers = run_ranks(failing, 2, texts, shared_memory=False)
     for part in told:
         assert part in texts_of_workers[0][0]
     assert [code for _, code in texts_of_workers] == [2, 2]
@@ -76,7 +72,7 @@ def test_workers_that_may_choose_from_different_codecs_are_refused_before_they_m
 
 
 def test_a_pattern_about_nothing_is_refused_on_all_workers_with_the_nearest_names():
-    for text, _ in run_ranks(failing, 2, ["secnd.* -> fp16"], {}, shared_memory=False):
+    for text, _ in run_ranks(failing, 2, ["secnd.* -> fp16"], shared_memory=False):
         assert "'secnd.*'" in text
         assert "Nearest: second.weight, second.bias" in text
 

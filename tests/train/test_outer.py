@@ -466,7 +466,7 @@ def test_streams_are_ordered_by_waits():
         ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
         ({"sync": "local:4", "warm_start_steps": 5}, "--sync local:4 after --warm-start-steps 5 in a run of 8 steps"),
         ({"sync": "outer:8", "outer_fragments": 8}, "--outer-fragments 8 of 4 parameters"),
-        ({"sync": "outer:8", "compress": "dgc", "momentum": 0.0}, "--compress dgc with --sync outer:H"),
+        ({"sync": "outer:8", "compress": "onebit_sgd", "momentum": 0.0}, "--compress onebit_sgd with --sync outer:H"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, said):

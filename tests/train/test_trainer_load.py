@@ -24,7 +24,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "replicas, adamw": {"optimizer": "adamw", "lr": 0.01, "micro_batches": 2},
     "codec": {"compress": "onebit"},
     "codec with a warm-up": {"compress": "onebit_sgd:warm=2", "momentum": 0.0},
-    "onebit-adam": {"recipe": "onebit-adam", "warm_start_steps": 2, "lr": 0.01},
     "delay": {"double_buffer": "delay", "compress": "onebit"},
     "half": {"double_buffer": "half", "compress": "onebit"},
     "local": {"sync": "local:2"},

@@ -22,10 +22,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.quantised import Quantiser, check_meet, put, quantised_coder
-from hybridpar.errors import check, check_choice
-
-_GROUPS = ("row", "column")
-
+from hybridpar.errors import check
 
 #: Elements that torch works on at a time, 2 MB of float32: of its twenty calls for a chunk each costs more than what
 #: lies in a core's own cache saves over what lies in the shared one.
@@ -35,19 +32,15 @@ _CHUNK = 1 << 19
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
 @dataclass(frozen=True)
 class OneBit(Codec):
-    """Signs, and two reconstruction values per group.
+    """Signs, and two reconstruction values per group: the values of one output unit or convolution filter.
 
     Attributes:
-        group: Which values share levels. `row`: those of one output unit or convolution filter, which lie side by
-            side in memory. `column`: those that leave one input unit of a matrix, as in the paper; other than
-            matrices go by rows.
         least: A parameter whose groups have fewer values is sent in full precision, and so are vectors.
         meet: `shard`: stripes are added and encoded again by their owners, as in the paper. `gather`: everybody sends
             to everybody, and nothing is encoded twice. `auto`: what sends fewer bytes, and for two workers, where both
             send as many, `gather`.
     """
 
-    group: str = "row"
     least: int = 32
     meet: str = "auto"
     name = "onebit"
@@ -57,37 +50,15 @@ class OneBit(Codec):
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        check_choice("group", self.group, _GROUPS, "It says which values share levels.")
         check(self.least >= 1, f"least={self.least}", "It is a number of values.", "Use 1 or more.")
         check_meet(self.meet)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether there are groups, long enough to pay for their levels."""
-        return len(shape) > 1 and math.prod(shape) > 0 and self._length(shape) >= self.least
+        return len(shape) > 1 and math.prod(shape) > 0 and math.prod(shape[1:]) >= self.least
 
     def bind(self, spec: TensorSpec) -> Coder:
-        return quantised_coder(spec, quantiser_of(self, spec.shape), self.meet)
-
-    def by_columns(self, shape: Sequence[int]) -> bool:
-        """Whether the groups of a parameter are its columns.
-
-        Args:
-            shape: Of the parameter.
-        """
-        return self.group == "column" and len(shape) == 2
-
-    def _length(self, shape: Sequence[int]) -> int:
-        return shape[0] if self.by_columns(shape) else math.prod(shape[1:])
-
-
-def quantiser_of(codec: OneBit, shape: Sequence[int]) -> Quantiser:
-    """How stripes of a parameter that the codec fits become bytes.
-
-    Args:
-        codec: The codec.
-        shape: Of the parameter.
-    """
-    return ColumnSigns(shape) if codec.by_columns(shape) else RowSigns(shape)
+        return quantised_coder(spec, RowSigns(spec.shape), self.meet)
 
 
 @dataclass(frozen=True)
@@ -173,99 +144,6 @@ class RowSigns(Quantiser):
             decoded = scratch.take("half", bits.numel()).view(bits.shape)
             select(bits, a1[first:last], a0[first:last], decoded)
             put(decoded, out[first:last], add=add)
-
-
-class ColumnSigns(Quantiser):
-    """A stripe of columns of a matrix, each a group, as [a0 of each][a1 of each][bits].
-
-    Memory is processed in row-major order. Bits and residuals of a stripe have that order, too;
-    bits of a row fill whole words of 16.
-
-    Args:
-        shape: Of the parameter, two-dimensional.
-    """
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._rows = shape[0]
-
-    def view(self, flat: Tensor) -> Tensor:
-        """One group per row; the rows lie across memory."""
-        return flat.view(self._rows, -1).t()
-
-    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        groups, length = shape
-        return flat.view(length, groups).t()
-
-    def size(self, shape: Sequence[int]) -> int:
-        """Two levels per group, one bit per value and what fills up its row."""
-        groups, length = shape
-        return 8 * groups + length * _row_bytes(groups)
-
-    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        values = values.t()
-        length, groups = values.shape
-        lower, upper, packed = _parts(out, groups)
-        if kernels.onebit_encode_columns(values, residual, lower, upper, packed, scratch):
-            return
-        lower.zero_()
-        upper.zero_()
-        ones = scratch.take("ones", groups).zero_()
-        for first, last in _row_ranges(length, groups):
-            v = residual.take(values[first:last], first * groups)
-            bits = self._padded(scratch, last - first, groups)
-            torch.ge(v, 0.0, out=bits[:, :groups])
-            pack_bits(bits.view(-1), packed[first * _row_bytes(groups) : last * _row_bytes(groups)])
-            half = scratch.take("half", v.numel()).view(v.shape)
-            lower.add_(torch.clamp(v, max=0, out=half).sum(0))
-            upper.add_(torch.clamp(v, min=0, out=half).sum(0))
-            ones.add_(bits[:, :groups].sum(0))
-        lower.div_((length - ones).clamp_(min=1))
-        upper.div_(ones.clamp_(min=1))
-        for first, last in _row_ranges(length, groups) if residual.keeps else ():
-            v = residual.again(values[first:last], first * groups)
-            v.sub_(self._chosen(lower, upper, packed, first, last, scratch))
-
-    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        out = out.t()
-        lower, upper, packed = self._divided(message, out.shape[1], divisor, scratch)
-        if kernels.onebit_read_columns(lower, upper, packed, out, add=add):
-            return
-        for first, last in _row_ranges(*out.shape):
-            put(self._chosen(lower, upper, packed, first, last, scratch), out[first:last], add=add)
-
-    def _divided(self, message: Tensor, groups: int, divisor: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_parts`, with levels over a divisor."""
-        lower, upper, packed = _parts(message, groups)
-        if divisor == 1:
-            return lower, upper, packed
-        levels = scratch.take("levels", 2 * groups).view(2, groups)
-        return torch.div(lower, divisor, out=levels[0]), torch.div(upper, divisor, out=levels[1]), packed
-
-    def _chosen(self, lower: Tensor, upper: Tensor, packed: Tensor, first: int, last: int, scratch: Scratch) -> Tensor:
-        """The level of each value of some rows."""
-        groups, width = lower.numel(), _row_bytes(lower.numel())
-        bits = unpack_bits(packed[first * width : last * width], (last - first) * width * 8).view(last - first, -1)
-        chosen = scratch.take("half", (last - first) * groups).view(-1, groups)
-        select(bits[:, :groups], upper, lower, chosen)
-        return chosen
-
-    def _padded(self, scratch: Scratch, rows: int, groups: int) -> Tensor:
-        """Memory for the bits of some rows, zero beyond them."""
-        bits = scratch.take("bits", rows * _row_bytes(groups) * 8, torch.bool).view(rows, -1)
-        bits[:, groups:] = False
-        return bits
-
-
-def _row_bytes(groups: int) -> int:
-    """Bytes of the bits of a row that has one of each group."""
-    return -(-groups // 16) * 2
-
-
-def _row_ranges(rows: int, length: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that fit in a shared cache."""
-    step = max(_CHUNK // length, 1)
-    for first in range(0, rows, step):
-        yield first, min(first + step, rows)
 
 
 def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
+from hybridpar.compress.codecs.onebit import OneBit, RowSigns
 from hybridpar.compress.owner import PLACEMENTS, OwnerCoder, OwnerRule
 from hybridpar.errors import check, check_choice
 
@@ -33,7 +33,6 @@ class OneBitSgd(Codec):
         level: Keep the step of each stripe as large as it would be without AdaGrad.
         warm: Number of first steps that are sent in full precision.
         bits: Whether anything is quantised; off leaves owners' rules alone, for the comparison.
-        group: As of `onebit`.
         least: As of `onebit`.
     """
 
@@ -43,7 +42,6 @@ class OneBitSgd(Codec):
     level: bool = True
     warm: int = 0
     bits: bool = True
-    group: str = "row"
     least: int = 32
     name = "onebit_sgd"
     biased = True
@@ -58,7 +56,7 @@ class OneBitSgd(Codec):
         check(0 <= self.momentum < 1, f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
         check(0 < self.memory <= 1, f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
         check(self.warm >= 0, f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
-        self._signs()
+        OneBit(self.least)  # checks it
 
     @property
     def keeps_momentum(self) -> bool:
@@ -70,9 +68,5 @@ class OneBitSgd(Codec):
 
     def bind(self, spec: TensorSpec) -> OwnerCoder:
         rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
-        signs = self._signs()
-        quantiser = quantiser_of(signs, spec.shape) if signs.fits(spec.shape) else None
+        quantiser = RowSigns(spec.shape) if OneBit(self.least).fits(spec.shape) else None
         return OwnerCoder(spec, rule, quantiser, self.bits)
-
-    def _signs(self) -> OneBit:
-        return OneBit(self.group, self.least)

@@ -11,8 +11,7 @@ sent at all, and a gradient of 1e-3 takes 500 steps to reach 0.5. By default t f
 
 With `factor` 1.1 to 1.5 that is close to the least squared error for normal and for Laplace distributed values. The cap
 means that something is always sent, and it stops what a larger factor would start: a threshold that grows with the
-residual that it causes. `levels=mean` selects |v| > 0.7 mean |v| and decodes it as the mean of what was selected, the
-optimum of ternary weight networks (Li, Zhang, Liu, 2016): same bits, smaller error.
+residual that it causes.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_
 from hybridpar.compress.quantised import Quantiser, ShardedCoder, check_meet, quantised_coder
 from hybridpar.errors import UsageError, check, check_choice
 
-_LEVELS = ("threshold", "mean")
 _PULLS = ("codes", "full")
-
-#: |v| above so many times its mean is sent, with `levels=mean`.
-_SELECT = 0.7
 
 #: Bytes before the codes of a stripe: the level.
 _HEAD = 4
@@ -48,13 +43,11 @@ class Threshold:
         fixed: The threshold, or None for one that follows the values.
         factor: Of the mean magnitude.
         cap: Of the largest magnitude.
-        by_mean: Whether values are selected and decoded by means; then none of the others matters.
     """
 
     fixed: float | None = None
     factor: float = 1.5
     cap: float = 0.5
-    by_mean: bool = False
 
     def __post_init__(self) -> None:
         if self.fixed is not None and not 0 < self.fixed < math.inf:
@@ -73,7 +66,6 @@ class TwoBit(LargeTensorCodec):
             batch; for averages, as here, that is 0.5 / batch size.
         factor: See above.
         cap: See above.
-        levels: `threshold`, or `mean` for the better decoder.
         pull: `codes`: the owner of a stripe encodes the sum, too. `full`: it sends the sum in float32, as MXNet's
             server does, and little more than half of all bytes is saved.
         least: Parameters with fewer elements are sent in full precision, and so are vectors.
@@ -83,7 +75,6 @@ class TwoBit(LargeTensorCodec):
     threshold: float | None = None
     factor: float = 1.5
     cap: float = 0.5
-    levels: str = "threshold"
     pull: str = "codes"
     least: int = 1000
     meet: str = "auto"
@@ -94,12 +85,7 @@ class TwoBit(LargeTensorCodec):
     kernels = ("cpu", "cuda")
 
     def __post_init__(self) -> None:
-        for option, value, allowed in (("levels", self.levels, _LEVELS), ("pull", self.pull, _PULLS)):
-            check_choice(option, value, allowed, "No such way.")
-        if self.levels == "mean" and self.threshold is not None:
-            raise UsageError(
-                f"threshold={self.threshold:g} with levels=mean", "Means say what is sent.", "Leave out one of them."
-            )
+        check_choice("pull", self.pull, _PULLS, "No such way.")
         super().__post_init__()
         check_meet(self.meet)
         if self.pull == "full" and self.meet == "gather":
@@ -113,7 +99,7 @@ class TwoBit(LargeTensorCodec):
         return quantised_coder(spec, quantiser, self.meet)
 
     def _rule(self) -> Threshold:
-        return Threshold(self.threshold, self.factor, self.cap, self.levels == "mean")
+        return Threshold(self.threshold, self.factor, self.cap)
 
 
 class TernaryQuantiser(Quantiser):
@@ -127,9 +113,6 @@ class TernaryQuantiser(Quantiser):
     def __init__(self, rule: Threshold, device: torch.device) -> None:
         self._rule = rule
         self._table = pair_table(device)
-        mode = 2 if rule.by_mean else 1 if rule.fixed is None else 0
-        scale = _SELECT if rule.by_mean else rule.factor
-        self._kernel = kernels.ThresholdRule(mode, rule.fixed or 0.0, scale, rule.cap)
 
     @property
     def unit(self) -> int:
@@ -142,20 +125,16 @@ class TernaryQuantiser(Quantiser):
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
         """Where a value is not finite the level is NaN, and so is all that is decoded."""
-        if kernels.twobit_encode(values, residual, self._kernel, out[:_HEAD].view(torch.float32), out[_HEAD:], scratch):
+        rule, level = self._rule, out[:_HEAD].view(torch.float32)
+        numbers = rule.fixed or 0.0, rule.factor, rule.cap
+        if kernels.twobit_encode(values, residual, numbers, level, out[_HEAD:], scratch):
             return
         mean, largest = self._magnitudes(values, residual, scratch)
-        level = out[:_HEAD].view(torch.float32)
-        if self._rule.by_mean:
-            threshold = mean * _SELECT
-            level.copy_(self._mean_of_selected(values, residual, threshold, scratch))
-        elif self._rule.fixed is not None:
-            threshold = torch.full_like(mean, self._rule.fixed)
-            level.copy_(threshold)
+        if rule.fixed is not None:
+            threshold = torch.full_like(mean, rule.fixed)
         else:
-            threshold = torch.minimum(self._rule.factor * mean, self._rule.cap * largest)
-            level.copy_(threshold)
-        level.masked_fill_(~largest.isfinite(), torch.nan)
+            threshold = torch.minimum(rule.factor * mean, rule.cap * largest)
+        level.copy_(threshold).masked_fill_(~largest.isfinite(), torch.nan)
         for start, stop in _chunks(values.numel()):
             v = residual.again(values[start:stop], start)
             positive, sent = self._select(v, threshold, scratch)
@@ -188,27 +167,12 @@ class TernaryQuantiser(Quantiser):
             tops.append(magnitude(v))
         return torch.stack(sums).sum() / values.numel(), torch.stack(tops).max()
 
-    def _mean_of_selected(self, values: Tensor, residual: Residual, threshold: Tensor, scratch: Scratch) -> Tensor:
-        """Mean magnitude of what is sent, 0-d; 0 where nothing is."""
-        total, count = torch.zeros_like(threshold), torch.zeros_like(threshold)
-        for start, stop in _chunks(values.numel()):
-            v = residual.again(values[start:stop], start)
-            _, sent = self._select(v, threshold, scratch)
-            magnitude = torch.abs(v, out=scratch.take("sign", stop - start))
-            total += magnitude.mul_(sent).sum()
-            count += sent.sum()
-        return total / count.clamp(min=1)
-
     def _select(self, v: Tensor, threshold: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Which values are decoded as positive, and which as not zero."""
         positive = scratch.take("positive", v.numel(), torch.bool)
         sent = scratch.take("sent", v.numel(), torch.bool)
-        if self._rule.by_mean:  # the comparison is strict, so that zeros are never sent
-            torch.gt(v, threshold, out=positive)
-            torch.lt(v, -threshold, out=sent)
-        else:
-            torch.ge(v, threshold, out=positive)
-            torch.le(v, -threshold, out=sent)
+        torch.ge(v, threshold, out=positive)
+        torch.le(v, -threshold, out=sent)
         return positive, sent.logical_or_(positive)
 
     def _values(self, message: Tensor, start: int, stop: int, scratch: Scratch) -> Tensor:

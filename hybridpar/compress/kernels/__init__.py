@@ -27,7 +27,6 @@ from hybridpar.compress.codec import CHUNK, Residual, Scratch
 from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cpu import CpuKernels
-from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
 from hybridpar.compress.kernels.powersgd_source import RANKS
 
@@ -163,63 +162,21 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divis
     return True
 
 
-def onebit_encode_columns(
-    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
-) -> bool:
-    """As `onebit_encode`, where each column is a group; on a CPU alone.
-
-    Args:
-        values: Rows may lie apart.
-        residual: In the order of the values, row by row.
-        lower: Where the lower levels go, one per column.
-        upper: Where the upper levels go.
-        packed: Where the bits go, row by row, each in whole 16s.
-        scratch: Memory to borrow.
-    """
-    kernels = _column_kernels(values, *_halves(residual))
-    if kernels is None:
-        return False
-    _check_columns(values, lower, upper, packed)
-    _check_halves(values, residual)
-    ones = scratch.take("ones", values.shape[1])
-    places = lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr()
-    numbers = *values.shape, values.stride(0), _streams(values)
-    kernels.encode("onebit_columns_encode", values, residual, *places, *numbers)
-    return True
-
-
-def onebit_read_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> bool:
-    """Set out = C(v), or add that to it, where each column is a group; on a CPU alone.
-
-    Args:
-        lower: Lower levels, one per column.
-        upper: Upper levels.
-        packed: The bits, row by row, each in whole 16s.
-        out: Its rows may lie apart.
-        add: Whether to add.
-
-    Returns:
-        Whether it was done.
-    """
-    kernels = _column_kernels(out, lower, upper)
-    if kernels is None:
-        return False
-    _check_columns(out, lower, upper, packed)
-    places = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
-    name = "onebit_columns_add" if add else "onebit_columns_decode"
-    kernels.functions[name](*places, *out.shape, out.stride(0), _streams(out))
-    return True
-
-
 def twobit_encode(
-    values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
+    values: Tensor,
+    residual: Residual,
+    rule: tuple[float, float, float],
+    level: Tensor,
+    codes: Tensor,
+    scratch: Scratch,
 ) -> bool:
     """Encode values, and leave what is not sent.
 
     Args:
         values: 1-D.
         residual: Gives v, and is left as v - C(v).
-        rule: What is sent.
+        rule: The threshold, or 0; then it is the lesser of the mean magnitude times the second number, and the largest
+            times the third.
         level: Where the level goes, one element.
         codes: Where the codes go, whole words of 32 bits.
         scratch: Memory to borrow, where values do not lie side by side.
@@ -234,19 +191,17 @@ def twobit_encode(
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
     _check_halves(values, residual)
-    count, limits = values.numel(), (rule.fixed, rule.scale, rule.cap)
+    count = values.numel()
     made = level.data_ptr(), codes.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("twobit_encode", values, residual, *made, count, rule.mode, _streams(values), *limits)
+        kernels.encode("twobit_encode", values, residual, *made, count, _streams(values), *rule)
         return True
     kept, pending, factor = cuda.halves(residual)
     source = values.data_ptr(), kept
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
     kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
-    if rule.mode == 2:
-        kernels.launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
-    numbers = blocks, count, rule.mode, *limits, factor
+    numbers = blocks, count, *rule, factor
     kernels.launch("twobit_codes", max(cuda.blocks_of(count), 1), *source, pending, *made, parts, *numbers)
     return True
 
@@ -487,24 +442,6 @@ def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
         return None
     kernels = _kernels(factor, *others)
     return kernels if isinstance(kernels, CpuKernels) else None
-
-
-def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
-    rows, columns = values.shape
-    assert lower.numel() == upper.numel() == columns
-    assert packed.numel() == rows * -(-columns // 16) * 2
-
-
-def _column_kernels(values: Tensor, *others: Tensor) -> CpuKernels | None:
-    """The kernels for columns of these values, whose rows may lie apart; None where there are none."""
-    rows, columns = values.shape
-    dense = columns == 1 or values.stride(1) == 1
-    apart = rows == 1 or values.stride(0) >= columns
-    if not (dense and apart) or values.dtype != torch.float32:
-        return None
-    kernels = _kernels(*others) if others else table(values.device)
-    on_cpu = values.device.type == "cpu" and isinstance(kernels, CpuKernels)
-    return kernels if on_cpu else None  # type: ignore[return-value]
 
 
 def _halves(residual: Residual) -> tuple[Tensor, ...]:

@@ -241,41 +241,13 @@ struct Magnitudes {
     }
 };
 
-// Sum of the magnitudes that are sent, and how many they are.
-struct Chosen {
-    double sum;
-    u32 number;
-
-    __device__ Chosen with(const Chosen& other) const { return {sum + other.sum, number + other.number}; }
-    __device__ Chosen from(u32 mask) const {
-        return {__shfl_xor_sync(ALL, sum, mask), __shfl_xor_sync(ALL, number, mask)};
-    }
-};
-
-// What hybridpar/compress/kernels/cuda.py makes room for.
-struct Parts {
-    Magnitudes magnitudes[MOST_PARTS];
-    Chosen chosen[MOST_PARTS];
-};
-
-// `mode`: 0, the threshold is `fixed`; 1, it is min(scale * mean, cap * largest); 2, values above scale * mean are sent,
-// as the mean of those sent.
+// The threshold is `fixed`, or where that is 0 min(factor_of_mean * mean, cap * largest).
 struct Rule {
-    u32 mode;
-    float fixed, scale, cap;
+    float fixed, factor_of_mean, cap;
 };
-
-template <typename Part>
-__device__ inline Part together(const Part* parts, u32 count) {
-    Part own = {};
-    for (u32 index = threadIdx.x; index < count; index += THREADS) own = own.with(parts[index]);
-    return over_block(own);
-}
-
-__device__ inline float mean_of(const Magnitudes& all, u32 count) { return float(all.sum / double(count ? count : 1)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS) twobit_magnitudes(
-    const float* values, const float* kept, Parts* parts, u32 count, float factor) {
+    const float* values, const float* kept, Magnitudes* parts, u32 count, float factor) {
     const Source source(values, kept, factor, count);
     Magnitudes own = {};
     for (u32 first = 4 * (blockIdx.x * THREADS + threadIdx.x); first < count; first += 4 * THREADS * gridDim.x) {
@@ -288,45 +260,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) twobit_magnitudes(
         own.sum += sum;
     }
     own = over_block(own);
-    if (threadIdx.x == 0) parts->magnitudes[blockIdx.x] = own;
-}
-
-// For mode 2: which values are sent is known only now, and as what when they are added up.
-extern "C" __global__ void __launch_bounds__(THREADS) twobit_chosen(
-    const float* values, const float* kept, Parts* parts, u32 blocks, u32 count, float scale, float factor) {
-    const Source source(values, kept, factor, count);
-    const float threshold = scale * mean_of(together(parts->magnitudes, blocks), count);
-    Chosen own = {};
-    for (u32 first = 4 * (blockIdx.x * THREADS + threadIdx.x); first < count; first += 4 * THREADS * gridDim.x) {
-        const Four v = source.four(first);
-        float sum = 0;
-        for (u32 i = 0; i < 4; ++i) {
-            const float magnitude = fabsf(v.at[i]);
-            sum += magnitude > threshold ? magnitude : 0;
-            own.number += magnitude > threshold;
-        }
-        own.sum += sum;
-    }
-    own = over_block(own);
-    if (threadIdx.x == 0) parts->chosen[blockIdx.x] = own;
+    if (threadIdx.x == 0) parts[blockIdx.x] = own;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) twobit_codes(
-    const float* values, const float* kept, float* pending, float* level, u8* codes, const Parts* parts, u32 blocks,
+    const float* values, const float* kept, float* pending, float* level, u8* codes, const Magnitudes* parts, u32 blocks,
     u32 count, Rule rule, float factor) {
     const Source source(values, kept, factor, count);
-    const Magnitudes all = together(parts->magnitudes, blocks);
-    const float above_mean = rule.scale * mean_of(all, count);
-    float least = rule.fixed;
-    if (rule.mode == 1) least = fminf(above_mean, rule.cap * __uint_as_float(all.top));
-    float sent_as = least;
-    if (rule.mode == 2) {
-        const Chosen chosen = together(parts->chosen, blocks);
-        sent_as = float(chosen.sum / double(chosen.number ? chosen.number : 1));
-        // The comparison is strict here: v > t just where v >= the next number above t.
-        least = __uint_as_float(__float_as_uint(above_mean) + 1);
-    }
-    if (all.top >= INFINITE) sent_as = __uint_as_float(0x7FC00000u);
+    Magnitudes all = {};
+    for (u32 index = threadIdx.x; index < blocks; index += THREADS) all = all.with(parts[index]);
+    all = over_block(all);
+    const float mean = float(all.sum / double(count ? count : 1));
+    const float adapted = fminf(rule.factor_of_mean * mean, rule.cap * __uint_as_float(all.top));
+    const float least = rule.fixed > 0 ? rule.fixed : adapted;
+    const float sent_as = all.top < INFINITE ? least : __uint_as_float(0x7FC00000u);
     if (blockIdx.x == 0 && threadIdx.x == 0) *level = sent_as;
 
     const bool wide = fits_16(pending);

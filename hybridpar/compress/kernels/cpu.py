@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,26 +12,7 @@ from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.codec import Residual
 from hybridpar.compress.feedback import KeptResidual
 
-
-@dataclass(frozen=True)
-class ThresholdRule:
-    """How a threshold follows from the values; see `hybridpar.compress.codecs.twobit`.
-
-    Attributes:
-        mode: 0 for `fixed`; 1 for the lesser of scale * mean and cap * largest; 2 for scale * mean, with what is sent
-            decoded as the mean of what is sent.
-        fixed: A threshold.
-        scale: Of the mean magnitude.
-        cap: Of the largest magnitude.
-    """
-
-    mode: int
-    fixed: float
-    scale: float
-    cap: float
-
-
-_KERNELS = ("onebit", "onebit_columns", "twobit", "qsgd", "powersgd")
+_KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
 

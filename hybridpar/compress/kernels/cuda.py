@@ -35,8 +35,8 @@ WARP_VALUES = 768
 #: Blocks of a kernel that loops over what there is: enough to fill a GPU several times.
 MOST_BLOCKS = 2048
 
-#: Parts of sums, in float64: of magnitudes and of what is chosen, each a sum with a number behind it.
-PARTS_ROOM = 2 * 2 * MOST_PARTS
+#: Parts of sums of magnitudes, in float64, each with the largest behind it.
+PARTS_ROOM = 2 * MOST_PARTS
 
 _LAYOUT = "IIII"
 _ENCODE = f"PPPP{_LAYOUT}IIII{4 * MOST_PLACES}s"
@@ -47,8 +47,7 @@ PARAMETERS = {
     **dict.fromkeys(("onebit_encode_warp", "onebit_encode_block"), "PPPPPPIIf"),
     **dict.fromkeys(("onebit_decode", "onebit_add"), "PPPPIIf"),
     "twobit_magnitudes": "PPPIf",
-    "twobit_chosen": "PPPIIff",
-    "twobit_codes": "PPPPPPIIIffff",
+    "twobit_codes": "PPPPPPIIffff",
     **dict.fromkeys(("twobit_decode", "twobit_add"), "PPPIf"),
     "qsgd_scale": "PPI",
     **{f"qsgd_encode_{kind}": _ENCODE for kind in ("8", "32", "64", "planes")},

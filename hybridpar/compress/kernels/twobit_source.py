@@ -1,8 +1,7 @@
 """CPU kernels of `twobit`: two passes, as the threshold depends on all values.
 
 The first pass finds mean and largest magnitude, of v that is made on the way; the second makes v again, and writes
-codes and what is not sent. Where means say what is decoded there is a pass between them. Sums run over `BLOCK` values
-in float32 and on from there in float64.
+codes and what is not sent. Sums run over `BLOCK` values in float32 and on from there in float64.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from typing import Any
 
 from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 
-#: `mode`: 0, the threshold is `fixed`; 1, it is min(scale * mean, cap * largest); 2, values above scale * mean are
-#: sent, as the mean of those sent.
-ENCODE = ("values", "kept", "pending", "level", "codes", "count", "mode", "stream")
-RULE = ("fixed", "scale", "cap")
+#: The threshold is `fixed`, or where that is 0 min(factor_of_mean * mean, cap * largest).
+ENCODE = ("values", "kept", "pending", "level", "codes", "count", "stream")
+RULE = ("fixed", "factor_of_mean", "cap")
 DECODE = ("level", "codes", "out", "count", "stream")
 
 #: Values whose sum is made in float32; a multiple of `LANES`.
@@ -40,7 +38,7 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
     zero = t.int64(0)
 
-    def body(pending: Any, count: Any, mode: Any, scale: Any, factor: Any = None, **own: Any) -> None:
+    def body(pending: Any, count: Any, fixed: Any, factor: Any = None, **own: Any) -> None:
         g, r, left = w.view(own["values"], "float32"), w.view(own["kept"], "float32"), w.view(pending, "float32")
         levels, packed = w.view(own["level"], "float32"), w.view(own["codes"], "uint8")
         whole = w.keep(count // LANES)
@@ -50,64 +48,31 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             place = w.at(index) if wide else index
             return g[place] + (w.lanes(factor) if wide else factor) * r[place] if keeps else g[place]
 
-        def summed(total: Any, each: Callable[[Any, Any, bool], Any]) -> None:
-            """Add each(value, magnitude, wide) of all values to a float64 of one element."""
-            sums = w.local(LANES, "float32")
-            w.store(total, zero, t.float64(0))
-            with t.serial(0, (whole + BLOCK // LANES - 1) // (BLOCK // LANES)) as block:
-                w.store(sums, w.at(zero), w.zeros())
-                begin = w.keep(block * (BLOCK // LANES))
-                with t.serial(0, t.min(t.int64(BLOCK // LANES), whole - begin)) as step:
-                    value = w.keep(v((begin + step) * LANES, True))
-                    w.store(sums, w.at(zero), sums[w.at(zero)] + each(value, t.max(value, -value), True))
-                w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
-            with t.serial(0, count - tail) as step:
-                value = w.keep(v(tail + step, False))
-                w.store(total, zero, total[zero] + t.cast(each(value, t.max(value, -value), False), "float64"))
-
-        total, top, widest = w.local(1, "float64"), w.local(LANES, "int32"), w.local(1, "int32")
+        total, sums = w.local(1, "float64"), w.local(LANES, "float32")  # of magnitudes
+        top, widest = w.local(LANES, "int32"), w.local(1, "int32")  # bits of the largest
+        w.store(total, zero, t.float64(0))
         w.store(top, w.at(zero), w.lanes(t.int32(0)))
         w.store(widest, zero, t.int32(0))
-
-        def magnitudes(value: Any, magnitude: Any, wide: bool) -> Any:
-            if wide:
+        with t.serial(0, (whole + BLOCK // LANES - 1) // (BLOCK // LANES)) as block:
+            w.store(sums, w.at(zero), w.zeros())
+            begin = w.keep(block * (BLOCK // LANES))
+            with t.serial(0, t.min(t.int64(BLOCK // LANES), whole - begin)) as step:
+                value = w.keep(v((begin + step) * LANES, True))
                 bits = t.reinterpret("int32x16", value) & w.lanes(t.int32(0x7FFFFFFF))
                 w.store(top, w.at(zero), t.max(top[w.at(zero)], bits))
-            else:
-                w.store(widest, zero, t.max(widest[zero], t.reinterpret("int32", value) & 0x7FFFFFFF))
-            return magnitude
-
-        summed(total, magnitudes)
+                w.store(sums, w.at(zero), sums[w.at(zero)] + t.max(value, -value))
+            w.store(total, zero, total[zero] + t.cast(w.folded(sums, lambda x, y: x + y), "float64"))
+        with t.serial(0, count - tail) as step:
+            value = w.keep(v(tail + step, False))
+            w.store(widest, zero, t.max(widest[zero], t.reinterpret("int32", value) & 0x7FFFFFFF))
+            w.store(total, zero, total[zero] + t.cast(t.max(value, -value), "float64"))
         w.store(widest, zero, t.max(widest[zero], w.folded(top, t.max)))
         mean = w.keep(t.cast(total[zero] / t.cast(count, "float64"), "float32"))
         largest = w.keep(t.reinterpret("float32", widest[zero]))
-        limit, decoded = w.local(1, "float32"), w.local(1, "float32")
-        adapted = t.min(scale * mean, own["cap"] * largest)
-        w.store(limit, zero, t.Select(mode == 0, own["fixed"], t.Select(mode == 1, adapted, scale * mean)))
-        w.store(decoded, zero, limit[zero])
-
-        def by_mean() -> None:
-            sent, chosen = w.local(1, "float64"), w.local(1, "float64")
-            threshold = w.keep(limit[zero])
-
-            def magnitude_of(_value: Any, magnitude: Any, wide: bool) -> Any:
-                none, least = (w.zeros(), w.lanes(threshold)) if wide else (t.float32(0), threshold)
-                return t.Select(magnitude > least, magnitude, none)
-
-            def one_of(_value: Any, magnitude: Any, wide: bool) -> Any:
-                each = w.lanes(t.float32(1)) if wide else t.float32(1)
-                none, least = (w.zeros(), w.lanes(threshold)) if wide else (t.float32(0), threshold)
-                return t.Select(magnitude > least, each, none)
-
-            summed(sent, magnitude_of)
-            summed(chosen, one_of)
-            w.store(decoded, zero, t.cast(sent[zero] / t.max(chosen[zero], t.float64(1)), "float32"))
-            # The comparison is strict here: v > t just where v >= the next number above t.
-            w.store(limit, zero, t.reinterpret("float32", t.reinterpret("int32", threshold) + 1))
-
-        w.when(mode == 2, by_mean)
-        w.store(levels, zero, t.Select(widest[zero] < INFINITE, decoded[zero], w.nan()))
-        least, sent_as = w.keep(limit[zero]), w.keep(levels[zero])
+        adapted = t.min(own["factor_of_mean"] * mean, own["cap"] * largest)
+        least = w.keep(t.Select(fixed > t.float32(0), fixed, adapted))
+        sent_as = w.keep(t.Select(widest[zero] < INFINITE, least, w.nan()))
+        w.store(levels, zero, sent_as)
 
         def blocks(past: bool) -> None:
             with t.serial(0, whole) as block:

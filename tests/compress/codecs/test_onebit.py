@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridpar.compress import TensorSpec, parse_codec
 from hybridpar.compress.codec import Residual, Scratch
 from hybridpar.compress.codecs import onebit
-from hybridpar.compress.codecs.onebit import ColumnSigns, OneBit, RowSigns
+from hybridpar.compress.codecs.onebit import OneBit, RowSigns
 from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from hybridpar.compress.packing import unpack_bits
 from hybridpar.compress.quantised import Quantiser
@@ -20,17 +20,16 @@ from tests.compress.team import Team, same_bits
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
     "onebit:feedback=off",
-    "onebit:group=column",
     "onebit:warmup=2",
     "onebit:decay=0.9,rescale=on",
     "onebit:least=1,meet=shard",
     "onebit:residual=bf16",
-    "onebit:residual=bf16,least=1,meet=shard,group=column",
+    "onebit:residual=bf16,least=1,meet=shard",
 )
 
 SCRATCH = Scratch(torch.device("cpu"))
 
-GOLDEN = torch.tensor([[0.5, -1, 0], [-0.25, 2, 0], [0.75, -3, 0], [-0.75, 0.5, 0]])
+GOLDEN = torch.tensor([[0.5, -0.25, 0.75, -0.75], [-1, 2, -3, 0.5], [0, 0, 0, 0]])
 
 
 def encoded(quantiser: Quantiser, values: Tensor, residual: Residual | None = None) -> Tensor:
@@ -46,28 +45,26 @@ def decoded(quantiser: Quantiser, message: Tensor, count: int) -> Tensor:
     return out
 
 
-def test_golden_vector_by_columns() -> None:
-    team = Team("onebit:group=column,least=1", {"w": (4, 3)}, 1)
+def test_golden_vector() -> None:
+    team = Team("onebit:least=1", {"w": (3, 4)}, 1)
     coder = team.coders("w")[0]
     assert isinstance(coder, FeedbackCoder)
     (first,) = team.step([[GOLDEN.view(-1)]])
-    assert first.view(4, 3).tolist() == [[0.625, -2, 0], [-0.5, 1.25, 0], [0.625, -2, 0], [-0.5, 1.25, 0]]
-    assert coder.unsent().view(4, 3).tolist() == [[-0.125, 1, 0], [0.25, 0.75, 0], [0.125, -1, 0], [-0.25, -0.75, 0]]
+    assert first.view(3, 4).tolist() == [[0.625, -0.5, 0.625, -0.5], [-2, 1.25, -2, 1.25], [0, 0, 0, 0]]
+    assert coder.unsent().view(3, 4).tolist() == [[-0.125, 0.25, 0.125, -0.25], [1, 0.75, -1, -0.75], [0, 0, 0, 0]]
     # The second step tells the residual g + r - C(g + r) from the misprinted g - C(g + r).
     (second,) = team.step([[GOLDEN.view(-1)]])
     third = 5 / 12
-    expected = [[third, 1.375, 0], [third, 1.375, 0], [third, -2.125, 0], [-1, -2.125, 0]]
-    torch.testing.assert_close(second.view(4, 3), torch.tensor(expected))
-    left = [[-third / 10, -1.375, 0], [-third, 1.375, 0], [third * 1.1, -1.875, 0], [0, 1.875, 0]]
-    torch.testing.assert_close(coder.unsent().view(4, 3), torch.tensor(left))
+    expected = [[third, third, third, -1], [1.375, 1.375, -2.125, -2.125], [0, 0, 0, 0]]
+    torch.testing.assert_close(second.view(3, 4), torch.tensor(expected))
+    left = [[-third / 10, -third, third * 1.1, 0], [-1.375, 1.375, -1.875, 1.875], [0, 0, 0, 0]]
+    torch.testing.assert_close(coder.unsent().view(3, 4), torch.tensor(left))
 
 
 def test_golden_bits() -> None:
-    quantiser = ColumnSigns((4, 3))
-    message = encoded(quantiser, GOLDEN.view(-1))
-    bits = unpack_bits(message[24:], 4 * 16).view(4, 16).int()
-    assert bits[:, :3].tolist() == [[1, 0, 1], [0, 1, 1], [1, 0, 1], [0, 1, 1]]
-    assert not bits[:, 3:].any()
+    message = encoded(RowSigns((3, 4)), GOLDEN.view(-1))
+    bits = unpack_bits(message[24:], 16).view(4, 4).int()
+    assert bits.tolist() == [[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
 
 
 def test_with_an_owner_the_gradient_is_quantised_twice() -> None:
@@ -110,9 +107,6 @@ def test_what_is_compressed() -> None:
     assert not codec.fits((64, 1, 3, 3))
     assert not codec.fits((64, 31))
     assert not codec.fits((0, 64))
-    assert OneBit(group="column").fits((64, 31))
-    assert not OneBit(group="column").fits((31, 64))
-    assert OneBit(group="column").fits((31, 64, 1, 1))
 
 
 @pytest.mark.parametrize("length", [1, 3, 33, 64, 1024, 1109])
@@ -131,17 +125,13 @@ def test_groups_of_any_length(length: int, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(total.view(-1), found + 1)
 
 
-@pytest.mark.parametrize("kind", [RowSigns, ColumnSigns])
-def test_chunks_make_no_difference(kind: type[RowSigns | ColumnSigns], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(60 * 70)
     messages = []
     for chunk in (1 << 19, 1000):
         monkeypatch.setattr(onebit, "_CHUNK", chunk)
-        messages.append(encoded(kind((60, 70)), values))
-    # Columns add up chunk by chunk, so their levels may differ in the last bits.
-    levels = 8 * (60 if kind is RowSigns else 70)
-    torch.testing.assert_close(*(message[:levels].view(torch.float32) for message in messages))
-    assert torch.equal(*(message[levels:] for message in messages))
+        messages.append(encoded(RowSigns((60, 70)), values))
+    assert torch.equal(*messages)
 
 
 def test_a_small_value_among_large_ones_of_the_other_sign_keeps_its_mean() -> None:

@@ -19,7 +19,7 @@ from tests.compress.team import Team, equal
 VARIANTS = (
     "onebit_sgd:momentum=0,adagrad=off",
     "onebit_sgd:momentum=0,adagrad=off,bits=off",
-    "onebit_sgd:adagrad=worker,warm=2,group=column,level=off",
+    "onebit_sgd:adagrad=worker,warm=2,level=off",
     "onebit_sgd:adagrad=after,memory=0.9,least=1",
 )
 
@@ -140,25 +140,6 @@ def test_first_steps_are_in_full_precision_and_momentum_goes_on():
     assert all(len(row.unique()) <= 2 for row in out.view(12, 40))
 
 
-@pytest.mark.parametrize("adagrad", ["owner", "worker"])
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_state_goes_on_with_another_number_of_workers(adagrad, workers):
-    text = f"onebit_sgd:adagrad={adagrad},bits=off,level=off"
-    old = Team(text, SHAPES, 3)
-    mean = [torch.randn(math.prod(shape)) for shape in SHAPES.values()]
-    for _ in range(2):  # equal gradients on all workers, so that their number makes no difference
-        old.step([[one.clone() for one in mean] for _ in range(3)])
-    new = Team(text, SHAPES, workers)
-    for name in SHAPES:
-        states = [coder.state_dict() for coder in old.coders(name)]
-        for coder in new.coders(name):
-            coder.load_states(states)
-    left = old.step([[one.clone() for one in mean] for _ in range(3)])
-    right = new.step([[one.clone() for one in mean] for _ in range(workers)])
-    for mine, theirs in zip(left, right, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_momentum_per_sample():
     team = Team("onebit_sgd:adagrad=off,bits=off,momentum=0.81", {"bias": (4,)}, 2)
     for exchange in team.exchanges:
@@ -177,7 +158,7 @@ def test_momentum_is_kept_once():
     check_optimizer(parse_codec("onebit"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize("option", ["adagrad=ovner", "momentum=1", "memory=0", "memory=1.5", "warm=-1", "group=rows"])
+@pytest.mark.parametrize("option", ["adagrad=ovner", "momentum=1", "memory=0", "memory=1.5", "warm=-1"])
 def test_bad_options(option):
     with pytest.raises(UsageError, match=option.partition("=")[0]):
         parse_codec(f"onebit_sgd:{option}")

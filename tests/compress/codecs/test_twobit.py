@@ -20,7 +20,6 @@ from tests.compress.team import Team
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
     "twobit:threshold=0.5",
-    "twobit:levels=mean",
     "twobit:pull=full",
     "twobit:feedback=off",
     "twobit:factor=1,cap=0.8,least=1,meet=shard",
@@ -76,7 +75,7 @@ def test_bytes() -> None:
     assert ratio == pytest.approx((1 / 16 + 1) / 2, rel=1e-3)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**30), st.sampled_from([0.3, 1.0, 1.5, 4.0]))
 def test_the_residual_contracts(count: int, seed: int, factor: float) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
@@ -107,12 +106,11 @@ def test_a_fixed_threshold_stalls_on_small_gradients_and_an_adapted_one_does_not
         assert any(moved) != stalls
 
 
-@pytest.mark.parametrize(("rule", "error"), [(Threshold(factor=1.1), 0.34), (Threshold(by_mean=True), 0.19)])
-def test_squared_error_of_one_shot(rule: Threshold, error: float) -> None:
+def test_squared_error_of_one_shot() -> None:
     values = torch.randn(4 * CHUNK + 3)
-    _, out, left = coded(rule, values)
+    _, out, left = coded(Threshold(factor=1.1), values)
     torch.testing.assert_close(out + left, values)
-    assert float(left.square().sum() / values.square().sum()) == pytest.approx(error, abs=0.01)
+    assert float(left.square().sum() / values.square().sum()) == pytest.approx(0.34, abs=0.01)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5, 4.0])
@@ -130,12 +128,6 @@ def test_without_the_cap_a_large_factor_runs_away() -> None:
     for _ in range(400):
         kept = coded(Threshold(factor=3.0, cap=1.0), torch.randn(400, generator=generator), kept)[2]
     assert float(kept.square().mean().sqrt()) > 6
-
-
-def test_means_send_no_zeros() -> None:
-    _, out, left = coded(Threshold(by_mean=True), torch.zeros(40))
-    assert not out.any()
-    assert not left.any()
 
 
 def test_what_is_compressed() -> None:
