@@ -16,20 +16,17 @@ WARM_PARTS = {"onebit-sgd": 0.08, "onebit-adam": 0.2}
 #: a lower rate: at that of plain SGD, late ones cost ResNet-18 on digits ten points of accuracy (trainings.csv).
 RATES = {"onebit-sgd": 1e-2, "onebit-adam": 1e-3}
 
-#: Values of `--double-buffer` with which gradients are applied late.
-LATE = ("half", "delay", "auto")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """Recipes that train with less communication."""
 
     recipe: Literal["none", "onebit-sgd", "onebit-adam"] = "none"
-    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes, late gradients where faster;
+    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes;
     `onebit-adam`: Adam, then 1-bit momentum with a fixed variance."""
-    double_buffer: Literal["off", "delay", "half", "auto"] | None = None
-    """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), by half a batch
-    (`half`), or by a step if predicted faster (`auto`). Default: off; auto with --recipe onebit-sgd."""
+    double_buffer: Literal["off", "delay", "half"] = "off"
+    """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), or by half a batch
+    (`half`)."""
     warm_start_steps: int | None = None
     """First steps in full precision with a recipe, and with all gradients exchanged with --sync outer:H. Default: 8 %
     (onebit-sgd) or 20 % (onebit-adam) of the run; 0 with outer:H and local:H."""

@@ -102,7 +102,7 @@ def _alone(config: TrainConfig, workers: int) -> TrainConfig:
         sync="allreduce",
         **outer,
         compress="none",
-        double_buffer="off" if config.recipe != "none" else None,
+        double_buffer="off",
         select_batch=0,
         warm_start_steps=config.warm_start_steps if config.recipe != "none" else None,
         model_ema=False,

@@ -51,7 +51,6 @@ from hybridpar.run.directory import before_the_start, claim_place, recall_option
 from hybridpar.run.fetch import place_of_all
 from hybridpar.run.figures import (
     WorkerFigures,
-    buffering_news,
     close_plan,
     measured_fields,
     predicted_fields,
@@ -399,8 +398,6 @@ class Run(RunLoop):
                 self._note_step(record, "was skipped on all workers: a gradient was not finite")
                 with self.clock.away():
                     self.watch.take(result.step, spans, progress.message)
-                if (news := buffering_news(self.trainer)) is not None:
-                    progress.message(news)
                 self._tune_shares(result, record)
                 if result.outcome.stop:
                     self._stopping = True

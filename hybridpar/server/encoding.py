@@ -6,7 +6,7 @@ round; a copy of each coder at the server reads these messages and decodes the s
 The difference to the gradient is the learner's residual.
 
 Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
-`hylo:mode=server`, whose owners answer in full precision): the server's copy does the owner's part.
+`twobit:pull=full`, whose owners answer in full precision): the server's copy does the owner's part.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
@@ -19,12 +19,6 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.errors import UsageError
-
-#: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.
-MOST_PARTS = 6
-
-#: Elements of a shard that is one of several of a process: 1 MiB.
-_LEAST_PART = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -93,20 +87,6 @@ class Stripe:
     def fingerprint(self) -> str:
         """Equal for stripes of the same pieces."""
         return hashlib.sha256(repr([astuple(piece) for piece in self.pieces]).encode()).hexdigest()[:16]
-
-
-def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hosts: int) -> int:
-    """How many shards a process is to hold.
-
-    Several are served one after the other: while one still takes gradients in, the one before gives weights back, and a
-    link carries both ways at a time. Where there is little to send a shard more costs more than it hides.
-
-    Args:
-        parameters: As for `cut_model`.
-        hosts: Processes that hold shards.
-    """
-    elements = sum(_count(shape) for _, shape, _ in parameters)
-    return max(1, min(MOST_PARTS, len(parameters) // hosts, elements // hosts // _LEAST_PART))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -183,41 +163,6 @@ def cut_model(
         Stripe(tuple(replace(piece, scale=factors.get(piece.name, 1.0)) for piece in reversed(pieces)))
         for pieces in stripes
     ]
-
-
-def cut_stages(
-    parameters: Sequence[tuple[str, tuple[int, ...], bool]],
-    stages: Sequence[Collection[str]],
-    hosts: int,
-    scales: Mapping[str, float] | None = None,
-    *,
-    whole: bool = False,
-) -> list[list[Stripe]]:
-    """Cut the parameters of each worker of a replica into stripes of its own, as many for each.
-
-    Args:
-        parameters: As for `cut_model`, of the whole model.
-        stages: Names of the parameters that each worker of a replica trains; of a single one, all.
-        hosts: Processes that hold shards for one of them.
-        scales: As for `cut_model`.
-        whole: As for `cut_model`.
-
-    Returns:
-        For each worker its stripes.
-
-    Raises:
-        UsageError: There are more shards than parameters.
-    """
-    own = [[one for one in parameters if one[0] in names] for names in stages]
-    fewest = min(map(len, own))
-    if fewest < hosts and len(own) > 1:
-        raise UsageError(
-            f"{hosts} process(es) with shards for a stage with {fewest} trained parameter tensors",
-            "Every shard must have something to hold, so a stage has at most as many as parameters.",
-            "Use fewer --servers, or fewer --stages.",
-        )
-    parts = min(parts_of_a_host(one, hosts) for one in own)
-    return [cut_model(one, hosts * parts, scales, whole=whole) for one in own]
 
 
 def _by_parameters(
