@@ -142,7 +142,7 @@ def test_one_worker_makes_the_steps_of_a_run_of_several() -> None:
     """The first loss is that of the run: the same samples, in micro-batches in the place of workers."""
     lines: list[str] = []
     config = TrainConfig(**{**SMALL, "tune_process": False, "stages": 2, "model_ema": True, "compress": "onebit"})
-    config = replace(config, sync="outer:4", outer_optimizer="slowmo")
+    config = replace(config, sync="outer:4", outer_optimizer="nesterov")
     with restored_modes():
         found = find_rate(config, "tests.small_nets:plain", workers=4, tell=lines.append, **QUICK)
     assert "batch    16 samples per step, as 2 micro-batches" in lines
