@@ -179,14 +179,6 @@ class PushEncoder:
             if coder.spec.name in state:
                 coder.load_state_dict(state[coder.spec.name])
 
-    def unsent(self) -> Tensor:
-        """All that was left out so far, 1-D float32 of the stripe's size."""
-        out = torch.zeros(self.stripe.count)
-        for coder, (first, last) in zip(self._coders, self.stripe.ranges, strict=True):
-            if isinstance(coder, FeedbackCoder):
-                out[first:last] = coder.unsent()
-        return out
-
 
 class PushDecoder:
     """A server's side, for one learner: turns its messages into the gradient that they stand for.

@@ -129,7 +129,7 @@ class Links:
         return _results(self._futures)
 
     def states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Of each shard what it says, and its state as `Shard.state_dict` has it, with statistics and traffic."""
+        """Of each shard what it says, and its state as `Shard.state_dict` has it, with statistics."""
         answers = _results([link.submit(link.ask, {"kind": "state"}) for link in self.links])
         return [(meta, unpack(payload)) for meta, payload in answers]
 

@@ -84,7 +84,14 @@ class Place:
         Raises:
             SyncError: No process does within the time-out.
         """
-        return wait_for_key(self.store, key, timeout)
+        deadline = time.monotonic() + timeout
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started."
+                )
+            time.sleep(0.02)
+        return str(self.store.get(key).decode())
 
     def tell_over(self) -> None:
         """Tell that this server has ended, because all workers have left."""
@@ -107,7 +114,7 @@ class Place:
         Raises:
             SyncError: One did not appear within the time-out.
         """
-        return [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(self.shards)]
+        return [self.wait_for(f"shard/{number}", timeout) for number in range(self.shards)]
 
 
 def find_own_place(config: ServerConfig, timeout: float) -> Place:
@@ -157,22 +164,3 @@ def own_host() -> str:
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return address_towards("192.0.2.1")  # by no name of ours: an address reserved for documentation, RFC 5737
     return host
-
-
-def wait_for_key(store: Any, key: str, timeout: float) -> str:
-    """The value of a key of a store of torch.distributed, once a process has written it.
-
-    Args:
-        store: The store of torch.distributed.
-        key: Its name.
-        timeout: Seconds.
-
-    Raises:
-        SyncError: No process does within the time-out.
-    """
-    deadline = time.monotonic() + timeout
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise SyncError(f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
-        time.sleep(0.02)
-    return str(store.get(key).decode())

@@ -336,7 +336,7 @@ class ShardServer(SocketLoop):
         sequence, decoder = self._past.pop((worker, session), (0, None))
         if decoder is None:
             decoder = PushDecoder(self._options.policy, shard.stripe, frame.unpack())
-            if not self._options.rules.barrier and shard.taken and frame.meta.get("joins", True):
+            if not self._options.rules.barrier and shard.taken:
                 self._news.append(f"worker {worker} has joined at step {shard.step}")
         else:
             self._news.append(f"worker {worker} has joined again at step {shard.step}")
@@ -487,12 +487,7 @@ class ShardServer(SocketLoop):
         """Everything that a checkpoint keeps of this shard."""
         shard = self.shard
         assert shard is not None
-        live = [one.connection for one in self._peers.values()]
-        traffic = {
-            "received": self.received + sum(one.received for one in live),
-            "sent": self.sent + sum(one.sent for one in live),
-        }
-        state = shard.state_dict() | {"buffers": self._buffers.values.clone(), "traffic": traffic}
+        state = shard.state_dict() | {"buffers": self._buffers.values.clone()}
         meta: dict[str, Any] = {"kind": "state"}
         if peer.rows is not None:
             meta["rows"] = shard.ledger.rows_after(peer.rows)

@@ -157,7 +157,7 @@ class ShardLink:
         self._rows, self._buffers = rows, buffers
         with self._named():
             self._connect()
-            self._say_hello(joins=True)
+            self._say_hello()
             return self._welcomed()
 
     def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class ShardLink:
             raise HandshakeError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere") from error
         handshake.check(bytes(proof))
 
-    def _say_hello(self, *, joins: bool) -> None:
+    def _say_hello(self) -> None:
         options = self._options
         state = [] if self.encoder is None else self.encoder.shared_state()
         meta = {
@@ -277,7 +277,6 @@ class ShardLink:
             "policy": options.policy,
             "buffers": self._buffers,
             "rows": self._rows,
-            "joins": joins,
         }
         self._send(meta, pack(state))
 
@@ -357,7 +356,7 @@ class ShardLink:
         try:
             self._connect()
             clock = self.clock
-            self._say_hello(joins=False)
+            self._say_hello()
             self._welcomed()
             flight.meta["clock"] = clock  # it was computed on the weights of before
             messages = [bytes_of(self._message(flight, number)) for number in range(len(flight.sizes))]

@@ -10,9 +10,10 @@ parameters.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,7 @@ class Piece:
     @property
     def count(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
     @property
     def label(self) -> str:
@@ -71,17 +69,9 @@ class Stripe:
         return sum(piece.count for piece in self.pieces)
 
     @property
-    def offsets(self) -> list[int]:
-        """Where each piece begins in the stripe, and where the last one ends."""
-        ends = [0]
-        for piece in self.pieces:
-            ends.append(ends[-1] + piece.count)
-        return ends
-
-    @property
     def ranges(self) -> list[tuple[int, int]]:
         """Begin and end of each piece in the stripe."""
-        return list(pairwise(self.offsets))
+        return list(pairwise(accumulate((piece.count for piece in self.pieces), initial=0)))
 
     @property
     def fingerprint(self) -> str:
@@ -136,7 +126,7 @@ def cut_model(
             "Every shard must have something to hold, so there are at most as many as parameters.",
             f"Use --servers {max(1, len(parameters))} or fewer.",
         )
-    sizes = [_count(shape) for _, shape, _ in parameters]
+    sizes = [math.prod(shape) for _, shape, _ in parameters]
     total = sum(sizes)
     cuts = [total * number // shards for number in range(1, shards)]
     stripes: list[list[Piece]] = [[] for _ in range(shards)]
@@ -179,13 +169,6 @@ def _by_parameters(
         stripes[number].append(Piece(name, 0, shape, decays, True))
         begin += size
     return stripes
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def piece_views(stripe: Stripe, tensors: dict[str, Tensor]) -> list[Tensor]:

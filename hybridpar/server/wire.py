@@ -212,7 +212,6 @@ class Connection:
         self.told = 0.0
         #: When bytes last came, or queued ones went.
         self.active = now
-        self.received = self.sent = 0
         self._handshake, self._most = handshake, most
         self._out: deque[memoryview] = deque()
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -256,7 +255,6 @@ class Connection:
                 return
             if not count:
                 raise ConnectionResetError("the connection was closed")
-            self.received += count
             self._into = self._into[count:]
             while not len(self._into):
                 if (frame := self._advance()) is not None:
@@ -319,7 +317,6 @@ class Connection:
                 count = self.socket.send(self._out[0])
             except BlockingIOError:
                 return
-            self.sent += count
             if count == len(self._out[0]):
                 self._out.popleft()
             else:
