@@ -447,7 +447,7 @@ NEED_WHOLE_MODEL = (
 NEED_EQUAL_REPLICAS = {
     "batch norm sync": "Workers would wait for each other in different orders.",
     "codec auto": "It measures the links of all replicas at once.",
-    "late": "It compares replicas.",
+    "late": "It was made for replicas of equal numbers of workers.",
     "outer": "Groups between outer steps are equal.",
     "timeline": "It pairs the workers of equal replicas.",
     "shard optimizer": "Its parts belong to the workers of equal replicas.",
