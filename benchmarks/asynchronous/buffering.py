@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
@@ -27,8 +25,6 @@ from benchmarks.rig.table import append_rows, print_rows
 from benchmarks.sync.methods import TINY, Setting
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.train.delayed import observed_step
-from hybridpar.train.gain import ObservedStep, gain_over
 from hybridpar.train.trainer import Trainer
 
 #: Samples of a rank. Codecs compute on the very core that the model does, which no delay can hide; the more samples,
@@ -62,12 +58,11 @@ class _Method:
         self._batch = setting.noise(world.rank)
         example = self._batch[0][: setting.batch // config.micro_batches]
         self._trainer = Trainer(setting.build(), config=config, world=world, example=example)
-        self.observed: list[ObservedStep] = []
+        #: What each step waited for its exchange, in ms.
+        self.exposed: list[float] = []
 
     def step(self) -> None:
-        started = time.perf_counter()
-        outcome = self._trainer.step(self._batch).outcome
-        self.observed.append(observed_step((time.perf_counter() - started) * 1e3, outcome, torch.device("cpu")))
+        self.exposed.append(self._trainer.step(self._batch).outcome.exposed_sync_ms)
 
     def steps(self) -> None:
         """So many steps; what the last one leaves to be sent, the next one sends."""
@@ -107,7 +102,7 @@ def measure(quick: bool, rounds: int, keep_busy: bool, notes: str, probe: bool, 
             steps: dict[str, Callable[[], object]] = {name: method.steps for name, method in made.items()}
             limit = float("inf") if keep_busy else FOREIGN_LOAD
             result = paired(steps, rounds, warmup=1, foreign_load=limit)
-            observed = {name: ObservedStep.median(method.observed) for name, method in made.items()}
+            exposed = {name: statistics.median(method.exposed) for name, method in made.items()}
         finally:
             for method in made.values():
                 method.close()
@@ -117,19 +112,15 @@ def measure(quick: bool, rounds: int, keep_busy: bool, notes: str, probe: bool, 
         return
     facts = json.loads(Path(notes).read_text())
     plain_ms = result.median_ms(PLAIN) / REPEATS
-    sync_ms = observed[PLAIN].exposed_ms
-    gain = gain_over([observed["overlapped"]])
-    predicted = {PLAIN: gain.plain_ms, "overlapped": gain.overlapped_ms, "delay": gain.delay_ms, "half": gain.half_ms}
+    sync_ms = exposed[PLAIN]
     rows = []
     for name in made:
         extra = {
             "steps_as_one": REPEATS,
             "codec": CODEC,
-            "exposed_ms": round(observed[name].exposed_ms, 2),
-            "predicted_ms_of_a_step": round(predicted[name], 2) if name in predicted else None,
+            "exposed_ms": round(exposed[name], 2),
             "sync_over_half_a_batch": round(2 * sync_ms / max(1e-9, plain_ms - sync_ms), 2),
             "compute_ms_when_the_link_was_chosen": facts["compute_ms"],
-            "auto_would_choose_delay": gain.pays,
         }
         rows.append(
             row(
@@ -163,7 +154,7 @@ def _probe(setting: Setting, rank: int, notes: Path) -> None:
         if number >= 3:
             times.append((time.perf_counter() - started) * 1e3)
             sent.append(sent_bytes() - before)
-    exposed = statistics.median(step.exposed_ms for step in method.observed[3:])
+    exposed = statistics.median(method.exposed[3:])
     compute = statistics.median(times) - exposed
     method.close()
     world.close()

@@ -44,7 +44,7 @@ from hybridpar.server.place import own_host
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
-from hybridpar.server.stripes import parts_of_a_host, piece_views, trained_parameters
+from hybridpar.server.stripes import piece_views, trained_parameters
 from hybridpar.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,7 +58,7 @@ PUSHES = {
     "full": "none",
     "2 bits, fixed threshold": f"twobit:threshold={0.5 / 16:g}",
     "top-k, 1 %": "topk",
-    "hylo": "hylo:mode=server",
+    "hylo": "hylo",
 }
 #: Throughput of `hylo` over that of the fastest other: the paper's.
 HYLO_TARGET = 1.31
@@ -105,43 +105,35 @@ class Waiting(nn.Module):
 
 
 class Party:
-    """This rank's part in some workers with some shards: a learner, shards on threads, or both.
+    """This rank's part in some workers with some shards: a learner, a shard on a thread, or both.
 
     Args:
         name: Unlike that of every other party.
         config: Mode and optimizer.
         workers: The first so many ranks train.
-        hosts: Ranks that hold shards.
+        hosts: Ranks that hold a shard.
         model: This rank's model.
     """
 
     def __init__(self, name: str, config: TrainConfig, workers: int, hosts: list[int], model: nn.Module) -> None:
         self._rank, self._rules = dist.get_rank(), Rules.of(config, workers)
         self._policy = read_policy(config.compress)
-        parts = parts_of_a_host(described_parameters(model), len(hosts))
-        mine = range(hosts.index(self._rank), len(hosts) * parts, len(hosts)) if self._rank in hosts else ()
-        self._servers = [
-            ShardServer(
-                ServerOptions(
-                    *(number, len(hosts) * parts, self._rules, optimizer_of(config), self._policy, False),
-                    *(name, config.timeout),
-                ),
-                own_host(),
-            )
-            for number in mine
-        ]
-        self._threads = [threading.Thread(target=_serve, args=(one,), daemon=True) for one in self._servers]
-        for thread in self._threads:
-            thread.start()
+        self._thread: threading.Thread | None = None
+        address = None
+        if self._rank in hosts:
+            options = (hosts.index(self._rank), self._rules, optimizer_of(config), self._policy, False)
+            server = ShardServer(ServerOptions(*options, name, config.timeout), own_host())
+            address = server.address
+            self._thread = threading.Thread(target=_serve, args=(server,), daemon=True)
+            self._thread.start()
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, [server.address for server in self._servers])
+        dist.all_gather_object(told, address)
         self.learner: Learner | None = None
         if self._rank < workers:
-            addresses = [told[hosts[number % len(hosts)]][number // len(hosts)] for number in range(len(hosts) * parts)]
-            self._open(name, config, model, addresses, len(hosts))
+            self._open(name, config, model, [told[host] for host in hosts])
         dist.barrier()
 
-    def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str], hosts: int) -> None:
+    def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str]) -> None:
         stripes = cut_model(described_parameters(model), len(addresses))
         tensors = {key: own.data for key, own in trained_parameters(model).items()}
         comes_again = not self._rules.barrier
@@ -165,8 +157,7 @@ class Party:
                     ),
                 )
                 for number, address in enumerate(addresses)
-            ],
-            hosts,
+            ]
         )
         welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
         if not all(one["initialised"] for one in welcome):
@@ -186,8 +177,8 @@ class Party:
         if self.learner is not None:
             self.learner.close()
             self._links.close()
-        for thread in self._threads:
-            thread.join(30)
+        if self._thread is not None:
+            self._thread.join(30)
 
 
 def _serve(server: ShardServer) -> None:

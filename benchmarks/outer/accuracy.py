@@ -66,7 +66,7 @@ class Run:
     """One training, and what came of it.
 
     Attributes:
-        method: `sync`, `mean`, `slowmo`, `nesterov`, `qsr` (the mean, with H that grows), `streamed` (the mean, in
+        method: `sync`, `mean`, `nesterov`, `qsr` (the mean, with H that grows), `streamed` (the mean, in
             four parts that arrive H / 8 steps later) or `codec` (no outer loop: gradients of every step by a codec).
         every: H; 1 for `sync`.
         workers: K.

@@ -39,7 +39,6 @@ CLAIMS = (
     Claim("qsgd_mn:bits=4,meet=shard", {"resnet18": 6}),
     Claim("qsgd_mn:bits=3", {"resnet18": 5}),
     Claim("hylo", {"vgg16": 12, "resnet18": 4, "resnet50": 3.5}),
-    Claim("hylo:mode=server", dict.fromkeys(("vgg16", "resnet18", "resnet50"))),
     Claim("twobit", dict.fromkeys(("resnet18", "mobilenet_v2"))),
     *(Claim(f"powersgd:rank={rank}", dict.fromkeys(("resnet18", "mobilenet_v2"))) for rank in (1, 2, 4)),
     *(Claim("onebit", {"resnet18": None}, workers) for workers in (4, 8)),

@@ -103,11 +103,9 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         workers = workers or default_workers()
         servers, patient = 0, True
         if command.uses_servers:
-            if command.stages == 1:
-                command.split_count(workers)
+            command.split_count(workers)
             servers = command.server_processes
-            # The stages of a replica wait for each other, whatever replicas do.
-            patient = command.waits_for_all or not servers or command.stages > 1
+            patient = command.waits_for_all or not servers
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
     elif os.environ["RANK"] == "0" and not launched_here():

@@ -39,7 +39,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "at least 0 and at most 1",
         lambda one: 0 <= one <= 1,
-        "hflip vflip random_erasing mix_prob mix_switch color_jitter outer_mix",
+        "hflip vflip random_erasing mix_prob mix_switch color_jitter",
     ),
     ("greater than 0 and at most 1", lambda one: 0 < one <= 1, "crop_ratio decay_rate layer_decay"),
     ("numbers of at least 0 and less than 1", lambda some: all(0 <= one < 1 for one in some), "betas"),

@@ -15,19 +15,16 @@ WARM_PART = 0.08
 #: ones cost ResNet-18 on digits ten points of accuracy (trainings.csv).
 RATE = 1e-2
 
-#: Values of `--double-buffer` with which gradients are applied late.
-LATE = ("half", "delay", "auto")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
     """Recipes that train with less communication."""
 
     recipe: Literal["none", "onebit-sgd"] = "none"
-    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes, late gradients where faster."""
-    double_buffer: Literal["off", "delay", "half", "auto"] | None = None
-    """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), by half a batch
-    (`half`), or by a step if predicted faster (`auto`). Default: off; auto with --recipe onebit-sgd."""
+    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes."""
+    double_buffer: Literal["off", "delay", "half"] = "off"
+    """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), or by half a batch
+    (`half`)."""
     warm_start_steps: int | None = None
     """First steps in full precision with a recipe, and with all gradients exchanged with --sync outer:H. Default: 8 %
     of the run with a recipe; 0 with outer:H and local:H."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 
-#: Values of `--sync`; `local`, `outer` and `softsync` take a number. After `outer:H,` a mode of servers may follow.
+#: Values of `--sync`; `local`, `outer` and `softsync` take a number.
 ALL_REDUCE, LOCAL, OUTER = "allreduce", "local", "outer"
 SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "ps", "ps-async", "softsync"
 
@@ -19,13 +19,12 @@ class ServerConfig:
     sync: str = ALL_REDUCE
     """`allreduce`: sum the gradients of every step; `outer:H`: train alone for H steps, then exchange the progress, as
     --outer-optimizer and --compress say; `local:H`: likewise, the plain mean; parameter servers: `ps` waits for all
-    workers, `ps-async` for none, `softsync:N` for W/N of W workers; `outer:H,ps-async` and the like: an outer loop over
-    servers."""
+    workers, `ps-async` for none, `softsync:N` for W/N of W workers."""
     servers: int | None = None
     """Parameter server processes beside the workers; default: 1. With 0 every worker hosts one shard."""
     staleness: Literal["none", "inverse", "mean"] | None = None
     """Weight of a gradient computed on parameters of T updates ago: 1 (`none`), 1/T (`inverse`), or 1/N (`mean`), N
-    being the mean staleness of `--sync`; default: `inverse`, in an outer loop `none`. Not with `ps`."""
+    being the mean staleness of `--sync`; default: `inverse`. Not with `ps`."""
     max_staleness: int | None = None
     """Most pushes that a worker may be ahead of the slowest before it waits; default: no limit. Not with `ps`."""
     pull: Literal["fp32", "fp16"] = "fp32"
@@ -34,15 +33,7 @@ class ServerConfig:
     @property
     def uses_servers(self) -> bool:
         """Whether gradients go to parameter servers, in processes of their own or in the workers."""
-        return self.server_mode is not None
-
-    @property
-    def server_mode(self) -> str | None:
-        """`ps`, `ps-async` or `softsync:N`; None without parameter servers."""
-        loop, _, mode = self.sync.partition(",")
-        if loop.partition(":")[0] in (LOCAL, OUTER):
-            return mode or None
-        return None if self.sync == ALL_REDUCE else self.sync
+        return self.sync.partition(":")[0] not in (ALL_REDUCE, LOCAL, OUTER)
 
     @property
     def outer_steps(self) -> int | None:
@@ -51,7 +42,7 @@ class ServerConfig:
         Raises:
             UsageError: H is not a number of steps.
         """
-        kind, _, steps = self.sync.partition(",")[0].partition(":")
+        kind, _, steps = self.sync.partition(":")
         if kind not in (LOCAL, OUTER):
             return None
         if not (steps.isascii() and steps.isdigit()) or int(steps) < 1:
@@ -63,19 +54,18 @@ class ServerConfig:
     @property
     def waits_for_all(self) -> bool:
         """Whether every update takes a gradient, or the progress, of each worker."""
-        return self.server_mode in (None, SERVER_SYNC)
+        return not self.uses_servers or self.sync == SERVER_SYNC
 
     @property
     def server_processes(self) -> int:
         """Number of server processes beside the workers."""
         return (1 if self.servers is None else self.servers) if self.uses_servers else 0
 
-    def split_count(self, workers: int, called: str = "worker") -> int:
+    def split_count(self, workers: int) -> int:
         """N of n-softsync, in which an update takes floor(workers / N) gradients; 1-softsync takes one of each.
 
         Args:
-            workers: Number of workers, or of replicas where the model is cut into stages.
-            called: What to call one in messages.
+            workers: Number of workers.
 
         Returns:
             N; 1 where every update takes a gradient of each worker, `workers` where it takes one.
@@ -83,14 +73,14 @@ class ServerConfig:
         Raises:
             UsageError: N is not between 1 and the number of workers.
         """
-        name, _, number = (self.server_mode or "").partition(":")
+        name, _, number = self.sync.partition(":")
         if name != SOFT_SYNC:
             return workers if name == SERVER_ASYNC else 1
         if not number.isdigit() or not 1 <= int(number) <= workers:
             raise UsageError(
-                f"--sync {self.sync} with {workers} {called}{'' if workers == 1 else 's'}",
-                f"N of softsync:N is a whole number from 1 to the number of {called}s, here 1 to {workers}.",
-                f"softsync:1 waits for as many gradients as there are {called}s, softsync:{workers} for one.",
+                f"--sync {self.sync} with {workers} worker{'' if workers == 1 else 's'}",
+                f"N of softsync:N is a whole number from 1 to the number of workers, here 1 to {workers}.",
+                f"softsync:1 waits for as many gradients as there are workers, softsync:{workers} for one.",
             )
         return int(number)
 
@@ -100,15 +90,13 @@ class ServerConfig:
         Raises:
             UsageError: A value is out of range, or an option has no meaning in the mode.
         """
-        every, mode = self.outer_steps, self.server_mode
-        name, colon, number = (mode or "").partition(":")
-        softsync = name == SOFT_SYNC and bool(colon) and number.isdigit()
-        known = softsync or mode in (None, SERVER_SYNC, SERVER_ASYNC)
-        if not known or self.sync.endswith(",") or (every is not None and mode and self.sync.startswith(LOCAL)):
+        name, _, number = self.sync.partition(":")
+        softsync = name == SOFT_SYNC and number.isdigit()
+        if not softsync and self.outer_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
             raise UsageError(
                 f"--sync is {self.sync!r}",
                 f"It must be {ALL_REDUCE}, {OUTER}:H, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N; "
-                f"H and N are whole numbers. For an outer loop over servers, {OUTER}:H,{SERVER_ASYNC} and the like.",
+                "H and N are whole numbers.",
             )
         for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
             if value is not None and self.waits_for_all:

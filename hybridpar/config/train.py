@@ -300,9 +300,8 @@ class TrainConfig(
             SCHEDULES.get(self.schedule)  # raises where there is none
         self.check_sync()
         _refuse(self, CONFLICTS)
-        if self.uses_servers and self.workers is not None and self.stages == 1:
+        if self.uses_servers and self.workers is not None:
             self.split_count(self.workers)
-            self.check_paces(self.workers)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
             if self.resume and named:
                 raise UsageError(
@@ -394,14 +393,10 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
     return {
         "adafactor on servers": (
             f"{optimizer} --memory-format channels_last",
-            "adafactor" in config.optimizer and config.uses_channels_last and not outer,
+            "adafactor" in config.optimizer and config.uses_channels_last,
         ),
         "another codec": (f"--compress {config.compress}", another_codec),
         "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
-        "clip norm": (
-            f"--clip-norm {config.clip_norm}",
-            config.clip_norm is not None and config.clip_mode == "norm",
-        ),
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
         "cuda graph": ("--cuda-graph", config.cuda_graph),
@@ -411,15 +406,13 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "homes": (f"--placement {config.placement}", config.placement not in (None, "linear", "loop", "v")),
         "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
         "kron": (optimizer, kron),
-        "kron on servers": (optimizer, kron and not outer),
-        "late": (f"--double-buffer {config.double_buffer}", config.double_buffer not in (None, "off")),
+        "late": (f"--double-buffer {config.double_buffer}", config.double_buffer != "off"),
         "local": (sync, outer and config.sync.startswith(LOCAL)),
         "nesterov": ("--nesterov", config.nesterov),
         "no guard": ("--no-guard", not config.guard),
         "no share": (shares, 0 in (config.share_list or ())),
         "not sgd": (optimizer, config.optimizer != "sgd"),
         "outer": (sync, outer),
-        "outer on servers": (sync, outer and served),
         "plan file": (f"--plan {config.plan}", config.plan_file is not None),
         "profile": ("--profile", config.profile),
         "recipe": (f"--recipe {recipe}", recipe != "none"),
@@ -433,11 +426,9 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
         "shares auto": (shares, config.shares.strip() == "auto"),
         "staged": (f"--stages {config.stages}", config.stages > 1),
-        "stages on servers": (f"--stages {config.stages} {sync}", config.stages > 1 and served),
         "steps": (f"--steps {config.steps}", config.steps is not None),
         "stop early": ("--stop-early", config.stop_early is not None),
         "timeline": ("--timeline", config.timeline is not None),
-        "warm outer": (f"--warm-start-steps {config.warm_start_steps}", bool(config.warm_start_steps) and outer),
         "weights": (f"--weights {config.weights}", config.weights is not None),
     }
 
@@ -451,7 +442,7 @@ NEED_WHOLE_MODEL = (
 NEED_EQUAL_REPLICAS = {
     "batch norm sync": "Workers would wait for each other in different orders.",
     "codec auto": "It measures the links of all replicas at once.",
-    "late": "It compares replicas.",
+    "late": "It was made for replicas of equal numbers of workers.",
     "outer": "Groups between outer steps are equal.",
     "timeline": "It pairs the workers of equal replicas.",
     "shard optimizer": "Its parts belong to the workers of equal replicas.",
@@ -463,11 +454,8 @@ _TOGETHER = "No step is made by all workers together."
 #: Pairs of options that contradict each other, and why.
 CONFLICTS = (
     ("plan file", "servers", "Replicas make their steps apart, and each would have to follow it."),
-    ("homes", "servers", "Replicas are of equal numbers of workers."),
-    ("staged", "outer on servers", _WHOLE),
-    ("clip norm", "stages on servers", "Each stage is updated by servers of its own, which know its gradients alone."),
-    ("ema", "stages on servers", "Each worker is given weights of its own stages."),
-    ("fp16", "stages on servers", "Replicas would have to agree on loss scales."),
+    ("homes", "servers", _WHOLE),
+    ("staged", "servers", _WHOLE),
     ("recipe", "servers", "Its state is the workers', and servers keep their own."),
     ("late", "servers", "Servers that do not wait are late already."),
     ("select batch", "servers", _WHOLE),
@@ -477,13 +465,12 @@ CONFLICTS = (
     ("cuda graph", "servers", _WHOLE),
     ("timeline", "servers", "A timeline is of workers that make one step together."),
     ("profile", "servers", "It is of workers that make one step together."),
-    ("kron on servers", "servers", "It draws random numbers of its own: a shard could neither save nor redraw them."),
+    ("kron", "servers", "It draws random numbers of its own: a shard could neither save nor redraw them."),
     ("adafactor on servers", "servers", "It looks at the order of dimensions; servers hold parameters as they lie."),
     ("codec auto", "servers", "It measures all-reduces, which such a run does not use."),
     ("stop early", "servers", "Only rank 0 tests, and no shard is told."),
     ("kernels", "servers", "Which kernels run is agreed on by all workers together."),
     ("batch norm sync", "servers", "Workers do not meet in the middle of a step."),
-    ("warm outer", "servers", "Servers take outer gradients from the first step on."),
     ("weights", "resume from", "Both say where to start."),
     ("cuda graph", "codec", "What a codec keeps is put back by the host where a step does not count."),
     ("cuda graph", "timeline", "A graph runs as a whole, so the actions inside it have no times of their own."),

@@ -398,11 +398,8 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         config = replace(config, lr=config.lr_per_sample * config.batch_size, lr_per_sample=None)
     if config.recipe == "none":
         return config
-    buffering = config.double_buffer
     codec = "none" if replicas == 1 else codec_text(config, total_steps)
     lr = RATE if config.lr == TrainConfig.lr else config.lr
-    if buffering is None:
-        buffering = "off" if config.cuda_graph or config.amp == "fp16" else "auto"
     return replace(
         config,
         recipe="none",
@@ -411,7 +408,6 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         momentum=0.0,
         # Not part of the owners' momentum, which would have added it up.
         weight_decay=config.weight_decay / (1 - _rule(config).momentum),
-        double_buffer=buffering,
         warm_start_steps=None,
     )
 

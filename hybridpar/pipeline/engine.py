@@ -411,25 +411,6 @@ class PipelineEngine:
                 stage.reducer.load_state_dict(orders.get(str(index), {}))
                 stage.reducer.follow_trainable()
 
-    def modules_by_position(self) -> list[list[nn.Module]]:
-        """The modules of the stages that the workers of a replica train, by their place in it."""
-        layout = self.options.layout(len(self._all_stages))
-        return [
-            [module_of(stage) for stage in self._all_stages if layout.home(stage.index) == position]
-            for position in range(self.positions)
-        ]
-
-    def number_micro_batches(self, first: int) -> None:
-        """Say how many micro-batches of a step are those of replicas that are pipelines of their own.
-
-        Random operations depend on a micro-batch's number among all.
-
-        Args:
-            first: Number of this replica's first one.
-        """
-        for stage in self.stages.values():
-            stage.run.number_micro_batches(first)
-
     def close(self) -> None:
         """Wait for the step that may still run, and release hooks and the grid. Safe to call twice.
 

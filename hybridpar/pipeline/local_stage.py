@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -132,25 +131,6 @@ class LocalStage:
         self.gradients.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
-
-    def set_delayed(self, delayed: bool) -> None:
-        """From the next step on apply gradients one step late, or as they come; between steps, on all replicas alike.
-
-        Gradients that wait are dropped where they are no longer applied late.
-
-        Args:
-            delayed: Whether they come one step late.
-        """
-        before = self.reducer
-        if before is None or self.options.delayed == delayed:
-            return
-        state = before.state_dict()
-        before.close()
-        self.options = replace(self.options, delayed=delayed)
-        self.gradients = self._make_gradients()
-        assert self.reducer is not None
-        self.reducer.load_state_dict(state)
-        self.reducer.follow_trainable()
 
     def _make_gradients(self) -> LocalGradients:
         options = self.options

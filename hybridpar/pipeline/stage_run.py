@@ -21,7 +21,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -341,15 +341,6 @@ class StageRun:
         self._scratch = scratch
         self._after_forward = after_forward
         self._quiet = quiet
-
-    def number_micro_batches(self, first: int) -> None:
-        """Count micro-batches from another number, for what random operations draw.
-
-        Args:
-            first: Number of the first one.
-        """
-        if self._keys is not None:
-            self._keys = replace(self._keys, first=first)
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left.

@@ -159,7 +159,7 @@ def not_modelled(config: TrainConfig) -> str:
         f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",
         f"--sync {config.sync}": config.sync != "allreduce",
-        f"--double-buffer {config.double_buffer}": config.double_buffer not in (None, "off"),
+        f"--double-buffer {config.double_buffer}": config.double_buffer != "off",
         f"--select-batch {config.select_batch}": bool(config.select_batch),
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError
@@ -22,7 +22,6 @@ from hybridpar.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
-    from hybridpar.train.delayed import DoubleBufferEngine
 
 #: Figures of a plan, by the keys of the summary.
 _KEYS = ("bubble", "exposed_sync_ms", "bytes_sent_per_step", "peak_saved_bytes", "memory_bytes")
@@ -157,34 +156,6 @@ def recipe_fields(
     return {
         "recipe": config.recipe,
         "sync": sync_of(config, trainer.plan),
-        "double_buffer": _buffering(trainer),
+        "double_buffer": config.double_buffer,
         "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
     }
-
-
-def buffering_news(trainer: Trainer) -> str | None:
-    """What `--double-buffer auto` has just decided, and by which figures; None at all other times.
-
-    Args:
-        trainer: What trains.
-    """
-    if trainer.engine.double_buffer != "auto":
-        return None
-    engine = cast("DoubleBufferEngine", trainer.engine)
-    if engine.told or engine.prediction is None:
-        return None
-    engine.told = True
-    predicted = engine.prediction
-    decided = (
-        "gradients are applied a step late from now on" if engine.delayed else "gradients are applied as they come"
-    )
-    return f"{decided}: predicted {predicted.delay_ms:.1f} ms a step late, {predicted.overlapped_ms:.1f} ms else"
-
-
-def _buffering(trainer: Trainer) -> str:
-    """What was asked for of late gradients, and what `auto` made of it."""
-    engine = trainer.engine
-    form = engine.double_buffer
-    if form != "auto":
-        return form
-    return "auto:delay" if cast("DoubleBufferEngine", engine).delayed else "auto:off"

@@ -138,7 +138,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         The forecast, the same on all workers; None where nothing says how long a stage takes, where gradients may be
         late, which the simulation does not know of, where batches may change their size, and where replicas differ.
     """
-    if engine.double_buffer != "off" or config.select_batch or engine.plan.placement.homes is not None:
+    if config.double_buffer != "off" or config.select_batch or engine.plan.placement.homes is not None:
         return None
     from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program
     from hybridpar.schedule.simulate import simulate

@@ -52,7 +52,6 @@ from hybridpar.run.data import (
 from hybridpar.run.directory import RunPlace, before_the_start, claim_place, find_place, recall_options, was_restarted
 from hybridpar.run.figures import (
     WorkerFigures,
-    buffering_news,
     close_plan,
     measured_fields,
     predicted_fields,
@@ -435,8 +434,6 @@ class Run(RunLoop):
                 self._note_step(record, "was skipped on all workers: a gradient was not finite")
                 with self.clock.away():
                     self.watch.take(result.step, spans, progress.message)
-                if (news := buffering_news(self.trainer)) is not None:
-                    progress.message(news)
                 self._tune_shares(result, record)
                 if result.outcome.stop:
                     self._stopping = True

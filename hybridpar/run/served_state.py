@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ from hybridpar.run.best import keep_rule
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing, plain_tests, read_tests
-from hybridpar.run.served_outer import outer_state_of, outer_step_of, saved_outer_state
-from hybridpar.run.served_stages import Replica
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.link import Links
-from hybridpar.server.outer import outer_statistics
-from hybridpar.server.present import PresentWorkers
+from hybridpar.server.place import Place
+from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
@@ -46,8 +45,6 @@ from hybridpar.train.checkpoint import (
     usable,
 )
 from hybridpar.train.checkpoint_files import latest_checkpoint
-from hybridpar.train.engine import Engine
-from hybridpar.train.trainer import Trainer
 
 
 class ServedState:
@@ -57,13 +54,12 @@ class ServedState:
         config: Options.
         model_name: What the user calls the model.
         model: It, on the worker's device.
-        stripes: What the shards hold, by the position in a replica of the workers that train it.
-        replica: This worker's replica.
+        stripes: What the shards hold.
+        place: What this process is.
         policy: Codecs of pushes.
         barrier: Whether an update waits for all workers.
         clipping: How gradients are clipped.
         at: How far the run is; what is found at the start is put there.
-        inner: In an outer loop: trains between two exchanges.
     """
 
     def __init__(
@@ -71,18 +67,15 @@ class ServedState:
         config: TrainConfig,
         model_name: str,
         model: nn.Module,
-        stripes: list[list[Stripe]],
-        replica: Replica,
+        stripes: list[Stripe],
+        place: Place,
         policy: Policy,
         barrier: bool,
         clipping: Clipping,
         at: Standing,
-        inner: Trainer | None = None,
     ) -> None:
-        self._inner = inner
         self._at, self._clipping = at, clipping
-        self._config, self._name, self._place = config, model_name, replica.place
-        self._replica = replica
+        self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
         self.model = model
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
@@ -97,8 +90,7 @@ class ServedState:
         }
         self.links = self._open_links(policy)
         #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
-        scaled = config.amp == "fp16" and inner is None
-        self.loss_scale = LossScale(self.device) if scaled else None
+        self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
         # What workers in step decide alike of `--lr-schedule plateau`, else worker 0 for all.
         self._plateau = Plateau(config) if config.lr_schedule == "plateau" else None
         self._told: float | None = None
@@ -109,12 +101,10 @@ class ServedState:
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
         links = []
-        addresses = place.find(sum(map(len, self._stripes)), config.timeout)
-        stripes = self._stripes[place.position]
-        for number, stripe in zip(place.shards_of(place.position, len(stripes)), stripes, strict=True):
+        for number, (address, stripe) in enumerate(zip(place.find(config.timeout), self._stripes, strict=True)):
             options = LinkOptions(
-                worker=place.learner,
-                shards=len(addresses),
+                worker=place.rank,
+                shards=place.shards,
                 fingerprint=self.fingerprint,
                 policy=str(policy),
                 token=place.token,
@@ -124,8 +114,8 @@ class ServedState:
             )
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
             views = piece_views(stripe, self.host)
-            links.append(ShardLink(number, addresses[number], stripe, views, encoder, options))
-        return Links(links, place.hosts_each)
+            links.append(ShardLink(number, address, stripe, views, encoder, options))
+        return Links(links)
 
     # ------------------------------------------------------------------- begin
 
@@ -143,11 +133,10 @@ class ServedState:
         at = self._at
         run_place = find_place(self._config, self._name) if main else None
         written = _last_step(run_place.directory) if run_place is not None and joins else 0
-        buffers = self._buffers(self._replica.own).nbytes // 4
+        buffers = flat_buffers(self.model).numel()
         welcome = self.links.hello(buffers, written if main else None)
-        if self._place.learner == 0 and not all(one["initialised"] for one in welcome):
-            starts = self._replica.world.from_main(lambda: self._starts(run_place, total, images))
-            self.links.initialise(starts[self._place.position])
+        if main and not all(one["initialised"] for one in welcome):
+            self.links.initialise(self._starts(run_place, total, images))
         elif run_place is not None:
             at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
         rest = self.links.links[0].unpack_rest()
@@ -176,18 +165,16 @@ class ServedState:
         """Put into the model what the shards sent last."""
         statistics = self.links.links[0].statistics
         if statistics.numel():
-            self._put_buffers(self._replica.own, statistics)
+            put_buffers(self.model, statistics)
         if self.device.type != "cpu":
             with torch.no_grad():
                 for name, parameter in trained_parameters(self.model).items():
                     parameter.copy_(self.host[name], non_blocking=True)
 
-    def _starts(
-        self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None
-    ) -> list[list[dict[str, Any]]]:
-        """By position, what shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
+    def _starts(self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """What shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
         assert place is not None
-        workers = self._place.learners
+        workers = self._place.workers
         optimizer: dict[str, Any] | None = None
         progress: list[dict[str, Any]] = []
         step = clock = 0
@@ -198,10 +185,8 @@ class ServedState:
                 self._at.go_on_from(data.training["extra"], self._config, place.checkpoint)
                 self.model.load_state_dict(data.model)
                 optimizer = data.training["optimizer"]
-                if self._inner is not None:
-                    optimizer = outer_state_of(data.training.get("outer", {}))
-                else:  # only to have it refused where it is of another kind
-                    load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(optimizer or {}))
+                # Only to have it refused where it is of another kind.
+                load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(optimizer or {}))
                 step = self._at.resumed_from = data.step
                 progress = data.training.get("server", {}).get("shards", [])
                 clock = max((int(one["clock"]) for one in progress), default=step)
@@ -209,36 +194,27 @@ class ServedState:
             self.weights_lines = start_from_weights(self._config, self._name, self.model)
         place = claim_place(place, self._config, self._name, {"torch": torch.__version__}, images=images)
         checkpoint = None if place.checkpoint is None else str(place.checkpoint)
-        if len(progress) != sum(map(len, self._stripes)):
-            progress = []
-        return [
-            shard_starts(
-                self.model,
-                stripes,
-                limit=total * workers,
-                outer=None if self._inner is None else outer_step_of(self._config, total),
-                buffers=self._buffers(part),
-                optimizer=optimizer,
-                progress=[progress.pop(0) for _ in stripes if progress],
-                taken=step * workers,
-                clock=clock,
-                clipping=self._clipping,
-                facts={
-                    "directory": str(place.directory),
-                    "checkpoint": checkpoint,
-                    "step": step,
-                    "best": plain_tests(keep_rule(self._config).best(self._at.tested)),
-                },
-            )
-            for part, stripes in zip(self._replica.parts, self._stripes, strict=True)
-        ]
+        return shard_starts(
+            self.model,
+            self._stripes,
+            limit=total * workers,
+            optimizer=optimizer,
+            progress=progress,
+            taken=step * workers,
+            clock=clock,
+            clipping=self._clipping,
+            facts={
+                "directory": str(place.directory),
+                "checkpoint": checkpoint,
+                "step": step,
+                "best": plain_tests(keep_rule(self._config).best(self._at.tested)),
+            },
+        )
 
     def _load_own(self, path: Path) -> None:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
         own, scale = data.local, data.training.get("loss_scale")
-        if self._inner is not None:
-            self._load_inner(self._inner.engine, data, path)
         if not self._barrier and own is not None and data.workers == self._place.workers:
             scale = own.get("server", {}).get("loss_scale", scale)
         if self.loss_scale is not None and scale is not None:
@@ -252,28 +228,6 @@ class ServedState:
             if "server" in own:
                 self._at.own_steps = int(own["server"]["own_steps"])
                 self.links.load_coders(own["server"]["codecs"])
-
-    def _load_inner(self, engine: Engine, data: CheckpointData, path: Path) -> None:
-        """The state of this worker's own optimizer, or where it has saved none, that of worker 0."""
-        saved = {"optimizer": data.training["optimizer"], "loss_scale": data.training.get("loss_scale")}
-        if data.local is not None and data.workers == self._place.workers:
-            saved |= data.local.get("server", {}).get("inner", {})
-        with usable(path):
-            engine.load_optimizer_state(saved["optimizer"])
-            if saved["loss_scale"] is not None:
-                engine.load_loss_scale_state(saved["loss_scale"])
-
-    def _buffers(self, part: nn.Module) -> Tensor:
-        """The running statistics of what a worker trains as servers keep them, on the CPU."""
-        if self._inner is None:
-            return flat_buffers(part).cpu()
-        return outer_statistics(self.model).message(1.0).cpu()
-
-    def _put_buffers(self, model: nn.Module, values: Tensor) -> None:
-        if self._inner is None:
-            put_buffers(model, values)
-        else:
-            outer_statistics(model).load(values.view(torch.float64).to(self.device), 1.0)
 
     # ------------------------------------------------------------------- rates
 
@@ -344,25 +298,10 @@ class ServedState:
 
     # -------------------------------------------------------------------- save
 
-    def snapshot(self) -> tuple[list[dict[str, Any]] | None, list[dict[str, Any]]]:
-        """Worker 0: the state of each shard, and the steps that it has not been told of; with others of its replica."""
+    def snapshot(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Worker 0: the state of each shard, and the steps that it has not been told of."""
         answers = self.links.states()
-        world = self._replica.world
-        states = world.gather_on_main([state for _, state in answers], range(world.size))
-        rows = list(answers[0][0].get("rows", ()))
-        return None if states is None else [state for own in states for state in own], rows
-
-    def meet(self, tag: str, item: object) -> tuple[list[int], list[Any]]:
-        """Tell all workers something, and hear what they say under the same tag; see `Replica.meet`.
-
-        Args:
-            tag: `occasion/number`.
-            item: Plain values and tensors.
-
-        Returns:
-            Who took part, and what each said, in the same order.
-        """
-        return self._replica.meet(self.links, tag, item)
+        return [state for _, state in answers], list(answers[0][0].get("rows", ()))
 
     def save(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
         """Write a checkpoint; called by all workers on the same occasion.
@@ -379,13 +318,13 @@ class ServedState:
             RunDirectoryError: It cannot be written; older ones are untouched.
             SyncError: A worker died meanwhile.
         """
-        worker = self._place.rank
-        taken = None if states is None else int(states[0]["taken"]) // self._place.learners
-        workers, items = self.meet(f"{occasion}/0", taken)
+        worker, meet = self._place.rank, partial(exchange, self.links.links[0])
+        taken = None if states is None else int(states[0]["taken"]) // self._place.workers
+        workers, items = meet(f"{occasion}/0", taken)
         step = items[workers.index(0)] if 0 in workers else None
         if not isinstance(step, int):
             return None
-        world = PresentWorkers(self.meet, occasion, worker, workers, self.device, self._config.timeout)
+        world = PresentWorkers(meet, occasion, worker, workers, self.device, self._config.timeout)
         local: dict[str, Any] = {
             "random": random_state(self.device),
             "sync": {},
@@ -393,10 +332,6 @@ class ServedState:
         }
         if self.loss_scale is not None:
             local["server"]["loss_scale"] = self.loss_scale.state_dict()
-        if self._inner is not None:
-            engine = self._inner.engine
-            inner = {"optimizer": engine.optimizer_state(), "loss_scale": engine.loss_scale_state()}
-            local["server"]["inner"] = inner
         self._at.epoch, self._at.epoch_step = divmod(step, steps_per_epoch)
         model, training = self._whole(states) if states is not None else ({}, {})
         average = None
@@ -408,13 +343,10 @@ class ServedState:
     def _whole(self, states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The model, and what else there is of it, as the shards have it."""
         model = copy.deepcopy(self.model).cpu()
-        optimizer, progress = merged_states(model, [stripe for own in self._stripes for stripe in own], states)
+        optimizer, progress = merged_states(model, self._stripes, states)
         kind = type(build_optimizer(model, self._config)).__name__
-        first = 0
-        for position, stripes in enumerate(self._stripes):
-            if states[first]["buffers"].numel():
-                self._put_buffers(self._replica.buffers_in(model, position), states[first]["buffers"])
-            first += len(stripes)
+        if states[0]["buffers"].numel():
+            put_buffers(model, states[0]["buffers"])
         training = {
             "optimizer": {"kind": kind, **optimizer},
             "extra": self._at.to_extra(self._config),
@@ -422,11 +354,6 @@ class ServedState:
         }
         if self.loss_scale is not None:
             training["loss_scale"] = self.loss_scale.state_dict()
-        if self._inner is not None:
-            training["optimizer"] = self._inner.engine.optimizer_state()
-            training["outer"] = saved_outer_state(optimizer["state"])
-            if (scale := self._inner.engine.loss_scale_state()) is not None:
-                training["loss_scale"] = scale
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training

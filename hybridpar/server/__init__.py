@@ -1,13 +1,12 @@
 """Parameter servers: workers of unequal speed, or on slow links, send gradients to them instead of to each other.
 
-The shards' rules (`Shard`, `Rules`) know nothing of processes, and `Simulation` plays any order of arrivals through
-them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on processes.
+The shards' rules (`Shard`, `Rules`) know nothing of processes; `hybridpar train --sync ps|ps-async|softsync:N` runs
+shards on processes.
 """
 
 from hybridpar.server.encoding import PushDecoder, PushEncoder
 from hybridpar.server.rules import Rules
 from hybridpar.server.shard import Answer, Push, Shard
-from hybridpar.server.simulate import Arrival, Happening, Simulation, round_robin
 from hybridpar.server.staleness import SCALES, StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of
 from hybridpar.server.stripes import Piece, Stripe, cut_model
@@ -15,19 +14,15 @@ from hybridpar.server.stripes import Piece, Stripe, cut_model
 __all__ = [
     "SCALES",
     "Answer",
-    "Arrival",
-    "Happening",
     "Piece",
     "Push",
     "PushDecoder",
     "PushEncoder",
     "Rules",
     "Shard",
-    "Simulation",
     "StalenessHistogram",
     "Stripe",
     "cut_model",
     "described_parameters",
     "optimizer_of",
-    "round_robin",
 ]

@@ -18,7 +18,6 @@ from hybridpar.optim.build import counters_of
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.running import flat_buffers, running_buffers
 from hybridpar.server.stripes import Piece, Stripe, piece_views, trained_parameters
-from hybridpar.sync.outer import OuterStep
 
 #: What is kept of a shard beside the parameters and the optimizer.
 _PROGRESS = ("clock", "taken", "histogram")
@@ -34,8 +33,6 @@ def shard_starts(
     taken: int = 0,
     clock: int = 0,
     clipping: Clipping | None = None,
-    outer: OuterStep | None = None,
-    buffers: Tensor | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """What each shard is to begin with.
@@ -43,20 +40,17 @@ def shard_starts(
     Args:
         model: The model with the weights to begin with.
         stripes: What the shards hold.
-        limit: Pushes wanted in all; in an outer loop the steps that they are of.
+        limit: Pushes wanted in all.
         optimizer: State as of `hybridpar.optim.build.optimizer_state`; None for none.
         progress: What `merged_states` returned of as many shards; else `taken` and `clock` count.
         taken: Pushes taken so far.
         clock: Updates so far.
         clipping: How gradients are clipped.
-        outer: What becomes of outer gradients; None for an optimizer over gradients.
-        buffers: What workers push beside gradients; default: the running statistics.
         facts: What every worker is to be told.
     """
     parameters = {name: own.detach() for name, own in trained_parameters(model).items()}
     saved = (optimizer or {}).get("state", {})
     counters = {name: counters_of(group) for group in (optimizer or {}).get("groups", ()) for name in group["names"]}
-    buffers = flat_buffers(model).cpu() if buffers is None else buffers
     starts = []
     for number, stripe in enumerate(stripes):
         own = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
@@ -71,8 +65,7 @@ def shard_starts(
                 "clipping": asdict(clipping or Clipping()),
                 "state": own | {"taken": taken},
                 "limit": limit,
-                "outer": None if outer is None else asdict(outer),
-                "buffers": buffers if number == 0 else torch.empty(0),
+                "buffers": flat_buffers(model).cpu() if number == 0 else torch.empty(0),
                 "rest": {"tensors": untrained(model), "facts": dict(facts or {})} if number == 0 else {},
             }
         )

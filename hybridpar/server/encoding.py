@@ -6,7 +6,7 @@ round; a copy of each coder at the server reads these messages and decodes the s
 The difference to the gradient is the learner's residual.
 
 Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
-`hylo:mode=server`, whose owners answer in full precision): the server's copy does the owner's part.
+`twobit:pull=full`, whose owners answer in full precision): the server's copy does the owner's part.
 """
 
 from __future__ import annotations
@@ -178,14 +178,6 @@ class PushEncoder:
         for coder in self._coders:
             if coder.spec.name in state:
                 coder.load_state_dict(state[coder.spec.name])
-
-    def unsent(self) -> Tensor:
-        """All that was left out so far, 1-D float32 of the stripe's size."""
-        out = torch.zeros(self.stripe.count)
-        for coder, (first, last) in zip(self._coders, self.stripe.ranges, strict=True):
-            if isinstance(coder, FeedbackCoder):
-                out[first:last] = coder.unsent()
-        return out
 
 
 class PushDecoder:

@@ -1,8 +1,7 @@
 """Counts and records the steps of a run with parameter servers.
 
 A *step* is as many gradients as there are workers, from whichever of them: the work of one synchronous step, so that
-epochs, learning rates and speeds mean the same in every mode. In an outer loop a push is of several gradients, and one
-arrival may end several steps: they share what has come since the last one.
+epochs, learning rates and speeds mean the same in every mode.
 """
 
 from __future__ import annotations
@@ -49,15 +48,12 @@ class Ledger:
 
     Args:
         per_step: Gradients of a step.
-        pushes: Arrivals that end a step at least.
         step: Steps done before.
         clock: Seconds.
     """
 
-    def __init__(
-        self, per_step: int, step: int = 0, clock: Callable[[], float] = time.perf_counter, *, pushes: int = 1
-    ) -> None:
-        self.per_step, self._pushes = per_step, pushes
+    def __init__(self, per_step: int, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.per_step = per_step
         self.step = step
         self._clock = clock
         self._rows: deque[StepRow] = deque(maxlen=_MOST)
@@ -66,7 +62,6 @@ class Ledger:
 
     def _clear(self) -> None:
         self._arrived = self._samples = self._counted = self._most = self._skipped = self._staleness = self._queued = 0
-        self._gradients = 0
         self._loss = self._rate = 0.0
 
     def restart(self) -> None:
@@ -74,7 +69,7 @@ class Ledger:
         self._since = self._clock()
 
     def arrived(
-        self, *, staleness: int, samples: int, loss: float, rate: float, queued: int, counts: bool, steps: int = 1
+        self, *, staleness: int, samples: int, loss: float, rate: float, queued: int, counts: bool
     ) -> StepRow | None:
         """Take in a gradient.
 
@@ -85,13 +80,11 @@ class Ledger:
             rate: Its learning rate.
             queued: Gradients that lie there and wait, this one included.
             counts: Whether it is finite.
-            steps: Gradients that it is of.
 
         Returns:
-            The last step that it ends, if it ends one.
+            The step that it ends, if it ends one.
         """
         self._arrived += 1
-        self._gradients += steps
         self._samples += samples
         self._staleness += staleness
         self._most = max(self._most, staleness)
@@ -102,27 +95,24 @@ class Ledger:
             self._loss += loss * samples
         else:
             self._skipped += 1
-        ended, left = divmod(self._gradients, self.per_step)
-        if not ended or self._arrived < self._pushes:
+        if self._arrived < self.per_step:
             return None
         now = self._clock()
-        for number in range(ended):
-            self.step += 1
-            row = StepRow(
-                self.step,
-                self._loss / self._counted if self._counted else float("nan"),
-                (number + 1) * self._samples // ended - number * self._samples // ended,
-                (now - self._since) / ended,
-                self._staleness / self._arrived,
-                self._most,
-                self._queued / self._arrived,
-                self._skipped if number == 0 else 0,
-                self._rate / self._arrived,
-            )
-            self._rows.append(row)
+        self.step += 1
+        row = StepRow(
+            self.step,
+            self._loss / self._counted if self._counted else float("nan"),
+            self._samples,
+            now - self._since,
+            self._staleness / self._arrived,
+            self._most,
+            self._queued / self._arrived,
+            self._skipped,
+            self._rate / self._arrived,
+        )
+        self._rows.append(row)
         self._since = now
         self._clear()
-        self._gradients = left
         return row
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:

@@ -19,17 +19,12 @@ from hybridpar.server.wire import unpack
 class Links:
     """A worker's ways to all shards.
 
-    Gradients leave for the shards of one process one after the other, from the last layers to the first, and for
-    different processes side by side.
-
     Args:
         links: By the shard's number.
-        hosts: Number of processes; shard n is at process n modulo it. Default: as many as there are shards.
     """
 
-    def __init__(self, links: Sequence[ShardLink], hosts: int | None = None) -> None:
+    def __init__(self, links: Sequence[ShardLink]) -> None:
         self.links = tuple(links)
-        self._hosts = len(self.links) if hosts is None else hosts
         self._flights: list[PushFlight] = []
         self._futures: list[Future[dict[str, Any]]] = []
         self._squares = [0.0] * len(self.links)
@@ -66,32 +61,20 @@ class Links:
         pairs = zip(self.links, starts, strict=True)
         return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
 
-    def stay(self) -> None:
-        """Let the shards know that this worker is there, and trains."""
-        for link in self.links:
-            link.submit(link.stay)
-
-    def begin_push(self, rate: float, *, rescale: bool = True) -> None:
+    def begin_push(self, rate: float) -> None:
         """A backward pass is about to make a gradient.
 
         Args:
             rate: Learning rate as a fraction of its peak.
-            rescale: Whether what codecs have left out is in units of a gradient of that rate.
         """
         self.squares = None
-        for link in self.links if rescale else ():
+        for link in self.links:
             if link.encoder is not None:
                 link.encoder.rescale(rate)
         self._flights = [
             PushFlight({"rate": rate}, link.encoder.sizes if link.encoder is not None else _plain_sizes(link.stripe))
             for link in self.links
         ]
-        for number, flight in enumerate(self._flights):
-            follower = number + self._hosts
-            if follower < len(self._flights):
-                flight.turn = self._flights[follower].gone
-            else:
-                flight.turn.set()
         self._futures = [
             link.submit(self._push, link, flight) for link, flight in zip(self.links, self._flights, strict=True)
         ]
@@ -146,7 +129,7 @@ class Links:
         return _results(self._futures)
 
     def states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Of each shard what it says, and its state as `Shard.state_dict` has it, with statistics and traffic."""
+        """Of each shard what it says, and its state as `Shard.state_dict` has it, with statistics."""
         answers = _results([link.submit(link.ask, {"kind": "state"}) for link in self.links])
         return [(meta, unpack(payload)) for meta, payload in answers]
 

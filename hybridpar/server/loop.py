@@ -48,8 +48,6 @@ class SocketLoop(ABC):
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self.host, self.port = host, int(self._listener.getsockname()[1])
-        #: Bytes of connections that have ended.
-        self.received = self.sent = 0
 
     @property
     def address(self) -> str:
@@ -172,9 +170,6 @@ class SocketLoop(ABC):
             connection: The connection.
         """
         self._strangers.pop(connection, None)
-        self.received += connection.received
-        self.sent += connection.sent
-        connection.received = connection.sent = 0
         if connection.socket.fileno() >= 0:
             self._selector.unregister(connection.socket)
             connection.close()

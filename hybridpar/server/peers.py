@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from hybridpar.compress import Policy
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.server.encoding import PushDecoder
@@ -22,7 +20,6 @@ class ServerOptions:
 
     Attributes:
         number: Which shard it is, from 0.
-        shards: How many there are.
         rules: What to do with gradients.
         optimizer: Makes the optimizer.
         policy: Codecs of pushes.
@@ -32,7 +29,6 @@ class ServerOptions:
     """
 
     number: int
-    shards: int
     rules: Rules
     optimizer: OptimizerOf
     policy: Policy
@@ -51,12 +47,10 @@ class Peer:
         clock: Of the weights that it has; None where it has none of this shard.
         decoder: What decodes its pushes.
         push: Push that has arrived but for its end.
-        gradient: What that push stands for, where it has been decoded already.
         told: When it was last told anything.
         saved: Number of the last request to save that it was sent.
         missed: Since when nothing has come from it, once that has been said.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
-        speed: Steps that it makes in a second, where it said so.
     """
 
     connection: Connection
@@ -64,12 +58,10 @@ class Peer:
     decoder: PushDecoder
     clock: int | None = None
     push: Frame | None = None
-    gradient: Tensor | None = None
     told: float = field(default_factory=time.monotonic)
     saved: int = 0
     missed: float | None = None
     rows: int | None = None
-    speed: float = 0.0
 
     @property
     def active(self) -> float:

@@ -40,7 +40,6 @@ class Place:
         store: Where the processes find each other; any process that reaches it can read and change it.
         token: What lets a worker in at a server.
         joins: Whether it takes the place of a worker that died.
-        positions: Workers of a replica, each of which runs other stages of the model; 1 where each runs all of it.
     """
 
     rank: int
@@ -49,65 +48,31 @@ class Place:
     store: Any
     token: str = field(repr=False)
     joins: bool = False
-    positions: int = 1
 
     @property
-    def learners(self) -> int:
-        """Replicas. A shard takes gradients of each, from the worker that runs the stage whose parameters it holds."""
-        return self.workers // self.positions
-
-    @property
-    def learner(self) -> int:
-        """Number of this worker's replica, by which shards know it."""
-        return self.rank % self.learners
-
-    @property
-    def position(self) -> int:
-        """Place of this worker among those of its replica, from 0."""
-        return self.rank // self.learners
-
-    @property
-    def host(self) -> int | None:
-        """Number of this process among those that hold shards, if it does."""
+    def shard(self) -> int | None:
+        """Number of the shard that this process serves, if it does."""
         if self.servers == 0:
             return self.rank
-        return self.rank - self.workers if self.rank >= self.workers else None
+        return None if self.is_worker else self.rank - self.workers
+
+    @property
+    def shards(self) -> int:
+        """How many shards there are: one for each server, or for each worker where there are none."""
+        return self.servers or self.workers
 
     @property
     def is_worker(self) -> bool:
         """Whether it trains."""
         return self.rank < self.workers
 
-    @property
-    def hosts(self) -> int:
-        """Processes that hold shards. Shard n is at host n modulo their number."""
-        return self.servers or self.workers
-
-    @property
-    def hosts_each(self) -> int:
-        """Processes that hold shards for one position: as many of their own for each, where they can be divided so."""
-        return self.hosts if self.hosts % self.positions else self.hosts // self.positions
-
-    def shards_of(self, position: int, count: int) -> list[int]:
-        """Numbers of the shards that hold what the workers at a position train.
+    def publish(self, address: str) -> None:
+        """Tell where the shard of this process listens.
 
         Args:
-            position: Which.
-            count: Shards of each position.
-        """
-        if self.hosts % self.positions:
-            return [*range(position * count, (position + 1) * count)]
-        own = self.hosts_each
-        return [number // own * self.hosts + position * own + number % own for number in range(count)]
-
-    def publish(self, shard: int, address: str) -> None:
-        """Tell where a shard of this process listens.
-
-        Args:
-            shard: Number of the shard.
             address: `host:port` at which it listens.
         """
-        self.store.set(f"shard/{shard}", address)
+        self.store.set(f"shard/{self.shard}", address)
 
     def wait_for(self, key: str, timeout: float) -> str:
         """What another process has set under a key, once it has.
@@ -119,7 +84,14 @@ class Place:
         Raises:
             SyncError: No process does within the time-out.
         """
-        return wait_for_key(self.store, key, timeout)
+        deadline = time.monotonic() + timeout
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started."
+                )
+            time.sleep(0.02)
+        return str(self.store.get(key).decode())
 
     def tell_over(self) -> None:
         """Tell that this server has ended, because all workers have left."""
@@ -133,17 +105,16 @@ class Place:
             return False
         return True
 
-    def find(self, shards: int, timeout: float) -> list[str]:
+    def find(self, timeout: float) -> list[str]:
         """Address of every shard.
 
         Args:
-            shards: How many there are.
             timeout: Seconds.
 
         Raises:
             SyncError: One did not appear within the time-out.
         """
-        return [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(shards)]
+        return [self.wait_for(f"shard/{number}", timeout) for number in range(self.shards)]
 
 
 def find_own_place(config: ServerConfig, timeout: float) -> Place:
@@ -193,22 +164,3 @@ def own_host() -> str:
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return address_towards("192.0.2.1")  # by no name of ours: an address reserved for documentation, RFC 5737
     return host
-
-
-def wait_for_key(store: Any, key: str, timeout: float) -> str:
-    """The value of a key of a store of torch.distributed, once a process has written it.
-
-    Args:
-        store: The store of torch.distributed.
-        key: Its name.
-        timeout: Seconds.
-
-    Raises:
-        SyncError: No process does within the time-out.
-    """
-    deadline = time.monotonic() + timeout
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise SyncError(f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
-        time.sleep(0.02)
-    return str(store.get(key).decode())

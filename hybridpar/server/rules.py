@@ -30,9 +30,6 @@ class Rules:
         bound: Most pushes that a learner may be ahead of the slowest one; None for any.
         rate: Learning rate of an update, as a part of the one that was given. 1 takes it for that of an update, as the
             papers do; c / lambda for that of a step of lambda gradients, of which an update is so much.
-        outer: Whether a push is what a learner has learned in some steps of its own (`hybridpar.server.outer`): pushes
-            are weighed by their samples, one that is not finite does not keep others from counting, and the inner
-            learning rate, which they tell, is not that of the update.
     """
 
     learners: int
@@ -42,12 +39,6 @@ class Rules:
     scale: Scale = field(default=full_weight)
     bound: int | None = None
     rate: float = 1.0
-    outer: bool = False
-
-    @property
-    def updates_per_round(self) -> int:
-        """Updates in which every learner has pushed once: so many make up the momentum of an outer step."""
-        return max(1, self.learners // self.collect)
 
     @classmethod
     def synchronous(cls, learners: int) -> Rules:
@@ -101,9 +92,7 @@ class Rules:
         Raises:
             UsageError: N of softsync:N is not between 1 and the number of workers.
         """
-        split, outer = config.split_count(workers), config.outer_steps is not None
-        if config.server_mode == SERVER_SYNC:
-            return replace(cls.synchronous(workers), outer=outer)
-        scale = config.staleness or ("none" if outer else "inverse")
-        rules = cls.soft(workers, split, scale, config.max_staleness)
-        return replace(rules, rate=rules.collect / workers, outer=outer)
+        if config.sync == SERVER_SYNC:
+            return cls.synchronous(workers)
+        rules = cls.soft(workers, config.split_count(workers), config.staleness or "inverse", config.max_staleness)
+        return replace(rules, rate=rules.collect / workers)

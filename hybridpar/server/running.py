@@ -58,26 +58,25 @@ class RunningBuffers:
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self.values = torch.empty(0)
-        self._arrived: dict[int, tuple[Tensor, float]] = {}
+        self._arrived: dict[int, Tensor] = {}
 
     @property
     def size(self) -> int:
-        """Number of 4-byte words; in an outer loop a value has two of them."""
-        return self.values.nbytes // 4
+        """Number of values."""
+        return self.values.numel()
 
-    def take(self, worker: int, payload: Tensor, weight: float = 1.0) -> None:
+    def take(self, worker: int, payload: Tensor) -> None:
         """Take in a worker's statistics, as the bytes that it sent.
 
         Args:
             worker: Its number.
             payload: 1-D uint8.
-            weight: Of the worker, where a mean over all is taken.
         """
         if not self.size:
             return
         values = payload.view(self.values.dtype)
         if self._rules.barrier:
-            self._arrived[worker] = values, weight
+            self._arrived[worker] = values
         else:
             self.values = torch.lerp(self.values, values, 1 / self._rules.learners)
 
@@ -90,9 +89,8 @@ class RunningBuffers:
         if sound and self._arrived:
             total = torch.zeros_like(self.values)
             for worker in sorted(self._arrived):
-                values, weight = self._arrived[worker]
-                total += values * weight
-            self.values = total / sum(weight for _, weight in self._arrived.values())
+                total += self._arrived[worker]
+            self.values = total / len(self._arrived)
         self._arrived.clear()
 
     def memory(self) -> memoryview:

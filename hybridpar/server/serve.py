@@ -20,13 +20,11 @@ from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings, save_occasion
-from hybridpar.server.outer import outer_optimizer_of
 from hybridpar.server.peers import Peer, ServerOptions, refusal
 from hybridpar.server.running import RunningBuffers
 from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
-from hybridpar.sync.outer import OuterStep
 
 _log = logging.getLogger(__name__)
 
@@ -278,7 +276,6 @@ class ShardServer(SocketLoop):
             raise Garbled(f"a {kind} of one that was not let in")
         if kind == "push":
             peer.push = frame
-            self._draft()
         elif kind == "end":
             self._end_push(worker, peer, frame)
         elif kind == "norm" and worker == 0:
@@ -292,8 +289,6 @@ class ShardServer(SocketLoop):
         elif kind == "coders":
             assert self.shard is not None
             peer.decoder = PushDecoder(self._options.policy, self.shard.stripe, frame.unpack())
-        elif kind == "wait":
-            pass  # it trains
         elif kind == "bye":
             self._farewell = True
             self._leave(worker)
@@ -341,7 +336,7 @@ class ShardServer(SocketLoop):
         sequence, decoder = self._past.pop((worker, session), (0, None))
         if decoder is None:
             decoder = PushDecoder(self._options.policy, shard.stripe, frame.unpack())
-            if not self._options.rules.barrier and shard.taken and frame.meta.get("joins", True):
+            if not self._options.rules.barrier and shard.taken:
                 self._news.append(f"worker {worker} has joined at step {shard.step}")
         else:
             self._news.append(f"worker {worker} has joined again at step {shard.step}")
@@ -370,10 +365,7 @@ class ShardServer(SocketLoop):
         options = self._options
         clipping = Clipping(**start["clipping"])
         kept: dict[str, Any] = {"limit": start["limit"], "clipping": clipping}
-        optimizer = options.optimizer
-        if start["outer"] is not None:
-            optimizer = outer_optimizer_of(OuterStep(**start["outer"]), options.rules.updates_per_round)
-        self.shard = Shard(stripe, start["values"], options.rules, optimizer, **kept)
+        self.shard = Shard(stripe, start["values"], options.rules, options.optimizer, **kept)
         self.shard.load_values(start["values"], start["optimizer"], start["counters"])
         if start["state"]:
             self.shard.load_progress(start["state"])
@@ -407,18 +399,14 @@ class ShardServer(SocketLoop):
             sound=bool(meta["sound"]),
             unused=frozenset(meta["unused"]),
             factor=float(meta["factor"]),
-            steps=int(meta.get("steps", 1)),
-            plain=bool(meta.get("plain", False)),
         )
-        peer.speed = float(meta.get("speed", 0.0))
         if "lowered" in meta:
             self._lowered = float(meta["lowered"])
-        gradient, peer.gradient = peer.gradient, None
+        gradient = torch.empty(0)
         if shard.expects(worker, push.sequence) and push.sound:
-            if gradient is None:
-                gradient = self._gradient(peer, arrived)
-            self._buffers.take(worker, frame.payload, push.samples if self._options.rules.outer else 1.0)
-        self._answer_all(shard.push(push, torch.empty(0) if gradient is None else gradient))
+            gradient = self._gradient(peer, arrived)
+            self._buffers.take(worker, frame.payload)
+        self._answer_all(shard.push(push, gradient))
         if shard.squares is not None:  # worker 0 adds up those of all shards
             self._send(self._peers[0], {"kind": "squares", "squares": shard.squares})
 
@@ -435,32 +423,6 @@ class ShardServer(SocketLoop):
         if push.payload.numel() != 4 * shard.stripe.count:
             raise Garbled(f"a gradient of {push.payload.numel()} bytes for a stripe of {shard.stripe.count}")
         return push.payload.view(torch.float32)
-
-    def _draft(self) -> None:
-        """With all gradients of an update there: have the weights on their way while workers still compute.
-
-        Whether a gradient is finite a worker knows when it has all of it, which is late: most of it went to other
-        shards. Until then no worker uses the new weights.
-        """
-        shard, peers = self.shard, self._peers
-        assert shard is not None
-        rules = self._options.rules
-        if not rules.barrier or len(peers) < rules.learners or shard.done or not shard.drafts_pay:
-            return
-        ended = {worker: one for worker in peers if (one := shard.arrived(worker)) is not None}
-        begun = {worker: peer.push for worker, peer in peers.items() if peer.push is not None}
-        new = all(shard.expects(worker, int(frame.meta["sequence"])) for worker, frame in begun.items())
-        if len(ended) + len(begun) < len(peers) or not new or not all(push.sound for push, _ in ended.values()):
-            return
-        for worker, frame in begun.items():
-            meta, gradient = frame.meta, self._gradient(peers[worker], frame)
-            peers[worker].gradient = gradient
-            push = Push(worker, int(meta["sequence"]), int(meta["clock"]), weight=1.0, rate=float(meta["rate"]))
-            ended[worker] = push, gradient
-        shard.draft([ended[worker] for worker in sorted(ended)])
-        weights = bytes_of(shard.values.half() if self._options.half else shard.values)
-        for peer in list(peers.values()):
-            self._send(peer, {"kind": "draft"}, weights)
 
     def _answer_all(self, answers: list[Answer]) -> None:
         """Workers may go on, after an update or without one."""
@@ -484,15 +446,12 @@ class ShardServer(SocketLoop):
             "staleness": answer.staleness,
             "applied": answer.applied,
             "repeated": answer.repeated,
-            "same": same,
-            "drafted": answer.drafted,
             "buffers": self._buffers.size,
             "step": shard.step,
             "done": shard.done,
             "stop": self._stop,
             "save": self._save if self._save > peer.saved else 0,
             "lowered": self._lowered,
-            "fastest": max(one.speed for one in self._peers.values()),
         }
         if peer.rows is not None:
             rows = shard.ledger.rows_after(peer.rows)
@@ -500,7 +459,7 @@ class ShardServer(SocketLoop):
             meta |= {"rows": rows, "news": self._news, "workers": len(self._peers)}
             self._news = []
         peer.saved, peer.clock = self._save, answer.clock
-        weights = memoryview(b"") if same or answer.drafted else self._weights_now()
+        weights = memoryview(b"") if same else self._weights_now()
         self._send(peer, meta, weights, self._buffers.memory())
 
     def _weights_now(self) -> memoryview:
@@ -528,12 +487,7 @@ class ShardServer(SocketLoop):
         """Everything that a checkpoint keeps of this shard."""
         shard = self.shard
         assert shard is not None
-        live = [one.connection for one in self._peers.values()]
-        traffic = {
-            "received": self.received + sum(one.received for one in live),
-            "sent": self.sent + sum(one.sent for one in live),
-        }
-        state = shard.state_dict() | {"buffers": self._buffers.values.clone(), "traffic": traffic}
+        state = shard.state_dict() | {"buffers": self._buffers.values.clone()}
         meta: dict[str, Any] = {"kind": "state"}
         if peer.rows is not None:
             meta["rows"] = shard.ledger.rows_after(peer.rows)

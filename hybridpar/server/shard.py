@@ -4,7 +4,7 @@ A shard holds a stripe of the model, the optimizer's state for it (momentum and 
 momentum at the learners a stale gradient would be applied several times), and a **clock** that counts updates. Shards
 do not wait for each other; each has its own clock. It is called with one push at a time and returns `Answer`s: which
 learners may continue, with which weights. It knows nothing of processes and sockets (`hybridpar.server.serve`), so that
-any order of arrivals can be tested (`hybridpar.server.simulate`).
+any order of arrivals can be tested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hybridpar.optim.build import counters_of, fill_momentum, put_counters
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.ledger import Ledger
 from hybridpar.server.rules import Rules
-from hybridpar.server.snapshot import Snapshot, copied_state
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripes import Stripe
 
@@ -46,8 +45,6 @@ class Push:
             update takes one of each learner, it does not happen.
         unused: Numbers of the stripe's pieces for which there was no gradient.
         factor: What it is multiplied with to be clipped.
-        steps: Steps that it is of; more than 1 in an outer loop.
-        plain: An outer gradient that counts without momentum, at the end of a run.
     """
 
     learner: int
@@ -60,8 +57,6 @@ class Push:
     sound: bool = True
     unused: frozenset[int] = frozenset()
     factor: float = 1.0
-    steps: int = 1
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,6 @@ class Answer:
         staleness: Of its gradient.
         applied: Whether its gradient counts, or will in the update that it waits for.
         repeated: Whether the push had come before; it was not counted again.
-        drafted: Whether its weights are those of the draft.
     """
 
     learner: int
@@ -84,7 +78,6 @@ class Answer:
     staleness: int
     applied: bool
     repeated: bool = False
-    drafted: bool = False
 
 
 @dataclass
@@ -112,7 +105,6 @@ class _Collection:
 
     count: int = 0
     rate: float = 0.0
-    plain: bool = False
     used: set[int] = field(default_factory=set)
 
 
@@ -124,8 +116,7 @@ class Shard:
         values: The parameters at the start, 1-D float32 of the stripe's size; copied.
         rules: What to do with gradients.
         optimizer: Makes the optimizer; its learning rate is the peak rate.
-        limit: Pushes, in an outer loop the steps that they are of, that are taken in all; later ones change nothing.
-            None for any number.
+        limit: Pushes that are taken in all; later ones change nothing. None for any number.
         clipping: How gradients are clipped. Where updates with a barrier need a norm over all shards, `squares` says
             what this one adds to it, and the update is made when `finish` is told the sum.
         ledger: Where steps are recorded; default: a new one.
@@ -151,7 +142,7 @@ class Shard:
         self.taken = 0
         self.limit = limit
         self.histogram = StalenessHistogram()
-        self.ledger = ledger or Ledger(rules.learners, pushes=rules.collect if rules.barrier else 1)
+        self.ledger = ledger or Ledger(rules.learners)
         self._total = torch.zeros_like(self.values)
         self._pieces = [nn.Parameter(values) for values in self._in_pieces(self.values)]
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -170,10 +161,6 @@ class Shard:
         self._departed: dict[int, _Learner] = {}
         self._collected = _Collection()
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
-        #: Whether drafts are usually kept: pieces that once had no gradient will often have none.
-        self.drafts_pay = not self._clipping.by_norm and not rules.outer
-        self._before: Snapshot | None = None
-        self._drafted = False
 
     # ---------------------------------------------------------------- learners
 
@@ -194,7 +181,7 @@ class Shard:
 
     @property
     def step(self) -> int:
-        """Steps done: pushes, or the steps that they are of, over learners."""
+        """Steps done: pushes over learners."""
         return self.taken // self.rules.learners
 
     @property
@@ -303,8 +290,7 @@ class Shard:
         known.pushes += 1
         known.last = Answer(push.learner, push.sequence, self.clock, staleness, counts)
         if not self.done:
-            steps = push.steps if self.limit is None else min(push.steps, self.limit - self.taken)
-            self.taken += steps
+            self.taken += 1
             self.histogram.add(staleness)
             self.ledger.arrived(
                 staleness=staleness,
@@ -313,7 +299,6 @@ class Shard:
                 rate=push.rate,
                 queued=self.queued + 1,
                 counts=push.sound,
-                steps=steps,
             )
             if self.rules.barrier:
                 self._arrived[push.learner] = (push, gradient)
@@ -344,7 +329,6 @@ class Shard:
             self._total.add_(gradient, alpha=weight)
         self._collected.count += 1
         self._collected.rate += push.rate
-        self._collected.plain |= push.plain
         self._collected.used.update(set(range(len(self._pieces))) - push.unused)
 
     def _meet(self) -> list[Answer]:
@@ -352,13 +336,8 @@ class Shard:
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
-        if self.rules.outer:
-            return self._meet_outer([(push, gradient) for push, gradient in arrived if push.sound])
         sound = all(push.sound for push, _ in arrived)
-        unused = any(push.unused for push, _ in arrived)
-        drafted = self._keep_draft(sound and not unused)
-        self.drafts_pay &= not unused
-        if sound and not drafted:
+        if sound:
             for push, gradient in arrived:
                 self._collect(push, gradient, 1.0)
             if self._clipping.by_norm:
@@ -367,16 +346,7 @@ class Shard:
                 self.squares = float(sum(norm.square() for norm in norms))
                 return []
             self._apply()
-        return self._end_meeting(sound, drafted=drafted)
-
-    def _meet_outer(self, sound: Sequence[tuple[Push, Tensor]]) -> list[Answer]:
-        """Take the mean of those who are finite, each by its samples."""
-        samples = sum(push.samples for push, _ in sound)
-        for push, gradient in sound if samples else ():
-            self._collect(push, gradient, self.rules.collect * push.samples / samples)
-        if samples:
-            self._apply()
-        return self._end_meeting(samples > 0)
+        return self._end_meeting(sound)
 
     @torch.no_grad()
     def finish(self, squares: float) -> list[Answer]:
@@ -400,7 +370,7 @@ class Shard:
         self._apply()
         return self._end_meeting(True)
 
-    def _end_meeting(self, sound: bool, *, drafted: bool = False) -> list[Answer]:
+    def _end_meeting(self, sound: bool) -> list[Answer]:
         """Answer all learners of an update, in their order."""
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
         self._arrived.clear()
@@ -409,45 +379,9 @@ class Shard:
         for push, _ in arrived:
             known = self._learners[push.learner]
             known.waiting = False
-            applied = sound and (push.sound or not self.rules.outer)
-            known.last = Answer(push.learner, push.sequence, self.clock, 0, applied, drafted=drafted)
+            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound)
             answers.append(known.last)
         return answers
-
-    def arrived(self, learner: int) -> tuple[Push, Tensor] | None:
-        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none.
-
-        Args:
-            learner: Its number.
-        """
-        return self._arrived.get(learner)
-
-    def draft(self, pushes: Sequence[tuple[Push, Tensor]]) -> None:
-        """Make the update of gradients before it is known whether they count.
-
-        With a barrier, and with a gradient of every learner, in the learners' order. The weights are then those after
-        the update, so that they can be on their way while the rest is found out. The pushes of the same gradients keep
-        it, or undo it to the bit: where one is not finite, or has pieces without a gradient.
-
-        Args:
-            pushes: What `push` will be given, as far as it is known.
-        """
-        if self._before is None:
-            self._before = Snapshot(self.values, self._pieces, self.optimizer)
-        self._before.take()
-        with torch.no_grad():
-            for push, gradient in pushes:
-                self._collect(push, gradient, 1.0)
-            self._apply()
-        self._drafted = True
-
-    def _keep_draft(self, counts: bool) -> bool:
-        """Whether there is a draft that is the update; one that is not is undone."""
-        drafted, self._drafted = self._drafted, False
-        if drafted and not counts:
-            assert self._before is not None
-            self._before.restore()
-        return drafted and counts
 
     def _in_pieces(self, values: Tensor) -> list[Tensor]:
         """Views of the pieces in values of the stripe."""
@@ -461,12 +395,9 @@ class Shard:
 
     def _apply(self) -> None:
         collected, self._collected = self._collected, _Collection()
-        rate = collected.rate / collected.count
-        factor = self.rules.rate * (1.0 if self.rules.outer else rate)
+        factor = self.rules.rate * collected.rate / collected.count
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-            if self.rules.outer:
-                group["inner_rate"], group["plain"] = rate, collected.plain
         for number, (piece, total) in enumerate(zip(self._pieces, self._in_pieces(self._total), strict=True)):
             piece.grad = total if number in collected.used else None
         names = [piece.name for piece in self.stripe.pieces]
@@ -498,7 +429,7 @@ class Shard:
         counters = {id(own): group for group in self.optimizer.param_groups for own in group["params"]}
         return {
             "values": self.values.clone(),
-            "optimizer": [copied_state(state.get(piece, {})) for piece in self._pieces],
+            "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
             "counters": [counters_of(counters[id(piece)]) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
@@ -533,7 +464,12 @@ class Shard:
         self.optimizer.state.clear()
         for piece, own in zip(self._pieces, optimizer, strict=False):
             if own:
-                self.optimizer.state[piece] = copied_state(own)
+                self.optimizer.state[piece] = _copied(own)
         known = {id(piece): own for piece, own in zip(self._pieces, counters, strict=False) if own}
         for group in self.optimizer.param_groups:
             put_counters(group, next((known[id(own)] for own in group["params"] if id(own) in known), {}))
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the state that an optimizer has of a parameter."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -74,9 +72,6 @@ class PushFlight:
         end: What is known afterwards.
         statistics: Running statistics that go with it.
         messages: The pieces as they were sent, by number.
-        turn: Set when it may leave: other shards of the same process get theirs one after the other.
-        gone: Set when it has left, or never will.
-        bell: Written to when the end is known, to wake up a thread that waits for the shard as well.
     """
 
     meta: dict[str, Any]
@@ -85,16 +80,10 @@ class PushFlight:
     end: dict[str, Any] = field(default_factory=dict)
     statistics: Tensor = field(default_factory=lambda: torch.empty(0))
     messages: dict[int, Tensor] = field(default_factory=dict)
-    turn: threading.Event = field(default_factory=threading.Event)
-    gone: threading.Event = field(default_factory=threading.Event)
-    bell: socket.socket | None = None
 
     def finish(self) -> None:
         """The end is known, or never will be."""
         self.ready.put(None)
-        if self.bell is not None:
-            with contextlib.suppress(OSError):  # full, so it rings
-                self.bell.send(b".")
 
 
 class ShardLink:
@@ -124,12 +113,8 @@ class ShardLink:
         self._session = os.urandom(8).hex()
         self._socket: socket.socket | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{number}")
-        self._bell = socket.socketpair()
-        self._bell[1].setblocking(False)
         #: Called with the squared norm of the shard's part of a gradient: that of the whole gradient.
         self.add_up: Callable[[float], float] = lambda squares: squares
-        #: Weights that are not, or not yet, those of this worker.
-        self._room = torch.empty(0, dtype=torch.float16 if options.half else torch.float32)
         #: Whether the shard has said that it has weights; they are then those of this worker.
         self.has_weights = False
         self.clock = 0
@@ -172,7 +157,7 @@ class ShardLink:
         self._rows, self._buffers = rows, buffers
         with self._named():
             self._connect()
-            self._say_hello(joins=True)
+            self._say_hello()
             return self._welcomed()
 
     def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +189,6 @@ class ShardLink:
             SyncError: The shard is gone.
         """
         self.sequence += 1
-        flight.bell = self._bell[1]
         flight.meta |= {"kind": "push", "sequence": self.sequence, "clock": self.clock}
         flight.meta["warm"] = self.encoder.warm if self.encoder is not None else []
         try:
@@ -217,8 +201,6 @@ class ShardLink:
             if self.encoder is not None:
                 self.encoder.rollback()
             raise
-        finally:
-            flight.gone.set()
 
     def ask(self, meta: dict[str, Any], item: Any = None) -> tuple[dict[str, Any], Tensor]:
         """Send a frame, and wait for one that is no `wait`.
@@ -240,11 +222,6 @@ class ShardLink:
             self._read(bytes_of(payload))
             self._note_rows(meta)
             return meta, payload
-
-    def stay(self) -> None:
-        """Let the shard know that this worker is there. If it is gone, the next push will tell."""
-        with contextlib.suppress(OSError):
-            self._send({"kind": "wait"})
 
     def unpack_rest(self) -> Any:
         """What worker 0 left at this shard for all workers."""
@@ -268,9 +245,8 @@ class ShardLink:
                     self._send({"kind": "bye"})
                 self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
         self._thread.shutdown(wait=True, cancel_futures=True)
-        for one in (self._socket, *self._bell):
-            if one is not None:
-                one.close()
+        if self._socket is not None:
+            self._socket.close()
         self._socket = None
 
     # ------------------------------------------------------------------- parts
@@ -289,7 +265,7 @@ class ShardLink:
             raise HandshakeError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere") from error
         handshake.check(bytes(proof))
 
-    def _say_hello(self, *, joins: bool) -> None:
+    def _say_hello(self) -> None:
         options = self._options
         state = [] if self.encoder is None else self.encoder.shared_state()
         meta = {
@@ -301,7 +277,6 @@ class ShardLink:
             "policy": options.policy,
             "buffers": self._buffers,
             "rows": self._rows,
-            "joins": joins,
         }
         self._send(meta, pack(state))
 
@@ -320,9 +295,7 @@ class ShardLink:
 
     def _stream(self, flight: PushFlight) -> None:
         """Send the pieces as they get ready, in their order."""
-        total = sum(flight.sizes)
-        flight.turn.wait()
-        self._raw(memoryview(head_of(flight.meta | {"coded": self.encoder is not None}, total)))
+        self._raw(memoryview(head_of(flight.meta | {"coded": self.encoder is not None}, sum(flight.sizes))))
         waiting: set[int] = set()
         ended = False
         for number in range(len(flight.sizes)):
@@ -335,27 +308,9 @@ class ShardLink:
             if number not in flight.messages:
                 raise SyncError(f"the gradient of {self.stripe.pieces[number].label} was not handed over")
             self._raw(bytes_of(self._message(flight, number)))
-        flight.gone.set()
         if not ended:
-            self._wait_for_end(flight)
+            flight.ready.get()
         self._finish(flight)
-
-    def _wait_for_end(self, flight: PushFlight) -> None:
-        """Until it is known what the gradient turned out to be; weights may come even before that."""
-        poll = select.poll()
-        for waited_for in (self._open, self._bell[0]):
-            poll.register(waited_for, select.POLLIN)
-        while flight.ready.empty():
-            for number, _ in poll.poll():
-                if number == self._bell[0].fileno():
-                    self._bell[0].recv(16)  # rung for this gradient, or for one before
-                    continue
-                meta, length = self._frame()
-                if meta["kind"] == "draft":
-                    self._take_draft(length)
-                elif meta["kind"] != "wait":
-                    raise Garbled(f"{meta['kind']} in the middle of a push")
-        flight.ready.get()
 
     def _message(self, flight: PushFlight, number: int) -> Tensor:
         """A piece as it is sent; it is encoded once, however often it is sent."""
@@ -371,17 +326,12 @@ class ShardLink:
     def _answer(self) -> dict[str, Any]:
         while True:
             meta, length = self._next()
-            if meta["kind"] == "draft":
-                self._take_draft(length)
-                continue
             if meta["kind"] == "squares":
                 self._send({"kind": "norm", "squares": self.add_up(float(meta["squares"]))})
                 continue
             if meta["kind"] != "weights":
                 raise Garbled(f"{meta['kind']} instead of weights")
             self._take_weights(meta, length)
-            if meta["drafted"]:
-                self._put_draft()
             if meta["sequence"] == self.sequence:
                 break
         self._note_rows(meta)
@@ -406,7 +356,7 @@ class ShardLink:
         try:
             self._connect()
             clock = self.clock
-            self._say_hello(joins=False)
+            self._say_hello()
             self._welcomed()
             flight.meta["clock"] = clock  # it was computed on the weights of before
             messages = [bytes_of(self._message(flight, number)) for number in range(len(flight.sizes))]
@@ -424,8 +374,7 @@ class ShardLink:
             raise Garbled(f"weights of {length - statistics} bytes for a stripe of {self.stripe.count}")
         if length > statistics:
             if self._options.half:
-                self._take_draft(length - statistics)
-                self._put_draft()
+                self._take_half()
             else:
                 for view in self._views:
                     self._read(bytes_of(view))
@@ -434,19 +383,13 @@ class ShardLink:
             self._read(bytes_of(self.statistics))
         self.clock = int(meta["clock"])
 
-    def _take_draft(self, length: int) -> None:
-        """Read weights that are not yet to be used."""
-        if not self._room.numel():
-            self._room = self._room.new_empty(self.stripe.count)
-        if length != self._room.nbytes:
-            raise Garbled(f"weights of {length} bytes for a stripe of {self.stripe.count}")
-        self._read(bytes_of(self._room))
-
     @torch.no_grad()
-    def _put_draft(self) -> None:
-        """What came is to be the weights."""
+    def _take_half(self) -> None:
+        """Read weights in half precision into the parameters."""
+        came = torch.empty(self.stripe.count, dtype=torch.float16)
+        self._read(bytes_of(came))
         for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
-            view.copy_(self._room[first:last])
+            view.copy_(came[first:last])
 
     # -------------------------------------------------------------------- wire
 

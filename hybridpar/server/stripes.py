@@ -10,21 +10,16 @@ parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.errors import UsageError
-
-#: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.
-MOST_PARTS = 6
-
-#: Elements of a shard that is one of several of a process: 1 MiB.
-_LEAST_PART = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,7 @@ class Piece:
     @property
     def count(self) -> int:
         """Number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
     @property
     def label(self) -> str:
@@ -77,36 +69,14 @@ class Stripe:
         return sum(piece.count for piece in self.pieces)
 
     @property
-    def offsets(self) -> list[int]:
-        """Where each piece begins in the stripe, and where the last one ends."""
-        ends = [0]
-        for piece in self.pieces:
-            ends.append(ends[-1] + piece.count)
-        return ends
-
-    @property
     def ranges(self) -> list[tuple[int, int]]:
         """Begin and end of each piece in the stripe."""
-        return list(pairwise(self.offsets))
+        return list(pairwise(accumulate((piece.count for piece in self.pieces), initial=0)))
 
     @property
     def fingerprint(self) -> str:
         """Equal for stripes of the same pieces."""
         return hashlib.sha256(repr([astuple(piece) for piece in self.pieces]).encode()).hexdigest()[:16]
-
-
-def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hosts: int) -> int:
-    """How many shards a process is to hold.
-
-    Several are served one after the other: while one still takes gradients in, the one before gives weights back, and a
-    link carries both ways at a time. Where there is little to send a shard more costs more than it hides.
-
-    Args:
-        parameters: As for `cut_model`.
-        hosts: Processes that hold shards.
-    """
-    elements = sum(_count(shape) for _, shape, _ in parameters)
-    return max(1, min(MOST_PARTS, len(parameters) // hosts, elements // hosts // _LEAST_PART))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -156,7 +126,7 @@ def cut_model(
             "Every shard must have something to hold, so there are at most as many as parameters.",
             f"Use --servers {max(1, len(parameters))} or fewer.",
         )
-    sizes = [_count(shape) for _, shape, _ in parameters]
+    sizes = [math.prod(shape) for _, shape, _ in parameters]
     total = sum(sizes)
     cuts = [total * number // shards for number in range(1, shards)]
     stripes: list[list[Piece]] = [[] for _ in range(shards)]
@@ -185,41 +155,6 @@ def cut_model(
     ]
 
 
-def cut_stages(
-    parameters: Sequence[tuple[str, tuple[int, ...], bool]],
-    stages: Sequence[Collection[str]],
-    hosts: int,
-    scales: Mapping[str, float] | None = None,
-    *,
-    whole: bool = False,
-) -> list[list[Stripe]]:
-    """Cut the parameters of each worker of a replica into stripes of its own, as many for each.
-
-    Args:
-        parameters: As for `cut_model`, of the whole model.
-        stages: Names of the parameters that each worker of a replica trains; of a single one, all.
-        hosts: Processes that hold shards for one of them.
-        scales: As for `cut_model`.
-        whole: As for `cut_model`.
-
-    Returns:
-        For each worker its stripes.
-
-    Raises:
-        UsageError: There are more shards than parameters.
-    """
-    own = [[one for one in parameters if one[0] in names] for names in stages]
-    fewest = min(map(len, own))
-    if fewest < hosts and len(own) > 1:
-        raise UsageError(
-            f"{hosts} process(es) with shards for a stage with {fewest} trained parameter tensors",
-            "Every shard must have something to hold, so a stage has at most as many as parameters.",
-            "Use fewer --servers, or fewer --stages.",
-        )
-    parts = min(parts_of_a_host(one, hosts) for one in own)
-    return [cut_model(one, hosts * parts, scales, whole=whole) for one in own]
-
-
 def _by_parameters(
     parameters: Sequence[tuple[str, tuple[int, ...], bool]], sizes: Sequence[int], shards: int
 ) -> list[list[Piece]]:
@@ -234,13 +169,6 @@ def _by_parameters(
         stripes[number].append(Piece(name, 0, shape, decays, True))
         begin += size
     return stripes
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def piece_views(stripe: Stripe, tensors: dict[str, Tensor]) -> list[Tensor]:

@@ -11,7 +11,6 @@ that the meta data names. Objects are read by `hybridpar.formats.messages`, whic
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import socket
@@ -118,35 +117,14 @@ def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
     return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
 
 
-#: What a connection may have on its way, where a round trip takes less than so many seconds. Links carry gradients
-#: there and weights back at a time; with more, queues fill up in front of them, and what acknowledges the other
-#: direction waits in these. Enough for 10 Gbit/s and 0.2 ms; over longer ways it is the system that decides.
-_ON_ITS_WAY, _NEAR = 1 << 18, 5e-3
-#: Where the kernel's `tcp_info` has the round trip, in microseconds.
-_ROUND_TRIP = struct.Struct("68xI")
-
-
 def tune(connection: socket.socket) -> None:
-    """Have small frames leave at once, queues stay short, and a host that vanished be noticed some day.
+    """Have small frames leave at once, and a host that vanished be noticed some day.
 
     Args:
         connection: The connection.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_CONGESTION"):  # Linux
-        if _round_trip(connection) < _NEAR:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ON_ITS_WAY)
-        # The usual one, also where hosts default to BBR: that learns a rate per connection, and here shards take turns
-        # on a link, so that a rate is out of date by the time it is known.
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-
-
-def _round_trip(connection: socket.socket) -> float:
-    """Seconds that the connection's first packets took there and back."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
-    return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
 
 
 def read_exactly(connection: socket.socket, into: memoryview) -> None:
@@ -234,7 +212,6 @@ class Connection:
         self.told = 0.0
         #: When bytes last came, or queued ones went.
         self.active = now
-        self.received = self.sent = 0
         self._handshake, self._most = handshake, most
         self._out: deque[memoryview] = deque()
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -278,7 +255,6 @@ class Connection:
                 return
             if not count:
                 raise ConnectionResetError("the connection was closed")
-            self.received += count
             self._into = self._into[count:]
             while not len(self._into):
                 if (frame := self._advance()) is not None:
@@ -341,7 +317,6 @@ class Connection:
                 count = self.socket.send(self._out[0])
             except BlockingIOError:
                 return
-            self.sent += count
             if count == len(self._out[0]):
                 self._out.popleft()
             else:

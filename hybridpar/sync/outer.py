@@ -4,11 +4,9 @@ Every worker k trains on its own from the weights of the last exchange, th, to x
 
     D = sum_k w_k (th - x_k)                       the outer gradient
     mean:      th <- th - lr D                     local SGD (Stich 2019) with lr = 1
-    slowmo:    m <- mu (g / g') m + D              SlowMo (Wang et al., ICLR 2020); g, g': inner rate, now and before
-               th <- th - lr m
     nesterov:  m <- mu m + D                       DiLoCo (Douillard et al. 2023)
                th <- th - lr (D + mu m)
-    x_k <- mix x_k + (1 - mix) th
+    x_k <- th, or where an exchange takes some steps: (x_k + th) / 2
 
 D is sent by a codec with error feedback, or as it is. Where th becomes the plain mean, and no codec is used, the x_k
 are sent themselves and their mean is assigned: th - (th - x) would round.
@@ -23,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,54 +39,37 @@ from hybridpar.sync.statistics import Statistics
 #: Places in what workers add up at an exchange; sums over those of them whose steps counted, but for the last two.
 LOSS, COUNTED, COUNTS, SQUARES, SAMPLES, STOP, SAVE, _WEIGHT, _HEAD = range(9)
 
+#: Share of a worker's own weights where a result arrives steps after it was sent, as in Streaming DiLoCo.
+_OWN_SHARE = 0.5
+
 
 @dataclass(frozen=True)
 class OuterStep:
     """What becomes of an outer gradient.
 
     Attributes:
-        optimizer: `mean`, `slowmo` or `nesterov`.
         lr: Outer learning rate.
-        momentum: Outer momentum.
-        mix: Share of a worker's own weights where the result arrives.
+        momentum: Outer momentum, Nesterov's; 0 for a mean.
     """
 
-    optimizer: Literal["mean", "slowmo", "nesterov"] = "mean"
     lr: float = 1.0
     momentum: float = 0.0
-    mix: float = 0.0
 
     @property
     def is_mean(self) -> bool:
         """Whether the new weights are the workers' mean."""
         return self.lr == 1 and self.momentum == 0
 
-    def take(self, anchor: Tensor, moment: Tensor, gradient: Tensor, shrink: float = 1.0) -> None:
+    def take(self, anchor: Tensor, moment: Tensor, gradient: Tensor) -> None:
         """Do the outer step of some parameters, in place.
 
         Args:
             anchor: th.
             moment: m; left alone without momentum.
             gradient: D.
-            shrink: g / g', for SlowMo.
         """
         anchor.add_(gradient, alpha=-self.lr)
         if self.momentum:
-            self.carry(anchor, moment, gradient, shrink)
-
-    def carry(self, anchor: Tensor, moment: Tensor, gradient: Tensor, shrink: float = 1.0) -> None:
-        """Renew the momentum, and go on along it, once the weights have moved along the gradient, in place.
-
-        Args:
-            anchor: th - lr D.
-            moment: m.
-            gradient: D, or the sum of the outer gradients along which the weights have moved since the last call.
-            shrink: g / g', for SlowMo.
-        """
-        if self.optimizer == "slowmo":
-            anchor.add_(moment.mul_(self.momentum * shrink), alpha=-self.lr)
-            moment.add_(gradient)
-        else:
             anchor.add_(moment.mul_(self.momentum).add_(gradient), alpha=-self.lr * self.momentum)
 
 
@@ -131,7 +112,6 @@ class Flight:
         fragment: Which parameters.
         flats: What is sent, and then what came of it, by bucket.
         message: What workers add up: a head, then the statistics.
-        rate: Inner learning rate when it was sent, in any unit.
         plain: The result is the mean, whatever the optimizer.
         whole: Weights are sent, not outer gradients.
         sound: 1 where what this worker sent was finite, else 0; 0-d.
@@ -143,7 +123,6 @@ class Flight:
     fragment: int
     flats: list[Tensor]
     message: Tensor
-    rate: float
     plain: bool
     whole: bool
     sound: Tensor
@@ -177,8 +156,6 @@ class _Fragment:
         self.anchors: list[Tensor] = []
         self.moments: list[Tensor] = []
         self.compression: Compression | None = None
-        #: Inner learning rate of its last outer step, in any unit; for SlowMo.
-        self.rate = 0.0
 
     def by_name(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         return {
@@ -232,6 +209,7 @@ class OuterLoop:
         lanes: Lanes of this worker.
         outer: What becomes of an outer gradient.
         fragments: Number of fragments, of nearly equal bytes.
+        delayed: Whether workers train on while an exchange is under way.
         policy: What outer gradients are sent as, or its text.
         seed: Of what codecs draw at random.
         nodes: Where codecs are used between nodes only.
@@ -250,6 +228,7 @@ class OuterLoop:
         lanes: Lanes,
         outer: OuterStep,
         fragments: int = 1,
+        delayed: bool = False,
         policy: str | Policy = "none",
         seed: int = 0,
         nodes: NodeWorlds | None = None,
@@ -258,6 +237,7 @@ class OuterLoop:
         self._team = team
         self._lanes = lanes
         self.step = outer
+        self._delayed = delayed
         self._lane: Lane | None = lanes.open("outer", priority=-1) if team.size > 1 else None
         policy = read_policy(policy) if isinstance(policy, str) else policy
         self._compresses = not policy.changes_nothing and team.size > 1
@@ -308,31 +288,28 @@ class OuterLoop:
     def begin(self) -> None:
         """The weights as they are now, which all workers have, are those of the last exchange; there is no momentum."""
         self.reset_anchors()
-        for fragment in self._fragments:
-            fragment.rate = 0.0
-            if self.step.momentum:
-                fragment.moments = [torch.zeros_like(one) for one in fragment.anchors]
+        for fragment in self._fragments if self.step.momentum else ():
+            fragment.moments = [torch.zeros_like(one) for one in fragment.anchors]
 
     @torch.no_grad()
     def load_last(self) -> None:
         """Give parameters and buffers the values of the last exchange, which are equal on all workers."""
         for fragment in self._fragments:
             for index, anchor in enumerate(fragment.anchors):
-                self._scatter(fragment, index, anchor, 0.0)
+                self._scatter(fragment, index, anchor)
         for name, kept in self._kept.items():
             self._buffers[name].copy_(kept)
 
     # ------------------------------------------------------------- an exchange
 
     @torch.no_grad()
-    def send(self, index: int, report: Report, rate: float, *, plain: bool = False) -> None:
+    def send(self, index: int, report: Report, *, plain: bool = False) -> None:
         """Send a fragment as it is now.
 
         Args:
             index: Its number.
             report: What this worker has to tell.
-            rate: Inner learning rate, in any unit.
-            plain: Take the mean in place of the outer optimizer's step, and do not mix it with own weights.
+            plain: Take the mean in place of the outer optimizer's step, and all of it in place of own weights.
 
         Raises:
             UsageError: Parameters were frozen or thawed since the loop was made.
@@ -354,7 +331,7 @@ class OuterLoop:
         head = torch.tensor(report.numbers(), dtype=torch.float64).to(device)
         message = torch.cat((head, self._message_of(index, report.trained).to(device)))
         sound, good = (torch.ones((), dtype=torch.float64, device=device) for _ in range(2))
-        flight = self.flight = Flight(index, flats, message, rate, plain, whole, sound, good)
+        flight = self.flight = Flight(index, flats, message, plain, whole, sound, good)
         if self._lane is None:
             self._weigh(flight)
             self._judge(flight)
@@ -421,7 +398,7 @@ class OuterLoop:
             self._take_step(fragment, flight, sound)
         else:  # the interval is lost: back to where all workers were
             for number, anchor in enumerate(fragment.anchors):
-                self._scatter(fragment, number, anchor, 0.0)
+                self._scatter(fragment, number, anchor)
         if good and flight.fragment == len(self._fragments) - 1:  # with which the statistics go
             if self._team.size > 1 and flight.message.numel() > _HEAD:
                 self._statistics.load(flight.message[_HEAD:], float(flight.message[_WEIGHT]))
@@ -442,19 +419,16 @@ class OuterLoop:
 
     def _take_step(self, fragment: _Fragment, flight: Flight, sound: bool) -> None:
         outer = OuterStep() if flight.plain else self.step
-        shrink = 1.0
-        if flight.rate > 0:  # at a rate of 0 nothing moves
-            shrink = flight.rate / fragment.rate if fragment.rate else 1.0
-            fragment.rate = flight.rate
         for number, flat in enumerate(flight.flats):
             result = flat
             if flight.whole:
                 fragment.anchors[number].copy_(flat)
             else:
                 result = fragment.anchors[number]
-                outer.take(result, fragment.moments[number] if fragment.moments else flat, flat, shrink)
+                outer.take(result, fragment.moments[number] if fragment.moments else flat, flat)
             # A worker that had no finite weights of its own takes those of the others.
-            self._scatter(fragment, number, result, outer.mix if sound else 0.0)
+            mixes = self._delayed and sound and not flight.plain
+            self._scatter(fragment, number, result, _OWN_SHARE if mixes else 0.0)
 
     # ------------------------------------------------------------------ memory
 
@@ -466,11 +440,11 @@ class OuterLoop:
         torch._foreach_copy_(_views(bucket, flat), fragment.parameters(index))
         return flat
 
-    def _scatter(self, fragment: _Fragment, index: int, flat: Tensor, mix: float) -> None:
-        """Give the parameters of a bucket new values, of which `mix` are their own."""
+    def _scatter(self, fragment: _Fragment, index: int, flat: Tensor, own: float = 0.0) -> None:
+        """Give the parameters of a bucket new values, of which a share are their own."""
         parameters, views = fragment.parameters(index), _views(fragment.buckets[index], flat)
-        if mix:
-            torch._foreach_lerp_(parameters, views, 1.0 - mix)
+        if own:
+            torch._foreach_lerp_(parameters, views, 1.0 - own)
         else:
             torch._foreach_copy_(parameters, views)
 
@@ -478,8 +452,7 @@ class OuterLoop:
 
     def common_state(self) -> dict[str, Any]:
         """What is equal on all workers: the weights of the last exchange and the momentum, by name."""
-        state: dict[str, Any] = {"rates": [one.rate for one in self._fragments], "anchors": {}, "momentum": {}}
-        state["buffers"] = dict(self._kept)
+        state: dict[str, Any] = {"anchors": {}, "momentum": {}, "buffers": dict(self._kept)}
         for fragment in self._fragments:
             state["anchors"] |= fragment.by_name(fragment.anchors)
             state["momentum"] |= fragment.by_name(fragment.moments) if fragment.moments else {}
@@ -491,13 +464,11 @@ class OuterLoop:
         Args:
             state: What `common_state` returned, with any number of fragments.
         """
-        rates = state["rates"]
-        for index, fragment in enumerate(self._fragments):
-            fragment.rate = float(rates[index] if len(rates) == len(self._fragments) else rates[0])
+        for fragment in self._fragments:
             fragment.fill(fragment.anchors, state["anchors"])
             if fragment.moments:
                 fragment.fill(fragment.moments, state["momentum"])
-        self._kept |= {name: state["buffers"][name] for name in self._kept if name in state.get("buffers", {})}
+        self._kept |= {name: state["buffers"][name] for name in self._kept if name in state["buffers"]}
 
     @torch.no_grad()
     def reset_anchors(self) -> None:
@@ -520,7 +491,7 @@ class OuterLoop:
         }
         state: dict[str, Any] = {"map": self.fingerprint, "codecs": codecs}
         if (flight := self.flight) is not None:
-            names = ("fragment", "rate", "plain", "whole")
+            names = ("fragment", "plain", "whole")
             state["flight"] = {name: getattr(flight, name) for name in names} | {
                 "flats": [one.clone() for one in flight.flats],
                 "message": flight.message.clone(),

@@ -116,7 +116,6 @@ class Engine:
         pipeline: Runs the steps.
         graph: Replays steps as CUDA graphs, where that is asked for.
         late: A step may still be running when `step` returns.
-        on_trial: The steps under way will be undone; nothing is to be concluded from them.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -138,7 +137,6 @@ class Engine:
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
-        self.on_trial = False
         self.pipeline = self._open_pipeline(world)
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
@@ -378,11 +376,6 @@ class Engine:
     def wait(self) -> None:
         """Wait until every step that was issued is done, as far as the host can tell."""
         self.pipeline.wait()
-
-    @property
-    def double_buffer(self) -> str:
-        """What was asked for of late gradients: `off`, `delay`, `half` or `auto`."""
-        return self._config.double_buffer or "off"
 
     @property
     def staleness(self) -> float | None:
@@ -626,7 +619,7 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
         fidelity=config.fidelity,
         seed=config.seed,
         hierarchy=config.hierarchy,
-        delayed=config.double_buffer in ("delay", "half"),
+        delayed=config.double_buffer != "off",
         shard_optimizer=sync.shard_optimizer,
     )
 

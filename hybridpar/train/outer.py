@@ -204,11 +204,11 @@ class OuterEngine(Engine):
         buffers = {id(one) for module in modules for one in module.buffers()}
         total = self._timetable.total
         steps = None if total is None else max(0, total - self._together) // self._timetable.every
-        step = OuterStep(config.outer_optimizer, *config.outer_rates(steps), mix=config.outer_share)
+        step = OuterStep(*config.outer_rates(steps))
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             {name: one for name, one in model.named_buffers() if id(one) in buffers},
-            *(self._team, parts.lanes, step, config.outer_fragments),
+            *(self._team, parts.lanes, step, config.outer_fragments, config.outer_delay > 0),
             policy=policy,
             seed=config.seed,
             nodes=nodes,
@@ -282,7 +282,7 @@ class OuterEngine(Engine):
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
         report = Report(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
         self._flags = [False, False]
-        self.outer.send(fragment, report, given.rate_factor, plain=plain)
+        self.outer.send(fragment, report, plain=plain)
 
     def _read(self, left: int) -> None:
         """Count the samples of steps that are over, but for the last ones, and note what was asked for in them."""
@@ -379,7 +379,7 @@ class OuterEngine(Engine):
         rounds = None if self._round is None else [self._round.start, self._round.stop, self._round.is_last]
         kept = ("anchors", "momentum", "buffers")
         named = {key: {k: v for part in parts for k, v in part[key].items()} for key in kept}
-        return {"round": rounds, "rates": mine["rates"], **named}
+        return {"round": rounds, **named}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `common_state` returned."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
-from hybridpar.config.recipe import LATE, refuse
+from hybridpar.config.recipe import refuse
 from hybridpar.config.server import OUTER
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
@@ -250,7 +250,7 @@ class Trainer:
             check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
         parts = EngineParts(self.model, plan, None, make, self._loss, options, self.world, self.lanes)
         kind: Callable[[EngineParts], Engine] = Engine
-        if options.double_buffer in LATE:
+        if options.double_buffer != "off":
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
@@ -407,11 +407,9 @@ class Trainer:
                 self.steps_done = step
                 self._bad_steps.forget()
 
-        engine.on_trial = True
         try:
             yield undo
         finally:
-            engine.on_trial = False
             undo()
 
     def wait(self) -> None:

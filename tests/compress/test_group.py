@@ -38,7 +38,7 @@ def exchange_over_gloo(world: Any, texts: list[str]) -> list[list[torch.Tensor]]
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_get_what_one_process_gets(size: int) -> None:
-    texts = [*CODECS, "hylo:least=150,delay=3", "qsgd_mn:meet=shard", "hylo:least=150,mode=server"]
+    texts = [*CODECS, "hylo:least=150,delay=3", "qsgd_mn:meet=shard"]
     ranks = run_ranks(exchange_over_gloo, size, texts)
     for index, text in enumerate(texts):
         team = Team(text, SHAPES, size)

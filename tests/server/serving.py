@@ -27,14 +27,12 @@ from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.learner import Learner
 from hybridpar.server.link import Links
-from hybridpar.server.outer import outer_statistics
 from hybridpar.server.peers import ServerOptions
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripe_optimizer import needs_whole_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
-from hybridpar.sync.outer import OuterStep
 
 TOKEN = "let me in, I work here"
 
@@ -116,7 +114,7 @@ def serving(
 ) -> Iterator[Served]:
     made = optimizer_of(optimizer or OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01))
     policy = read_policy(codec)
-    options = [ServerOptions(n, shards, rules, made, policy, half, TOKEN, timeout) for n in range(shards)]
+    options = [ServerOptions(n, rules, made, policy, half, TOKEN, timeout) for n in range(shards)]
     served = Served([ShardServer(one, clock=clock) for one in options])
     served.start()
     try:
@@ -144,13 +142,10 @@ class Worker:
         limit: int = 10**6,
         returns: bool | None = None,
         facts: dict[str, Any] | None = None,
-        hosts: int | None = None,
         scales: dict[str, float] | None = None,
         loss_scale: LossScale | None = None,
         optimizer: OptimizerConfig | None = None,
-        outer: OuterStep | None = None,
     ) -> None:
-        self.outer = outer
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
         config = optimizer or OptimizerConfig()
@@ -172,18 +167,14 @@ class Worker:
                     ),
                 )
                 for k, server in enumerate(served.servers)
-            ],
-            hosts,
+            ]
         )
         self._limit, self._facts = limit, facts or {}
         self.loss_scale = loss_scale
         self.learner: Learner | None = None
 
     def begin(self) -> list[dict[str, Any]]:
-        buffers = flat_buffers(self.model)
-        if self.outer is not None:
-            buffers = outer_statistics(self.model).message(1.0)
-        welcome = self.links.hello(buffers.nbytes // 4, 0 if self.number == 0 else None)
+        welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
         if self.number == 0 and not all(one["initialised"] for one in welcome):
             welcome = self.links.initialise(
                 shard_starts(
@@ -191,13 +182,9 @@ class Worker:
                     self.stripes,
                     limit=self._limit,
                     clipping=self.clipping,
-                    outer=self.outer,
-                    buffers=buffers,
                     facts=self._facts,
                 )
             )
-        if self.outer is not None:
-            return welcome
         statistics = self.links.links[0].statistics
         if statistics.numel():
             put_buffers(self.model, statistics)

@@ -30,9 +30,8 @@ from tests.small_nets import plain
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
         ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
         ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
-        ({"sync": "ps", "stages": 2, "clip_norm": 1.0}, "--clip-norm 1.0 with --stages 2 --sync ps"),
-        ({"sync": "ps-async", "stages": 2, "model_ema": True}, "--model-ema with --stages 2 --sync ps-async"),
-        ({"sync": "ps", "stages": 2, "amp": "fp16"}, "--amp fp16 with --stages 2 --sync ps"),
+        ({"sync": "ps-async", "stages": 2}, "--stages 2 with --sync ps-async"),
+        ({"sync": "outer:4,ps"}, "--sync outer:4,ps"),
         (
             {"sync": "ps", "stages": 2, "replicas": 2, "placement": "0,0;1,2"},
             "--placement 0,0;1,2 with --sync ps",

@@ -115,11 +115,9 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
     run(place, 4, sync="ps-async", steps=10, **more)
     run_without_servers(place, 2, stages=2, micro_batches=2, steps=12, **more)
     run(place, 3, sync="ps-async", servers=2, steps=14, **more)  # one worker
-    run(place, 4, sync="softsync:1", servers=0, stages=2, micro_batches=2, steps=16, **more)
-    run(place, 3, sync="ps", steps=18, stages=1, **more)
-    assert train(place, steps=20, **more) == 0  # alone, with no servers at all
+    assert train(place, steps=16, **more) == 0  # alone, with no servers at all
     steps = read_metrics(place).steps["step"]
-    assert [int(step) for step in steps] == list(range(1, 21))
+    assert [int(step) for step in steps] == list(range(1, 17))
 
 
 def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
@@ -213,7 +211,6 @@ def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
 def test_the_command_replaces_a_worker_that_dies_and_starts_servers_again(tmp_path):
     for run_dir, options, said in (
         (tmp_path / "async", ["--sync=ps-async"], "the others go on, and it joins again"),
-        (tmp_path / "outer", ["--sync=outer:3,ps-async"], "the others go on, and it joins again"),
         (
             tmp_path / "sync",
             ["--sync=ps", "--checkpoint-every=2"],

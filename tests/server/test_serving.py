@@ -23,7 +23,7 @@ from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
 from hybridpar.server.meetings import Meetings, save_occasion
 from hybridpar.server.present import PresentWorkers, exchange
-from hybridpar.server.serve import ShardServer
+from tests.server.problems import unsent
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 from tests.waiting import eventually
 
@@ -69,11 +69,11 @@ def oracle(workers, steps, scales=None, config=OPTIMIZER):
     return model
 
 
-@pytest.mark.parametrize(("shards", "hosts", "decay"), [(1, 1, 1.0), (3, 3, 1.0), (5, 2, 0.5)])
-def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts, decay):
+@pytest.mark.parametrize(("shards", "decay"), [(1, 1.0), (3, 1.0), (5, 0.5)])
+def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay):
     rules, scales = Rules.synchronous(3), learning_rate_scales(Net(), decay, decay)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4, hosts=hosts, scales=scales)
+        team, results = train(served, rules, 3, 4, scales=scales)
         expected = oracle(3, 4, scales)
         for worker in team:
             assert same(worker.model, expected)
@@ -106,7 +106,7 @@ def test_optimizers_and_clipping_are_those_of_one_process(recipe):
     for rules in (Rules.synchronous(2), Rules.asynchronous(1)):
         workers = rules.learners
         with serving(rules, 3, optimizer=config) as served:
-            team, results = train(served, rules, workers, 4, hosts=2, optimizer=config)
+            team, results = train(served, rules, workers, 4, optimizer=config)
             expected = oracle(workers, 4, config=config)
             (unchanged,) = copies(1)
             for worker in team:
@@ -149,32 +149,6 @@ def test_worker_0_tells_the_others_what_rates_are_multiplied_with():
         together([worker.close for worker in team])
 
 
-@pytest.mark.parametrize(("codec", "half"), [("none", False), ("onebit:least=1", False), ("none", True)])
-def test_weights_that_are_on_their_way_early_are_those_that_come_late(codec, half, monkeypatch):
-    rules, found, drafts = Rules.synchronous(2), [], []
-    early = ShardServer._draft
-    for drafting in (True, False):
-        way = (lambda server: drafts.append(early(server))) if drafting else (lambda server: None)
-        monkeypatch.setattr(ShardServer, "_draft", way)
-        with serving(rules, 4, codec=codec, half=half) as served:
-            team = [Worker(served, n, one, rules, codec=codec, half=half) for n, one in enumerate(copies(2))]
-            for worker in team:
-                worker.model.uses_spare = True
-            together([worker.begin for worker in team])
-            for number in range(4):
-                results = together([lambda w=w, number=number: w.step(10 * number + w.number, 2) for w in team])
-                assert all(one.applied for one in results)
-            assert same(team[0].model, team[1].model)
-            found.append((team[0].model, sum(server.shard.clock for server in served.servers)))
-            used = [len(link._room) > 0 for link in team[0].links.links]
-            together([worker.close for worker in team])
-        assert not served.problems
-        assert used == [half or drafting] * 4
-    assert len(drafts) == 2 * 4 * 4, "every push asks whether all are there"
-    assert same(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1] == 16
-
-
 def test_shares_of_a_batch_may_be_uneven():
     rules = Rules.synchronous(2)
     with serving(rules) as served:
@@ -203,13 +177,13 @@ def test_compressed_pushes_train_alike_on_all_workers(codec):
         team, results = train(served, rules, 2, 5, codec=codec)
         assert same(team[0].model, team[1].model)
         assert results[0][-1].pushed < results[0][-1].pulled
-        kept = [link.encoder.unsent().norm() for worker in team for link in worker.links.links]
+        kept = [unsent(link.encoder).norm() for worker in team for link in worker.links.links]
         assert all(float(norm) > 0 for norm in kept)
         together([worker.close for worker in team])
 
 
-def test_weights_may_come_as_float16():
-    rules = Rules.asynchronous(1)
+@pytest.mark.parametrize("rules", [Rules.synchronous(1), Rules.asynchronous(1)], ids=["ps", "ps-async"])
+def test_weights_may_come_as_float16(rules):
     with serving(rules, half=True) as served:
         (worker,), _ = train(served, rules, 1, 3, half=True)
         held = served.servers[0].shard.values
@@ -236,7 +210,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
     with serving(rules, codec="onebit:least=1") as served:
         team, _ = train(served, rules, 2, 2, codec="onebit:least=1")
         before = copy.deepcopy(team[0].model)
-        kept = team[0].links.links[0].encoder.unsent()
+        kept = unsent(team[0].links.links[0].encoder)
         bad, targets = images(1)
         results = together(
             [
@@ -247,7 +221,7 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
         assert not any(one.applied for one in results)
         assert same(team[0].model, before)
         assert torch.equal(team[0].model.norm.running_mean, before.norm.running_mean)
-        assert torch.equal(team[0].links.links[0].encoder.unsent(), kept)
+        assert torch.equal(unsent(team[0].links.links[0].encoder), kept)
         together([worker.close for worker in team])
 
 

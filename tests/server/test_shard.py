@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.server import Piece, Push, Rules, Shard, Stripe, optimizer_of
+from hybridpar.server import Piece, Push, Rules, Shard, Stripe
 from hybridpar.server.ledger import Ledger
 from tests.server.problems import sgd, small_shard
 
@@ -49,38 +47,6 @@ def test_the_sum_does_not_depend_on_the_order_of_arrival():
         results.append(shard.values)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-
-
-LAMB = optimizer_of(OptimizerConfig(optimizer="timm/lamb", lr=0.1))
-
-
-@pytest.mark.parametrize(
-    "made", [sgd(0.1, 0.9), partial(torch.optim.AdamW, lr=0.1), LAMB], ids=["sgd", "adamw", "lamb"]
-)
-@pytest.mark.parametrize("last", [{}, {"sound": False}, {"unused": frozenset({0})}])
-def test_a_draft_is_the_update_or_leaves_nothing_behind(last, made):
-    stripe = Stripe((Piece("a.weight", 0, (2, 2), True, True), Piece("a.bias", 0, (2,), False, True)))
-    drafted, plain = (Shard(stripe, torch.arange(6.0), Rules.synchronous(2), made) for _ in range(2))
-    for learner in (0, 1):
-        drafted.join(learner), plain.join(learner)
-    for sequence in range(1, 6):
-        more = last if sequence in (1, 3, 5) else {}
-        gradients = [torch.randn(6, generator=torch.Generator().manual_seed(10 * sequence + n)) for n in (0, 1)]
-        pushes = [Push(n, sequence, plain.clock, weight=1.0, **more) for n in (0, 1)]
-        drafted.draft([(Push(n, sequence, plain.clock, weight=1.0), gradients[n]) for n in (0, 1)])
-        draft = drafted.values.clone()
-        for shard in (drafted, plain):
-            for one in pushes:
-                answers = shard.push(one, gradients[one.learner])
-            assert [one.drafted for one in answers] == [shard is drafted and not more] * 2
-        assert torch.equal(drafted.values, plain.values)
-        assert torch.equal(draft, plain.values) == (not more)
-        assert drafted.clock == plain.clock
-        for own, other in zip(drafted.state_dict()["optimizer"], plain.state_dict()["optimizer"], strict=True):
-            assert own.keys() == other.keys()
-            assert all(torch.equal(own[key], other[key]) for key in own)
-        assert drafted.state_dict()["counters"] == plain.state_dict()["counters"]
-    assert drafted.drafts_pay == ("unused" not in last)
 
 
 def test_every_gradient_is_an_update_without_a_barrier():

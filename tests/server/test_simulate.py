@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from hybridpar.compress import CODECS, ErrorFeedback, parse_codec
 from hybridpar.errors import UsageError
-from hybridpar.server import Arrival, Happening, Rules, Simulation, round_robin
+from hybridpar.server import Rules
 from tests.server.problems import DigitsGradient, digits, sgd
+from tests.server.simulate import Arrival, Happening, Simulation, round_robin
 
 
 def simulation(rules, lr=0.1, *, batch=8, hidden=0, momentum=0.0, **options):
@@ -74,7 +75,7 @@ def test_a_rate_that_is_stable_in_sync_diverges_on_stale_gradients_and_not_where
 KEEPERS = [text for text in CODECS if CODECS.get(text).gives_sums and isinstance(parse_codec(text), ErrorFeedback)]
 
 
-@pytest.mark.parametrize("text", ["none", *KEEPERS, "hylo:least=50,mode=server", "onebit:meet=shard,least=1,warmup=2"])
+@pytest.mark.parametrize("text", ["none", *KEEPERS, "onebit:meet=shard,least=1,warmup=2"])
 def test_a_lost_push_loses_nothing_and_a_doubled_one_adds_nothing(text):
     """What all pushes that were heard of were, is what arrived and what the learners still keep."""
     _, simulated = simulation(Rules.asynchronous(3), hidden=40, shards=2, codec=text)

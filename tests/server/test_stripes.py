@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import UsageError
 from hybridpar.server import cut_model, described_parameters
-from hybridpar.server.place import Place
-from hybridpar.server.stripes import cut_stages, parts_of_a_host, piece_views, trained_parameters
+from hybridpar.server.stripes import piece_views, trained_parameters
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=12), st.integers(1, 12))
@@ -37,12 +36,6 @@ def test_shards_of_a_real_model_are_even():
         assert max(counts) < 1.02 * total / shards
 
 
-def test_a_process_holds_several_shards_of_a_large_model_and_one_of_a_small():
-    large, small = (described_parameters(model) for model in (torchvision.models.resnet18(), torch.nn.Linear(9, 9)))
-    assert [parts_of_a_host(large, hosts) for hosts in (1, 2, 8)] == [6, 6, 5]
-    assert parts_of_a_host(small, 2) == parts_of_a_host(small, 3) == 1
-
-
 def test_weight_decay_is_where_the_plain_run_has_it():
     decays = {name: own for name, _, own in described_parameters(torchvision.models.resnet18())}
     assert decays["conv1.weight"]
@@ -65,30 +58,6 @@ def test_pieces_are_views_of_the_models_own_memory():
 def test_more_shards_than_parameters_is_a_mistake():
     with pytest.raises(UsageError, match="3 shards for a model with 2 trained"):
         cut_model([("a", (4,), False), ("b", (4,), False)], 3)
-
-
-@pytest.mark.parametrize(("servers", "hosts_each"), [(1, 1), (2, 1), (3, 3), (4, 2), (0, 3)])
-def test_stages_have_shards_at_processes_of_their_own_where_these_can_be_divided(servers, hosts_each):
-    place = Place(0, 6, servers, None, "token", positions=2)
-    assert place.hosts_each == hosts_each
-    count = 2 * hosts_each
-    numbers = [place.shards_of(position, count) for position in range(2)]
-    assert sorted(numbers[0] + numbers[1]) == list(range(2 * count))
-    assert numbers[0][0] == 0
-    hosts = [[number % place.hosts for number in own] for own in numbers]
-    for own in hosts:  # links take turns at one process, which they know by their own order
-        assert all(host == own[index % hosts_each] for index, host in enumerate(own))
-    assert (set(hosts[0]) & set(hosts[1]) == set()) == (place.hosts % 2 == 0)
-
-
-def test_each_stage_is_cut_by_itself():
-    parameters = [(name, (1000, 1000), False) for name in "abcd"]
-    first, second = cut_stages(parameters, ["ab", "cd"], 2, {"c": 0.5})
-    assert len(first) == len(second) == 2
-    assert {piece.name for stripe in first for piece in stripe.pieces} == {"a", "b"}
-    assert {(piece.name, piece.scale) for stripe in second for piece in stripe.pieces} == {("c", 0.5), ("d", 1.0)}
-    with pytest.raises(UsageError, match="shards for a stage with 1 trained parameter tensors"):
-        cut_stages(parameters, ["abc", "d"], 2)
 
 
 def test_what_servers_do_not_hold_is_named():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridpar.errors import UsageError
-from hybridpar.sync.figures import SyncFigures
-from hybridpar.train import gain
 from hybridpar.train.checkpoint import load_checkpoint
-from hybridpar.train.delayed import observed_step
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import images
 from tests.ranks import RankError, run_ranks
@@ -92,76 +88,16 @@ def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
 
 
 def test_one_replica_has_nothing_to_hide():
-    for form in ("delay", "half", "auto"):
+    for form in ("delay", "half"):
         alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
         plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
         assert same(alone["weights"], plain["weights"])
         assert set(alone["staleness"]) == {0.0}
-        for cut, said, _ in run_ranks(_over_stages, 2, 2, 1, {"double_buffer": form, "micro_batches": 2}):
+        for cut, said in run_ranks(_over_stages, 2, 2, 1, {"double_buffer": form, "micro_batches": 2}):
             parts = 4 if form == "half" else 2
             expected = run_ranks(_over_stages, 1, 1, 1, {"micro_batches": parts})[0][0]
             assert {age for age, *_ in said} == {0.0}
             assert same(list(cut.values()), list(expected.values()))
-
-
-def _decided(world, least, stages):
-    gain.LEAST_GAIN = least
-    options = {"double_buffer": "auto", "compress": "onebit"}
-    try:
-        if stages > 1:
-            _, said, delayed = _over_stages(world, stages, 2, options, count=13)
-            return {"delayed": delayed, "staleness": [age for age, *_ in said]}
-        return train_rank(world, options, 13)
-    finally:
-        gain.LEAST_GAIN = 1.05
-
-
-def test_auto_decides_by_what_is_predicted_and_all_alike():
-    for least, delayed, stages in ((0.0, True, 1), (1e9, False, 1), (0.0, True, 2)):
-        for rank in run_ranks(_decided, 2 * stages, least, stages, shared_memory=False):
-            assert rank["delayed"] is delayed
-            assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
-
-
-def _decided_again(world, path):
-    gain.LEAST_GAIN = 0.0
-    try:
-        with Trainer(make_net(), config=config(double_buffer="auto", compress="onebit"), world=world) as trainer:
-            ages = []
-            for step in range(26):
-                if step == 2:
-                    trainer.save(path)
-                if step == 13:
-                    trainer.load(path)
-                ages.append(trainer.step(share(world, step)).staleness)
-            return ages
-    finally:
-        gain.LEAST_GAIN = 1.05
-
-
-def test_auto_decides_again_where_training_goes_on_from_before(tmp_path):
-    late = [0.0] * 12 + [1.0]
-    for ages in run_ranks(_decided_again, 2, str(tmp_path), shared_memory=False):
-        assert ages == late + late
-
-
-def test_what_codecs_compute_on_a_core_is_not_hidden_by_being_late():
-    def stays(device, **figures):
-        outcome = SimpleNamespace(exposed_sync_ms=60.0, sync=SyncFigures(sync_ms=90.0, **figures))
-        step = observed_step(200.0, outcome, torch.device(device))
-        assert (step.compute_ms, step.sync_ms, step.exposed_ms) == (140.0, 90.0, 60.0)
-        return step.stays_ms
-
-    figures = {"encode_ms": 10.0, "wire_ms": 40.0, "decode_ms": 30.0}
-    assert stays("cpu", **figures) == pytest.approx(30.0)
-    assert stays("cuda", **figures) == stays("cpu", wire_ms=40.0) == stays("cpu") == 0.0
-
-
-def test_workers_predict_from_the_slowest_and_the_shortest_wait():
-    quick, slow = gain.ObservedStep(100.0, 90.0, 60.0, 20.0), gain.ObservedStep(120.0, 70.0, 40.0, 30.0)
-    found = gain.gain_over([quick, slow])
-    assert (found.plain_ms, found.overlapped_ms, found.delay_ms, found.half_ms) == (190.0, 160.0, 140.0, 160.0)
-    assert found == gain.gain_over([slow, quick])
 
 
 def test_halves_need_sgd():
@@ -180,7 +116,7 @@ def _over_stages(world, stages, replicas, options, make=normless, spoil=None, co
             x, y = (one.chunk(replicas)[world.rank % replicas] for one in images(8, seed=step))
             results.append(trainer.step((x * torch.nan if step == spoil and world.rank == 0 else x, y)))
         said = [(one.staleness, one.loss, one.skipped) for one in results]
-        return state_of(trainer), said, getattr(trainer.engine, "delayed", None)
+        return state_of(trainer), said
 
 
 @pytest.mark.parametrize(
@@ -194,10 +130,10 @@ def _over_stages(world, stages, replicas, options, make=normless, spoil=None, co
 )
 def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
     exact, options = not options, {"double_buffer": form, **options}
-    (uncut, said, _), _ = run_ranks(_over_stages, 2, 1, 2, options, shared_memory=False)
+    (uncut, said), _ = run_ranks(_over_stages, 2, 1, 2, options, shared_memory=False)
     assert [age for age, *_ in said] == [0.0 if form == "delay" else 0.5, 1.0, 1.0, 1.0, 1.0]
     for workers in placed:
-        for cut, also_said, _ in run_ranks(_over_stages, workers, 2, 2, options, shared_memory=False):
+        for cut, also_said in run_ranks(_over_stages, workers, 2, 2, options, shared_memory=False):
             assert [one[0] for one in also_said] == [one[0] for one in said]
             assert [one[1] for one in also_said] == pytest.approx([one[1] for one in said], rel=1e-6)
             for name, tensor in uncut.items():
@@ -207,7 +143,7 @@ def test_stages_are_late_as_the_uncut_model_is(form, options, placed):
 def test_a_bad_step_of_stages_costs_its_gradient_and_the_one_that_waited():
     options = {"double_buffer": "delay", "compress": "onebit"}
     ranks = run_ranks(_over_stages, 4, 2, 2, options, blocks, 3, 7, shared_memory=False)
-    for state, said, _ in ranks:
+    for state, said in ranks:
         assert [skipped for *_, skipped in said] == [False] * 3 + [True, True] + [False] * 2
         assert all(one.isfinite().all() for one in state.values())
         assert same(list(state.values()), list(ranks[0][0].values()))

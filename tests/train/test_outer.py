@@ -117,12 +117,11 @@ def test_a_plan_that_says_it_is_followed():
 def test_local_is_the_plainest_outer_loop():
     local = run({"sync": "local:3", "warm_start_steps": 1}, norm=True)
     outer = run({"sync": "outer:3", "warm_start_steps": 1, "outer_lr": 1.0}, norm=True)
-    slow = run(
-        {"sync": "outer:3", "warm_start_steps": 1, "outer_optimizer": "slowmo", "outer_momentum": 0.0}, norm=True
-    )
-    streamed = {"outer_fragments": 1, "outer_delay": 0, "outer_mix": 0.0}
+    nesterov = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0}
+    still = run({"sync": "outer:3", "warm_start_steps": 1, **nesterov}, norm=True)
+    streamed = {"outer_fragments": 1, "outer_delay": 0}
     stream = run({"sync": "outer:3", "warm_start_steps": 1, **streamed}, norm=True)
-    for one, *others in zip(local, outer, slow, stream, strict=True):
+    for one, *others in zip(local, outer, still, stream, strict=True):
         assert all(same(one["weights"], other["weights"]) for other in others)
 
 
@@ -164,7 +163,7 @@ def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     [
         {"sync": "outer:4"},
         {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit"},
-        {"sync": "outer:4", "outer_optimizer": "slowmo", "compress": "topk:rate=0.1", "warm_start_steps": 3},
+        {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "topk:rate=0.1", "warm_start_steps": 3},
         {"sync": "outer:2", "compress": "qsgd_mn:bits=4", "outer_qsr": 1.0},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -205,8 +204,8 @@ def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
     _resume(STREAMED, at, tmp_path)
 
 
-def test_slowmo_and_growing_rounds_go_on_bit_for_bit(tmp_path):
-    options = {"sync": "outer:2", "outer_optimizer": "slowmo", "outer_momentum": 0.5, "outer_qsr": 2.0}
+def test_momentum_and_growing_rounds_go_on_bit_for_bit(tmp_path):
+    options = {"sync": "outer:2", "outer_optimizer": "nesterov", "outer_momentum": 0.5, "outer_qsr": 2.0}
     _resume({**options, "model_ema": True, "model_ema_decay": 0.5}, 5, tmp_path, steps=9)
 
 
@@ -286,7 +285,7 @@ def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sen
 
 
 def test_one_worker_with_momentum_tests_the_statistics_of_its_last_exchange():
-    with Trainer(make_net(True), config=config(sync="outer:2", outer_optimizer="slowmo"), world=World()) as trainer:
+    with Trainer(make_net(True), config=config(sync="outer:2", outer_optimizer="nesterov"), world=World()) as trainer:
         for step in range(2):
             trainer.step(batch(step))
         buffers = [one.clone() for one in trainer.model.buffers()]
@@ -354,7 +353,7 @@ def _features(world, options):
     "options",
     [
         {"clip_norm": 0.5, "micro_batches": 2, "model_ema": True, "model_ema_decay": 0.5, "warm_start_steps": 2},
-        {"amp": "fp16", "batch_norm": "frozen", "outer_optimizer": "slowmo"},
+        {"amp": "fp16", "batch_norm": "frozen", "outer_optimizer": "nesterov"},
         {"batch_norm": "local", "outer_fragments": 3, "outer_delay": 0, "optimizer": "adamw", "lr": 0.01},
     ],
     ids=["clipping, accumulation and EMA", "fp16, frozen BatchNorm", "AdamW in fragments"],
@@ -436,7 +435,9 @@ def _on_nodes(world, options):
         return found
 
 
-@pytest.mark.parametrize("options", [{}, {"compress": "onebit"}, {"outer_optimizer": "slowmo", "warm_start_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"compress": "onebit"}, {"outer_optimizer": "nesterov", "warm_start_steps": 3}]
+)
 def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
     first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
     for step in range(6):
@@ -448,8 +449,7 @@ def _checked(world):
     checker = Checker(world.rank, max_delay=0.001)
     # Fragments are on their way while steps go on; every access to their memory must be ordered.
     with checker, Lanes("cpu", check=checker) as lanes:
-        options = {**STREAMED, "outer_mix": 0.25}
-        with Trainer(make_net(True), config=config(**options), world=world, lanes=lanes, total_steps=9) as trainer:
+        with Trainer(make_net(True), config=config(**STREAMED), world=world, lanes=lanes, total_steps=9) as trainer:
             for step in range(9):
                 trainer.step(share(world, step))
             return weights(trainer.model)

@@ -12,9 +12,8 @@ gives no formulas. Those here are this project's, with N elements of a parameter
   et al., NeurIPS 2020). v of these filters is sent in full and their residual is 0; of the others v stays.
 * A matrix goes as `twobit` with an adapted threshold.
 
-That is `mode=agreed`. With `mode=server` it is as in the paper: a worker pushes the filters that are most important to
-itself, with their numbers; what comes back is in full precision, and so it is for a matrix. As with the keys of large
-arrays in a parameter server, each worker is the server of a stripe of filters, from which k is chosen by the same rate.
+With parameter servers it is as in the paper: a worker pushes the filters that are most important to itself, and what
+comes back is in full precision.
 
 No filter starves: each is sent at least once in any `delay` + 1 steps, however small it is. k stays the same for that,
 so that bytes follow from the shape; instead the filters closest to their deadline go first, as few as suffice.
@@ -32,12 +31,8 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Codec, Coder, Collective, Residual, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
-from hybridpar.compress.packing import aligned
-from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import check_rate
-from hybridpar.errors import CheckpointError, check, check_choice
-
-_MODES = ("agreed", "server")
+from hybridpar.errors import CheckpointError, check
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
@@ -52,7 +47,6 @@ class Hylo(Codec):
         delay: Most steps that a filter waits.
         factor: Of the threshold of dense layers, see `twobit`.
         cap: Of the threshold of dense layers, see `twobit`.
-        mode: `agreed` or `server`, see above.
     """
 
     least: int = 50_000
@@ -61,7 +55,6 @@ class Hylo(Codec):
     delay: int = 50
     factor: float = 1.5
     cap: float = 0.5
-    mode: str = "agreed"
     name = "hylo"
     biased = True
     stateful = True
@@ -74,83 +67,32 @@ class Hylo(Codec):
         check_rate(self.rate, 0.1)
         check(self.power >= 0, f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
         check(self.delay >= 0, f"delay={self.delay}", "It is a number of steps.", "Use 50.")
-        check_choice("mode", self.mode, _MODES, "It says who chooses filters.")
         self._dense()
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a large convolution or matrix."""
         return len(shape) in (2, 4, 5) and math.prod(shape) > self.least
 
-    def filters(self, shape: Sequence[int], of: int | None = None) -> int:
+    def filters(self, shape: Sequence[int]) -> int:
         """How many filters of a convolution are sent in a step.
 
         Args:
             shape: Of all of it.
-            of: How many there are to choose from, where that is not all.
         """
         share = min(max(math.pow(self.least / math.prod(shape), self.power), self.rate), 1.0)
-        count = shape[0] if of is None else of
-        return max(math.ceil(share * count), math.ceil(count / (self.delay + 1)))
+        return max(math.ceil(share * shape[0]), math.ceil(shape[0] / (self.delay + 1)))
 
     def bind(self, spec: TensorSpec) -> Coder:
         if len(spec.shape) == 2:
             return self._dense().bind(spec)
-        if self.mode == "server":
-            stripes = cut_stripes(spec.shape[0], 1, spec.workers)
-            sent = [self.filters(spec.shape, stop - start) for start, stop in stripes]
-            return ServedFilterCoder(spec, stripes, sent, self.delay)
         return FilterCoder(spec, self.filters(spec.shape), self.delay)
 
     def _dense(self) -> TwoBit:
-        return TwoBit(factor=self.factor, cap=self.cap, pull="full" if self.mode == "server" else "codes")
+        return TwoBit(factor=self.factor, cap=self.cap)
 
 
-class _WaitingCoder(Coder):
-    """Sends some filters, and knows how long the others have waited.
-
-    Args:
-        spec: The parameter; a filter is what belongs to one index of its first dimension.
-        delay: Most steps that a filter waits.
-    """
-
-    def __init__(self, spec: TensorSpec, delay: int) -> None:
-        super().__init__(spec)
-        self._filters, self._delay = spec.shape[0], delay
-        self._length = spec.count // self._filters
-        self.residuals = {WORKER: spec.count}
-        self._waited = torch.zeros(self._filters, dtype=torch.int64, device=spec.device)
-        self._values = self._chosen = torch.empty(0)
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._values = self._residual.take(gradient.view(self._filters, self._length), 0)
-
-    def commit(self) -> None:
-        self._waited += 1
-        self._waited.index_fill_(0, self._chosen, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps each filter has waited."""
-        return {"waited": self._waited.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        waited: Tensor = state["waited"]
-        if waited.shape != self._waited.shape or int(waited.max()) > self._delay:
-            raise CheckpointError(
-                f"the filters of {self.spec.name!r} have waited {tuple(waited.shape)}, up to {int(waited.max())} steps",
-                f"There are {self._filters} filters, and none waits more than {self._delay} steps.",
-                "Resume with the delay of the run that wrote the checkpoint.",
-            )
-        self._waited.copy_(waited)
-
-    def _scores(self) -> Tensor:
-        """Mean square of each filter, float64, in which it is finite exactly where the filter is."""
-        norms: Tensor = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
-        return norms.square_().div_(self._length)
-
-
-class FilterCoder(_WaitingCoder):
-    """Sends the filters that all workers together find most important.
+class FilterCoder(Coder):
+    """Sends the filters that all workers together find most important, and knows how long the others have waited.
 
     Args:
         spec: The parameter; a filter is what belongs to one index of its first dimension.
@@ -159,13 +101,21 @@ class FilterCoder(_WaitingCoder):
     """
 
     def __init__(self, spec: TensorSpec, sent: int, delay: int) -> None:
-        super().__init__(spec, delay)
-        self._sent = sent
+        super().__init__(spec)
+        self._filters, self._delay, self._sent = spec.shape[0], delay, sent
+        self._length = spec.count // self._filters
+        self.residuals = {WORKER: spec.count}
+        self._waited = torch.zeros(self._filters, dtype=torch.int64, device=spec.device)
+        self._values = self._chosen = torch.empty(0)
         self._rounds = (
             Round(Collective.SUM, torch.float64, (self._filters,)),
             Round(Collective.SUM, spec.wire, (sent * self._length,)),
         )
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        super().begin(gradient, residuals)
+        self._values = self._residual.take(gradient.view(self._filters, self._length), 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
@@ -192,65 +142,28 @@ class FilterCoder(_WaitingCoder):
         out.zero_()
         out.view(self._filters, self._length).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self._share))
 
+    def commit(self) -> None:
+        self._waited += 1
+        self._waited.index_fill_(0, self._chosen, 0)
 
-class ServedFilterCoder(_WaitingCoder):
-    """Sends the filters that this worker finds most important to the workers that serve them.
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps each filter has waited."""
+        return {"waited": self._waited.clone()}
 
-    A message is [values of the filters][their numbers in the stripe]; a merged stripe holds all filters in float32.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        waited: Tensor = state["waited"]
+        if waited.shape != self._waited.shape or int(waited.max()) > self._delay:
+            raise CheckpointError(
+                f"the filters of {self.spec.name!r} have waited {tuple(waited.shape)}, up to {int(waited.max())} steps",
+                f"There are {self._filters} filters, and none waits more than {self._delay} steps.",
+                "Resume with the delay of the run that wrote the checkpoint.",
+            )
+        self._waited.copy_(waited)
 
-    Args:
-        spec: The parameter; a filter is what belongs to one index of its first dimension.
-        stripes: First and last filter that each worker serves.
-        sent: How many filters of each stripe are sent in a step.
-        delay: Most steps that a filter waits; `(delay + 1) * sent` is at least the number of filters of a stripe.
-    """
-
-    def __init__(self, spec: TensorSpec, stripes: Sequence[tuple[int, int]], sent: Sequence[int], delay: int) -> None:
-        super().__init__(spec, delay)
-        self._stripes, self._sent = stripes, sent
-        pushed = tuple(self._start_of_numbers(count) + aligned(4 * count) for count in sent)
-        pulled = tuple(aligned(4 * (stop - start) * self._length) for start, stop in stripes)
-        self._rounds = (Round(Collective.SHARD, torch.uint8, pushed, pulled),)
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        scores, chosen = self._scores(), []
-        for (start, stop), count, out in zip(self._stripes, self._sent, parts, strict=True):
-            own = choose(scores[start:stop], self._waited[start:stop], count, self._delay)
-            rows, numbers = self._message(out, count)
-            stripe = self._values[start:stop]
-            values = stripe.index_select(0, own)
-            rows.copy_(values)
-            numbers.copy_(own)
-            if self._residual.keeps:
-                stripe.index_copy_(0, own, values.sub_(rows))
-            chosen.append(own + start)
-        self._chosen = torch.cat(chosen)
-
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        total = self._stripe(self.spec.rank, out)
-        total.zero_()
-        for message in received:
-            rows, numbers = self._message(message, self._sent[self.spec.rank])
-            total.index_add_(0, numbers, rows.to(torch.float32))
-
-    def finish(self, out: Tensor) -> None:
-        filters = out.view(self._filters, self._length)
-        for rank, (message, (start, stop)) in enumerate(zip(self._received, self._stripes, strict=True)):
-            torch.div(self._stripe(rank, message), self.spec.divisor, out=filters[start:stop])
-
-    def _start_of_numbers(self, count: int) -> int:
-        return aligned(count * self._length * self.spec.wire.itemsize)
-
-    def _message(self, message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Values of filters, one filter per row, and their numbers."""
-        start = self._start_of_numbers(count)
-        rows = message[: count * self._length * self.spec.wire.itemsize].view(self.spec.wire)
-        return rows.view(count, self._length), message[start : start + 4 * count].view(torch.int32)
-
-    def _stripe(self, rank: int, message: Tensor) -> Tensor:
-        """All filters of a merged stripe."""
-        start, stop = self._stripes[rank]
-        return message[: 4 * (stop - start) * self._length].view(torch.float32).view(stop - start, self._length)
+    def _scores(self) -> Tensor:
+        """Mean square of each filter, float64, in which it is finite exactly where the filter is."""
+        norms: Tensor = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
+        return norms.square_().div_(self._length)
 
 
 def choose(scores: Tensor, waited: Tensor, count: int, delay: int) -> Tensor:

@@ -21,8 +21,6 @@ VARIANTS = (
     "hylo:least=150,delay=3,power=0.3,factor=1,cap=0.8",
     "hylo:least=150,rate=0.5,cast=bf16",
     "hylo:least=150,feedback=off",
-    "hylo:least=150,delay=3,mode=server",
-    "hylo:least=150,mode=server,cast=bf16",
 )
 
 CONV = {"w": (20, 4, 3, 3)}
@@ -136,41 +134,6 @@ def test_waiting_times_of_other_options_are_refused() -> None:
         coder.load_state_dict({"waited": torch.full((20,), 10)})
     with pytest.raises(CheckpointError, match="20 filters"):
         coder.load_state_dict({"waited": torch.zeros(19)})
-
-
-def test_to_servers_each_worker_pushes_what_matters_to_itself() -> None:
-    """10 of 20 filters belong to each server; of these each worker sends a quarter, rounded up."""
-    team = Team("hylo:least=45,delay=99,mode=server", CONV, 2)
-    gradients = [[torch.zeros(720)] for _ in range(2)]
-    chosen = ({3: 5.0, 7: 1.0, 8: 2.0, 9: 0.5, 12: 1.0}, {8: 2.0, 11: 4.0, 12: 3.0, 13: 2.0, 14: 6.0})
-    for rank, filters in enumerate(chosen):
-        for index, value in filters.items():
-            gradients[rank][0].view(20, 36)[index] = value
-    out = team.step(gradients)[0].view(20, 36)
-    assert {index: float(row[0]) for index, row in enumerate(out) if row.any()} == {
-        **{3: 2.5, 7: 0.5, 8: 2.0},  # 9 stays with worker 0
-        **{11: 2.0, 12: 2.0, 14: 3.0},  # 13 stays with worker 1; 12 comes from both
-    }
-    assert team.unsent("w").view(20, 36).any(1).nonzero().view(-1).tolist() == [9, 13]
-
-
-def test_servers_answer_in_full_and_both_directions_are_counted() -> None:
-    shapes = {"conv": (128, 64, 3, 3), "dense": (600, 100)}
-    traffic = Team("hylo:mode=server", shapes, 2).exchanges[0].traffic
-    rows = Hylo().filters(shapes["conv"], 64)
-    assert traffic.push == rows * 576 * 4 + rows * 4 + (30_000 // 16 * 4 + 4 + 4)
-    assert traffic.pull == 64 * 576 * 4 + 30_000 * 4
-    agreed = Team("hylo", shapes, 2).exchanges[0].traffic
-    assert agreed.pull < traffic.pull
-
-
-def test_no_filter_starves_at_a_server() -> None:
-    team = Team("hylo:least=45,rate=0.05,delay=4,mode=server", CONV, 3)
-    scale = torch.logspace(-4, 0, 20).unsqueeze(1)
-    for seed in range(12):
-        team.step([[(own[0].view(20, 36) * scale).view(-1)] for own in team.gradients(seed)])
-        for coder in team.coders("w"):
-            assert int(coder.state_dict()["inner"]["waited"].max()) <= 4
 
 
 def test_it_is_named_like_the_others() -> None:

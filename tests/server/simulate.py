@@ -19,6 +19,7 @@ from hybridpar.server.encoding import PushDecoder, PushEncoder
 from hybridpar.server.rules import Rules
 from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
 from hybridpar.server.stripes import Stripe, cut_model
+from tests.server.problems import unsent
 
 #: Gradient of a learner: called with its number, how many it has computed, and the weights that it holds, 1-D.
 Gradient = Callable[[int, int, Tensor], Tensor]
@@ -113,7 +114,7 @@ class Simulation:
         """What all learners' codecs have left out, 1-D float64."""
         total = torch.zeros_like(self.computed)
         for learner in self._learners.values():
-            total += self._spread([encoder.unsent() for encoder in learner.encoders])
+            total += self._spread([unsent(encoder) for encoder in learner.encoders])
         return total
 
     def _spread(self, parts: Sequence[Tensor]) -> Tensor:
