@@ -8,8 +8,8 @@
 4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`), and the depthwise convolutions' with float64
    (`scripts/gpu_convolutions.py`), compiled on the spot or, with `--prebuilt DIR`, elsewhere;
 5. runs `hybridpar train` on all GPUs and looks at the accuracy;
-6. times `Trainer`, with and without a CUDA graph, against a plain PyTorch loop on one GPU, kernels against torch and a
-   copy on the device, and convolutions against torch with and without cuDNN in both layouts, in interleaved rounds.
+6. times whole steps (`scripts/gpu_steps.py`), kernels against torch and a copy on the device, and convolutions against
+   torch with and without cuDNN in both layouts, in interleaved rounds.
 
 Results are added to `checks.csv`, `steps.csv`, `kernels.csv` and `convolutions.csv` in `benchmarks/gpu/results/`. Exit
 codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing was checked.
@@ -18,7 +18,6 @@ codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing w
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import datetime
@@ -26,8 +25,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,17 +34,14 @@ from torch import Tensor, nn
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for benchmarks.rig, which is not installed
 
-from benchmarks.rig.paired import paired  # noqa: E402
-from benchmarks.rig.rows import commit, row  # noqa: E402
+from benchmarks.rig.rows import commit  # noqa: E402
 from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
 from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.comm.world import World  # noqa: E402
-from hybridpar.errors import HybridparError  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
-from hybridpar.optim.build import build_optimizer  # noqa: E402
 from hybridpar.run.worker import device_name  # noqa: E402
 from hybridpar.tvm_kernels.machine import gpu_at  # noqa: E402
-from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline  # noqa: E402
+from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline, gpu_steps  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
@@ -150,73 +145,6 @@ def run_command(arguments: Sequence[str]) -> Check:
     return Check(name, accuracy, LEAST_ACCURACY, accuracy >= LEAST_ACCURACY)
 
 
-def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, device: torch.device, path: Path) -> None:
-    """Time a step of `Trainer` against the loop that it replaces, and add the rows to a table."""
-    images, labels = make_batches(1, samples, size)[0]
-    layout = torch.channels_last if config.memory_format == "channels_last" else torch.contiguous_format
-    batch = (images.to(device, memory_format=layout), labels.to(device))
-    kinds = {"hybridpar": config}
-    if device.type == "cuda":
-        kinds["hybridpar, CUDA graph"] = dataclasses.replace(config, cuda_graph=True)
-    with contextlib.ExitStack() as stack:
-        trainers = {
-            name: stack.enter_context(Trainer(build_model(model_name, 10), config=kind, world=World(device=device)))
-            for name, kind in kinds.items()
-        }
-        steps = {"plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch), device)}
-        for name, trainer in trainers.items():
-            steps[name] = _synchronized(partial(trainer.step, batch), device)
-        result = paired(steps, warmup=8)  # so many that the step has been captured
-        for trainer in trainers.values():
-            graph = trainer.engine.graph
-            if graph is not None and not graph.captured:
-                raise HybridparError(f"no step of {model_name} was captured: {graph.reason}")
-    precision = "bf16" if config.amp == "bf16" else "fp32"
-    setting = f"{model_name}, {size}x{size}, batch {samples}, {precision}"
-    rows = [
-        dataclasses.replace(
-            row(
-                result,
-                method,
-                "plain loop",
-                claim="gpu",
-                setting=setting,
-                extra={"images_per_second": round(1e3 * samples / result.median_ms(method), 1)},
-            ),
-            device=device_name(device),
-        )
-        for method in steps
-    ]
-    append_rows(path, rows)
-    print_rows(rows)
-
-
-def plain_step(model: nn.Module, config: TrainConfig, batch: Batch) -> Callable[[], object]:
-    """A step as anybody would write it, with the same optimizer and autocast."""
-    images, labels = batch
-    layout = torch.channels_last if config.memory_format == "channels_last" else torch.preserve_format
-    model = model.to(images.device, memory_format=layout)
-    optimizer = build_optimizer(model, config)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=config.amp == "bf16"):
-            loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return step
-
-
-def _synchronized(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    def timed() -> None:
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return timed
-
-
 def write_checks(checks: Sequence[Check], path: Path, device: str) -> None:
     """Add checks to a table, under a header of their own where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -260,9 +188,7 @@ def main() -> int:
     write_checks(checks, RESULTS / "checks.csv", device_name(gpu))
     torch.backends.cudnn.allow_tf32 = True
     if not options.no_timing:
-        table = RESULTS / "steps.csv"
-        time_steps("resnet18", 256, 32, TrainConfig(lr=0.01), gpu, table)
-        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", memory_format="channels_last"), gpu, table)
+        gpu_steps.time_steps(gpu_steps.SETTINGS, gpu, RESULTS / "steps.csv", compiled=True)
         for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
             append_rows(RESULTS / "kernels.csv", list(rows))
             print_rows(list(rows))
