@@ -35,10 +35,10 @@ def test_ratios_with_a_slow_worker_are_within_a_turn():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("table", ["cost", "slow", "codecs"])
+@pytest.mark.parametrize("table", ["cost", "slow"])
 def test_a_quick_run_prints_its_table(table):
     arguments = ["--quick", "--table", table, "--links", "loopback"]
     command = [sys.executable, "-m", "benchmarks.asynchronous.servers", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert ("loss after" if table == "codecs" else "images/s of") in done.stdout
+    assert "images/s of" in done.stdout
