@@ -1,13 +1,18 @@
-"""Finds what the docstrings of public functions, methods and classes do not say.
+"""Finds what the docstrings of public names do not say, and sections in the docstrings of others.
 
-    python -m tests.docstrings [FOLDER...]    print file:line: name: what is missing
+    python -m tests.docstrings [FOLDER...]    print file:line: name: what is wrong
 
-A function or method with parameters has an `Args:` section that names each one, and a `Returns:` or `Yields:` section
-where it hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns";
-and a `Raises:` section where it raises an error itself.
-A class says in `Args:` what its `__init__` takes; a dataclass, named tuple or pydantic model describes its fields in
-`Attributes:`, in `Args:`, or in a string or comment beside each. A method that overrides another may leave it all to
-the docstring of the base class.
+Public is what a user imports from a package or reads in the docs: functions and classes that an `__init__` with an
+`__all__` exports, that a Python block of a document imports, or that a document names in backticks; and the public
+methods of such classes.
+
+- A public function has an `Args:` section that names each parameter, and a `Returns:` or `Yields:` section where it
+  hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns"; and a
+  `Raises:` section where it raises an error itself. A public class says in `Args:` what its `__init__` takes; a
+  dataclass, named tuple or pydantic model describes its fields in `Attributes:`, in `Args:`, or in a string or comment
+  beside each. A method that overrides another may leave it all to the docstring of the base class.
+- Everything else has none of these sections: a sentence at most, where it says more than the name and the signature.
+  Only `Attributes:` of a dataclass, named tuple or pydantic model is free.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tests.structure import ROOT, python_files, relative
+from tests.structure import PACKAGE, ROOT, python_files, relative
 
 #: Words that begin a docstring which says what a function does; any other word begins what it returns.
 _VERBS = set(
@@ -47,6 +52,8 @@ _NOUN = (
     r"(count|cut|end|measure|name|need|pass|plan|place|project|record|report|round|sample|schedule|share|start|step|"
 )
 _NOUN += r"sum|test|time|trace|walk)s? (of|in|that|until|between|for|from|\w+ of|and)\b"
+#: Sections that only docstrings of public names have.
+SECTIONS = ("Args", "Arguments", "Returns", "Yields", "Raises", "Attributes")
 #: Base classes whose fields are parameters.
 _FIELDS = frozenset({"BaseModel", "NamedTuple", "TypedDict"})
 
@@ -55,13 +62,13 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Missing:
-    """What one docstring lacks.
+    """What is wrong with one docstring.
 
     Attributes:
         path: the file.
         line: the line of the `def` or `class`, from 1.
         name: `function`, `Class` or `Class.method`.
-        what: what is missing, in words.
+        what: what is missing, or too much, in words.
     """
 
     path: Path
@@ -207,8 +214,7 @@ def _missing_of_fields(node: ast.ClassDef, text: str, lines: list[str]) -> Itera
 
 
 def _missing_of_class(node: ast.ClassDef, text: str, lines: list[str]) -> Iterator[str]:
-    decorated = "dataclass" in map(_name, node.decorator_list)
-    if decorated or _FIELDS & set(map(_name, node.bases)):
+    if is_record(node):
         lacking = list(_missing_of_fields(node, text, lines))
         if lacking:
             yield f"Attributes: {', '.join(lacking)}"
@@ -221,48 +227,111 @@ def _missing_of_class(node: ast.ClassDef, text: str, lines: list[str]) -> Iterat
                 yield f"Args: {', '.join(lacking)}"
 
 
-def _missing(node: ast.AST, prefix: str, path: Path, lines: list[str]) -> Iterator[Missing]:
+def _exports(package: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of all that an `__init__` with an `__all__` hands on, lazily (`import X as X`) or at once."""
+    tree = _parsed(package)
+    nodes = list(ast.walk(tree))
+    if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in nodes):
+        return
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names if alias.asname or alias.name in texts)
+    yield from ((_module(package), str(text)) for text in texts)
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _defined(module: str, name: str) -> tuple[Path, str] | None:
+    """The file that defines a name which can be imported from a module of hybridpar."""
+    place = ROOT / module.replace(".", "/")
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    if not module.startswith("hybridpar") or not path.exists():
+        return None
+    for node in ast.walk(_parsed(path)):
+        if isinstance(node, (*_Function.__args__, ast.ClassDef)) and node.name == name:
+            return path, name
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return _defined(str(node.module), name)
+    return None
+
+
+@cache
+def public_names() -> frozenset[tuple[Path, str]]:
+    """File and name of every function and class that a user imports from a package or reads of in a document."""
+    wanted = {pair for package in PACKAGE.rglob("__init__.py") for pair in _exports(package)}
+    named: set[str] = set()
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = document.read_text(encoding="utf-8")
+        for block in re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom):
+                    wanted |= {(str(node.module), alias.name) for alias in node.names}
+        # Plain words are options and values more often than names.
+        named |= {
+            name
+            for name in re.findall(r"`(?:\w+\.)*(\w+)(?:\([^`]*\))?`", text)
+            if re.search(r"[a-z]_[a-z]|[A-Z]", name)
+        }
+    found = {_defined(module, name) for module, name in wanted}
+    for path in python_files("hybridpar"):
+        body = _parsed(path).body
+        found |= {
+            (path, item.name)
+            for item in body
+            if isinstance(item, (*_Function.__args__, ast.ClassDef)) and item.name in named
+        }
+    return frozenset(pair for pair in found if pair is not None)
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    """Whether a class is a dataclass, named tuple, typed dictionary or pydantic model."""
+    return "dataclass" in map(_name, node.decorator_list) or bool(_FIELDS & set(map(_name, node.bases)))
+
+
+def _superfluous(item: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, text: str) -> Iterator[str]:
+    for title in SECTIONS:
+        free = title == "Attributes" and isinstance(item, ast.ClassDef) and is_record(item)
+        if not free and re.search(rf"^{title}:\n[ \t]", text, flags=re.MULTILINE):
+            yield f"{title}, which is not public"
+
+
+def _wrong(node: ast.AST, prefix: str, path: Path, lines: list[str], public: bool | None) -> Iterator[Missing]:
+    """What is wrong in a module, class or function; `public` is None in a module, where each name says it."""
     for item in ast.iter_child_nodes(node):
-        if not isinstance(item, (*_Function.__args__, ast.ClassDef)) or item.name.startswith("_"):
+        if not isinstance(item, (*_Function.__args__, ast.ClassDef)):
+            yield from _wrong(item, prefix, path, lines, public)  # under an `if`, or in a `with`
             continue
         name, text = prefix + item.name, ast.get_docstring(item) or ""
-        lacking: list[str] = []
-        if isinstance(item, ast.ClassDef):
-            lacking.extend(_missing_of_class(item, text, lines) if text else ["docstring"])
-        elif text:
-            inherited = isinstance(node, ast.ClassDef) and _classes().inherits(node.name, item.name)
-            lacking.extend(() if inherited else _missing_of_function(item, text))
-        elif not (isinstance(node, ast.ClassDef) and _classes().inherits(node.name, item.name)):
-            overload = {"overload", "setter"} & set(map(_name, item.decorator_list))
-            lacking.extend(() if overload else ["docstring"])
-        if re.fullmatch(r"See (also )?[^.]*\.?", text) or re.search(
-            r"^ +(\w+: )?See `[^`]*`", text, flags=re.MULTILINE
-        ):
-            lacking.append("more than a reference")
-        for what in lacking:
+        seen = (path, item.name) in public_names() if public is None else public
+        seen &= not item.name.startswith("_") or item.name == "__init__"
+        inherited = isinstance(node, ast.ClassDef) and _classes().inherits(node.name, item.name)
+        wrong: list[str] = []
+        if not seen:
+            wrong.extend(_superfluous(item, text))
+        elif isinstance(item, ast.ClassDef):
+            wrong.extend(_missing_of_class(item, text, lines) if text else ["docstring"])
+        elif text and not inherited and item.name != "__init__":
+            wrong.extend(_missing_of_function(item, text))
+        elif not text and not inherited and not {"overload", "setter"} & set(map(_name, item.decorator_list)):
+            wrong.extend(["docstring"] if item.name != "__init__" else [])
+        if seen and re.search(r"\ASee (also )?[^.]*\.?\Z|^ +(\w+: )?See `[^`]*`", text, flags=re.MULTILINE):
+            wrong.append("more than a reference")
+        for what in wrong:
             yield Missing(path, item.lineno, name, what)
-        if isinstance(item, ast.ClassDef):
-            yield from _missing(item, f"{name}.", path, lines)
+        yield from _wrong(item, f"{name}.", path, lines, seen and isinstance(item, ast.ClassDef))
 
 
 def missing(path: Path) -> list[Missing]:
-    """What the public docstrings of a file lack.
-
-    Args:
-        path: a Python file of the repository.
-    """
-    return list(_missing(_parsed(path), "", path, path.read_text(encoding="utf-8").splitlines()))
+    """What is wrong with the docstrings of a file of the repository."""
+    return list(_wrong(_parsed(path), "", path, path.read_text(encoding="utf-8").splitlines(), None))
 
 
 def main(folders: list[str]) -> int:
-    """Print what is missing.
-
-    Args:
-        folders: folders or files of the repository; all of hybridpar where there are none.
-
-    Returns:
-        1 where something is missing, 2 where a folder has no Python files, else 0.
-    """
+    """Print what is wrong in some folders or files; 1 where something is, 2 where a folder has no Python files."""
     paths = [
         path
         for folder in folders or ["hybridpar"]
@@ -273,7 +342,7 @@ def main(folders: list[str]) -> int:
         return 2
     found = [entry for path in paths for entry in missing(path)]
     print(*found, sep="\n")
-    print(f"{len(found)} missing in {len(paths)} files", file=sys.stderr)
+    print(f"{len(found)} wrong in {len(paths)} files", file=sys.stderr)
     return bool(found)
 
 

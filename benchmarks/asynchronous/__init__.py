@@ -1,1 +1,1 @@
-"""Benchmarks of asynchronous and partly synchronous gradient exchange: late gradients and parameter servers."""
+"""Benchmarks of parameter servers, with and without a barrier."""

@@ -6,6 +6,9 @@ All workers live in one process and exchange with the coders of a real run (`hyb
 takes seconds and is reproducible. A small convolutional net on scikit-learn's digits; each method has the best of
 a few learning rates, chosen on a fold of its own, and is then judged on the test images over several seeds.
 
+    python -m benchmarks.asynchronous.ablation            # an hour; adds rows to results/ablation.csv
+    python -m benchmarks.asynchronous.ablation --quick    # three methods for an epoch; nothing is written
+
 The paper's figures are word error rates and training frame accuracies of 46 M parameters on 309 hours of speech, by
 4 to 8 workers: only their order can be compared.
 """
@@ -22,6 +25,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.rig.command import run_command
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
@@ -75,14 +79,21 @@ METHODS = (
 )
 
 
-def measure(quick: bool, seeds: int, output: str | None) -> None:
-    """Train all methods, print and write.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train with each part of 1-bit SGD left out."""
 
-    Args:
-        quick: One epoch, one rate, and few methods.
-        seeds: How many trainings a row is of.
-        output: The table's file.
-    """
+    quick: bool = False
+    """One epoch, one rate, and few methods; writes nothing."""
+    seeds: int = 3
+    """Trainings of a row."""
+    output: Path = Path(__file__).parent / "results" / "ablation.csv"
+    """Table to add rows to."""
+
+
+def main(options: Options) -> int:
+    """Train all methods, print and write."""
+    quick, seeds = options.quick, 1 if options.quick else options.seeds
     torch.set_num_threads(1)
     methods = METHODS[:3] if quick else METHODS
     rates, epochs = (RATES[1:2], 1) if quick else (RATES, EPOCHS)
@@ -105,9 +116,8 @@ def measure(quick: bool, seeds: int, output: str | None) -> None:
             )
         )
         print(f"{checks[-1].what}: {checks[-1].value:.2f}, {checks[-1].extra}", flush=True)
-    if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-    write_checks(checks, output, title="asynchronous")
+    write_checks(checks, None if quick else str(options.output), title="asynchronous")
+    return 0
 
 
 def train(method: Method, rate: float, seed: int, epochs: int, judge_fold: bool = False) -> tuple[float, float]:
@@ -231,3 +241,7 @@ def _digits(judge_fold: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if judge_fold:
         train_part, test_part = train_part[:1150], train_part[1150:]
     return images[train_part], labels[train_part], images[test_part], labels[test_part]
+
+
+if __name__ == "__main__":
+    run_command(main, Options)

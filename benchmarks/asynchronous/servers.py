@@ -2,7 +2,6 @@
 
 python -m benchmarks.asynchronous.servers                       # both tables, as root for the shaped link
 python -m benchmarks.asynchronous.servers --table cost --links loopback
-python -m benchmarks.asynchronous.servers --table codecs --links loopback 1gbit 100mbit --models vgg16
 python -m benchmarks.asynchronous.servers --quick               # small, and nothing is written: does it run?
 """
 
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +23,12 @@ from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.command import measure_in_ranks, run_command
-from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing
+from benchmarks.rig.network import LOOPBACK, Network, missing
 from benchmarks.rig.paired import FOREIGN_LOAD, LEAST_ROUNDS, Paired, paired
 from benchmarks.rig.rank import link, process_group
 from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.errors import SyncError
 from hybridpar.models import build_model, model_fingerprint, seed_everything
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
@@ -53,15 +50,6 @@ _TINY = "benchmarks.pipeline.setups:tiny_net"
 
 #: Throughput over that of an all-reduce, at least, by method; on the shaped link.
 TARGETS = {"masters": 0.9, "servers": 0.8}
-#: Pushes of `codecs`. The threshold is MXNet's 0.5, of sums over the batch. Servers answer in full precision.
-PUSHES = {
-    "full": "none",
-    "2 bits, fixed threshold": f"twobit:threshold={0.5 / 16:g}",
-    "top-k, 1 %": "topk",
-    "hylo": "hylo",
-}
-#: Throughput of `hylo` over that of the fastest other: the paper's.
-HYLO_TARGET = 1.31
 #: Images per second over those of `ps` with one worker of three slowed four times.
 SLOW_TARGET, SLOWED = 2.0, 4.0
 WORKERS, SERVERS = 2, 2
@@ -71,15 +59,10 @@ WORKERS, SERVERS = 2, 2
 class Options:
     """Measure parameter servers."""
 
-    table: Literal["cost", "slow", "codecs", "all"] = "all"
-    """`cost`: steps on servers beside steps with an all-reduce; `slow`: images per second with one slow worker;
-    `codecs`: steps whose pushes are compressed beside full precision, and losses; not in `all`."""
+    table: Literal["cost", "slow", "all"] = "all"
+    """`cost`: steps on servers beside steps with an all-reduce; `slow`: images per second with one slow worker."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit")
-    """Links of `cost` and `codecs`; on the loopback `codecs` takes the losses."""
-    models: tuple[str, ...] = ("resnet18", "vgg16")
-    """Models of `codecs`: `resnet18` with the stem for ImageNet, `vgg16` with the head for small images."""
-    steps: int = 100
-    """Steps after which `codecs` takes the loss."""
+    """Links of `cost`."""
     rounds: int = 30
     """Rounds of `cost` to keep, and blocks of `slow` per mode."""
     wait_ms: float = 40.0
@@ -252,115 +235,6 @@ def _cost_rows(result: Paired, setting: str) -> list[Check]:
     return rows
 
 
-# ---------------------------------------------------------------------- codecs
-
-
-def small_vgg16(classes: int = 10) -> nn.Module:
-    """VGG-16 with the head that it has for images of 32x32: 15 million parameters, half a million of them dense."""
-    from torchvision.models.vgg import cfgs, make_layers
-
-    dense = nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes)
-    return nn.Sequential(make_layers(cfgs["D"], batch_norm=True), nn.Flatten(), *dense)
-
-
-def measure_codecs(quick: bool, model: str, rounds: int, steps: int, output: str | None) -> None:
-    """Time steps with every way to push on a shaped link; on the loopback take losses.
-
-    Args:
-        quick: A small net and few steps.
-        model: Of `Options.models`.
-        rounds: Rounds to keep.
-        steps: Steps before the loss is taken.
-        output: The table.
-    """
-    with process_group(timeout=180) as (rank, ranks):
-        side, batch = (16, 4) if quick else (32, 16)
-        setting = f"{model}, {side}x{side} images, batch {batch} per worker, {WORKERS} workers, {SERVERS} servers"
-
-        def party(name: str, number: int) -> Party:
-            seed_everything(number)
-            made = build_model(_TINY, 10) if quick else small_vgg16() if model == "vgg16" else build_model(model, 10)
-            config = TrainConfig(lr=5e-3, sync="ps", servers=SERVERS, compress=PUSHES[name])
-            return Party(f"{name} {number}", config, WORKERS, list(range(WORKERS, ranks)), made)
-
-        rows = (
-            _losses(party, setting, batch, steps)
-            if link() == LOOPBACK
-            else _times(party, setting, batch, rounds, quick)
-        )
-        if rank == 0:
-            write_checks(rows, output, title="servers, pushes")
-
-
-def _times(party: Callable[[str, int], Party], setting: str, batch: int, rounds: int, quick: bool) -> list[Check]:
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    side = 16 if quick else 32
-    images, labels = torch.randn(batch, 3, side, side, generator=draw), torch.randint(0, 10, (batch,), generator=draw)
-    with contextlib.ExitStack() as stack:
-        methods = {}
-        for name in PUSHES:
-            made = party(name, 0)
-            stack.callback(made.close)
-            methods[name] = _step_of(made, images, labels)
-        # On a slow link a step is 4 s of waiting, which other programs hardly change.
-        keep_busy = quick or (bits_per_second(link()) or math.inf) <= 1e8
-        result = paired(methods, rounds, warmup=1, foreign_load=math.inf if keep_busy else FOREIGN_LOAD)
-    best = min((name for name in PUSHES if name != "hylo"), key=result.median_ms)
-    rows = []
-    for name, base in dict.fromkeys([*((name, "full") for name in PUSHES if name != "full"), ("hylo", best)]):
-        ratio = result.ratio(base, name)
-        rows.append(
-            Check(
-                setting=setting,
-                link=link(),
-                what=f"images/s of {name} over those of {'the best other, ' if base != 'full' else ''}{base}",
-                value=ratio.median,
-                low=ratio.low,
-                high=ratio.high,
-                at_least=HYLO_TARGET if (name, base) == ("hylo", best) else None,
-                extra=f"{result.median_ms(name):.1f} ms over {result.median_ms(base):.1f} ms a step, "
-                f"{result.rounds} rounds{', loaded' if result.loaded else ''}",
-            )
-        )
-    return rows
-
-
-def _losses(party: Callable[[str, int], Party], setting: str, batch: int, steps: int) -> list[Check]:
-    """The mean loss of the last tenth of some steps on digits, over three seeds; it does not depend on the link."""
-    rank, rows = dist.get_rank(), []
-    for name in PUSHES:
-        ends = []
-        for seed in range(3):
-            made, losses = party(name, seed), [0.0]
-            if made.learner is not None:
-                digits = load_dataset(TrainConfig(data="digits", seed=seed))
-                batches = TrainBatches(
-                    digits, seed=seed, batch_size=batch * WORKERS, rank=rank, workers=WORKERS, micro_batches=1
-                )
-                endless = (one for epoch in count() for one in batches.epoch(epoch))
-                for one in islice(endless, steps):
-                    losses.append(made.learner.step(one.micro_batches, batch, batch * WORKERS).loss)
-            everybody: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everybody, statistics.fmean(losses[-max(1, steps // 10) :]))
-            ends.append(statistics.fmean(everybody[:WORKERS]))
-            made.close()
-            dist.barrier()
-        what = f"loss after {steps} steps on digits, {name}"
-        told = f"by seed {', '.join(f'{end:.3f}' for end in ends)}"
-        rows.append(
-            Check(
-                setting=setting,
-                link=link(),
-                what=what,
-                value=statistics.fmean(ends),
-                low=min(ends),
-                high=max(ends),
-                extra=told,
-            )
-        )
-    return rows
-
-
 # ------------------------------------------------------------------------ slow
 
 
@@ -431,13 +305,7 @@ def main(options: Options) -> int:
             print(f"{rate}: skipped, {lack}")
             continue
         with Network(WORKERS + SERVERS, rate) as network:
-            if options.table != "codecs":
-                measure_in_ranks(network, _HERE, told | {"what": "cost", "rounds": rounds})
-                continue
-            for model in options.models:
-                measure_in_ranks(
-                    network, _HERE, told | {"what": "codecs", "model": model, "rounds": rounds, "steps": options.steps}
-                )
+            measure_in_ranks(network, _HERE, told | {"what": "cost", "rounds": rounds})
     if options.table in ("slow", "all"):
         told |= {"blocks": 2 if options.quick else min(rounds, 10), "wait_ms": options.wait_ms}
         with Network(4, LOOPBACK) as network:
@@ -447,7 +315,7 @@ def main(options: Options) -> int:
 
 def measure(what: str, **told: Any) -> None:
     """Measure one table in this rank."""
-    measures: dict[str, Callable[..., None]] = {"cost": measure_cost, "slow": measure_slow, "codecs": measure_codecs}
+    measures: dict[str, Callable[..., None]] = {"cost": measure_cost, "slow": measure_slow}
     measures[what](**told)
 
 

@@ -3,17 +3,12 @@
 `python -m benchmarks.large.main` trains a network of few wide layers, and one of many narrow ones, in one process, then
 as four stages on four workers, each under a limit of 0.35 of the memory that the one process took (`RLIMIT_DATA`, over
 what imports alone take). The pipeline trains, saves, resumes in new processes, evaluates, and its checkpoint is loaded
-by one plain `torch.load`. Losses must be equal. `--plan` cuts a network of 1 B parameters for eight workers, as
-`hybridpar plan` does, and has the memory that this takes. Peaks are resident memory over that after all imports.
-`--use` evaluates, predicts with and exports a network of 1 GB of weights, and has the private memory that each command
-took at most (`RssAnon`, looked at every 2 ms); pages of a file, which the system may drop, are not in it.
+by one plain `torch.load`. Losses must be equal. Peaks are resident memory over that after all imports.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import csv
 import importlib
 import json
 import os
@@ -22,39 +17,24 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import nn
 
+from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig
-from hybridpar.comm.world import World
-from hybridpar.commands.plan.partition import run_plan
-from hybridpar.commands.plan.request import PlanRequest
-from hybridpar.models import model_fingerprint
 from hybridpar.models.deferred import DeferredModel, imagined, places
-from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
 from hybridpar.train.trainer import Trainer
 
 #: Width and number of its square layers: 255 MB in each.
 SHAPES = ((2304, 12), (1152, 48))
 
-#: Width and number of the layers of a network that is only planned, and for how many workers.
-PLANNED, PLANNED_FOR = (4224, 57), 8
-
-#: Width and number of the layers of a network that is only used.
-USED = 3072, 28
-
 #: Samples of a micro-batch, micro-batches of a step, steps of each half.
 SAMPLES, MICRO_BATCHES, STEPS = 16, 2, 1
-
-#: Formats that it is exported in, and names of files.
-EXPORTED = ("safetensors", "net.safetensors"), ("torch-export", "net.pt2")
 
 #: Part of what one process needs that a worker may take.
 CAP = 0.35
@@ -73,21 +53,6 @@ def build(width: int, count: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
 
-def billion() -> nn.Module:
-    """The network that is only planned."""
-    return build(*PLANNED)
-
-
-def used(num_classes: int = 10) -> nn.Module:
-    """The network that is only used, for images of 32x32."""
-    return build(*USED)
-
-
-def tiny(num_classes: int = 10) -> nn.Module:
-    """One that shows what a command takes without weights."""
-    return build(USED[0], 0)
-
-
 def batch(width: int, step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tuple[torch.Tensor, torch.Tensor]:
     """Random images and labels of a step.
 
@@ -101,71 +66,10 @@ def batch(width: int, step: int, samples: int = SAMPLES * MICRO_BATCHES) -> tupl
     return images, torch.randint(0, 10, (samples,), generator=generator)
 
 
-def status(key: str, process: int | str = "self") -> int:
-    """Bytes that the kernel counts for a process.
-
-    Args:
-        key: Such as `VmHWM`.
-        process: Its number; default: this one.
-    """
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def status(key: str) -> int:
+    """Bytes that the kernel counts for this process under a key such as `VmHWM`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
-
-
-def use() -> list[dict[str, Any]]:
-    """Use a checkpoint in every way, and return what each took."""
-    small = ["--model", "benchmarks.large.main:tiny", "--data", "synthetic"]
-    large = ["--model", "benchmarks.large.main:used", "--data", "synthetic"]
-    rows = []
-    with tempfile.TemporaryDirectory() as place:
-        folder, image = Path(place), Path(place, "image.png")
-        Image.new("RGB", (32, 32), (90, 20, 200)).save(image)
-        steps = {}
-        for name, model in (("small", tiny()), ("large", used())):
-            data = CheckpointData(1, model_fingerprint(model), model.state_dict(), {}, None)
-            steps[name] = str(save_checkpoint(folder / name, data, World()))
-        weights = sum(one.nbytes for one in model.parameters())
-        ways: list[tuple[str, list[str]]] = [
-            ("evaluate", ["--json"]),
-            ("evaluate", ["--json", "--amp", "bf16"]),
-            ("predict", [str(image)]),
-            *(("export", ["--format", form, "-o", str(folder / name), "--force"]) for form, name in EXPORTED),
-        ]
-        for command, words in ways:
-            (base, _, _), (peak, seconds, _) = (
-                private([command, steps[name], *words, *options])
-                for name, options in (("small", small), ("large", large))
-            )
-            rows.append(
-                {
-                    "command": " ".join([command, *(word for word in words if not word.startswith(("/", "-o")))]),
-                    "weights_mb": round(weights / 1e6, 1),
-                    "peak_mb": round((peak - base) / 1e6, 1),
-                    "peak_over_weights": round((peak - base) / weights, 3),
-                    "seconds": round(seconds, 1),
-                }
-            )
-    return rows
-
-
-def private(words: Sequence[str]) -> tuple[int, float, str]:
-    """Run a command of hybridpar: its most private memory in bytes, its seconds, and what it printed.
-
-    Args:
-        words: Of the command line.
-    """
-    began, peak = time.perf_counter(), 0
-    names = {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen([sys.executable, "-m", "hybridpar", *words], stdout=out, env=os.environ | names)
-        while process.poll() is None:
-            with contextlib.suppress(OSError, StopIteration):  # it has just ended
-                peak = max(peak, status("RssAnon", process.pid))
-            time.sleep(0.002)
-        if process.returncode:
-            raise SystemExit(f"{words[0]} ended with {process.returncode}")
-        out.seek(0)
-        return peak, time.perf_counter() - began, out.read()
 
 
 def prepare() -> None:
@@ -176,24 +80,6 @@ def prepare() -> None:
     small.fill(["weight"])
     with imagined(small.module, torch.device("cpu")) as mode:
         small.module(mode.from_tensor(torch.zeros(1, 64))).sum().backward()
-
-
-def plan() -> dict[str, Any]:
-    """Plan a network as `hybridpar plan` does, with everything measured, and return what that took."""
-    prepare()
-    base, began = status("VmRSS"), time.perf_counter()
-    shape = f"3x{PLANNED[0] // 96}x32"
-    run_plan(PlanRequest("benchmarks.large.main:billion", stages=PLANNED_FOR, input=shape, cache=False, threads=1))
-    parameters = DeferredModel(billion).nbytes
-    peak = status("VmHWM") - base
-    return {
-        "parameters_mb": round(parameters / 1e6, 1),
-        "workers": PLANNED_FOR,
-        "share_mb": round(parameters / PLANNED_FOR / 1e6, 1),
-        "peak_mb": round(peak / 1e6, 1),
-        "peak_over_share": round(peak * PLANNED_FOR / parameters, 3),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
 
 
 def work(width: int, count: int, stages: int, directory: Path, cap: int | None) -> dict[str, Any]:
@@ -273,36 +159,14 @@ def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--stages", type=int, default=4, help="stages, each on a worker")
-    parser.add_argument("--plan", action="store_true", help="plan a network of 1 B parameters instead")
-    parser.add_argument("--use", action="store_true", help="use a network of 1 GB instead")
     options = parser.parse_args(command_line)
     if options.worker is not None:
         width, count, stages, directory, cap = options.worker
         print(json.dumps(work(int(width), int(count), int(stages), Path(directory), int(cap) or None)))
         return
-    if options.plan:
-        write("plan", [plan()])
-        return
-    if options.use:
-        write("use", use())
-        return
-    write("large", [row for shape in SHAPES for row in measure(shape, options.stages)])
-
-
-def write(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write a table of results.
-
-    Args:
-        name: Of the file.
-        rows: Of the table.
-    """
+    rows = [row for shape in SHAPES for row in measure(shape, options.stages)]
     print(*rows, sep="\n")
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    with (results / f"{name}.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_dicts(Path(__file__).parent / "results" / "large.csv", rows)
 
 
 def measure(shape: tuple[int, int], stages: int) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Measures the outer loop: accuracy by H, workers and codec, steps on slow links, and time to an accuracy."""
+"""Measures the outer loop: accuracy by H, workers and codec, and what the command makes of it."""

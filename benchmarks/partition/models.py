@@ -1,4 +1,4 @@
-"""The models of the sweep and of the tables, each with the smallest input that it accepts unchanged."""
+"""The models of the sweep, each with the smallest input that it accepts unchanged."""
 
 from __future__ import annotations
 
@@ -45,10 +45,3 @@ def sweep_model(name: str) -> tuple[nn.Module, torch.Tensor]:
     build: Callable[..., nn.Module] = torchvision.models.get_model
     dtype = torch.float64 if name in _DOUBLE else torch.float32
     return build(name, weights=None, **options).to(dtype), torch.randn(2, *shape, dtype=dtype)
-
-
-def table_model(name: str) -> nn.Module:
-    """A model of the tables, at the size that its paper trains."""
-    options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
-    model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
-    return model

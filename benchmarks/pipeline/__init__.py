@@ -1,1 +1,1 @@
-"""Benchmarks of pipeline parallelism against the alternatives, and checks of its predictions and memory."""
+"""Benchmarks of pipeline parallelism against the alternatives, and checks of its predictions."""

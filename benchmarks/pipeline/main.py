@@ -1,7 +1,7 @@
 """Command for all tables of the pipeline; run it on an idle machine.
 
 python -m benchmarks.pipeline.main                    # all tables, as root for the shaped links
-python -m benchmarks.pipeline.main --table A          # one of them
+python -m benchmarks.pipeline.main --table ddp        # one of them
 python -m benchmarks.pipeline.main --quick            # small, and nothing is written: does it run?
 """
 
@@ -24,8 +24,8 @@ RESULTS = Path(__file__).parent / "results"
 class Options:
     """Measure the pipeline."""
 
-    table: Literal["A", "B", "C", "D", "E", "F", "all"] = "all"
-    """A against torch's pipelining, B against DDP, C two lanes, D predictions, E hidden sync, F memory."""
+    table: Literal["torch", "ddp", "prediction", "hidden_sync", "all"] = "all"
+    """Against torch's pipelining, against DDP, predictions, and how much of the gradient sync is hidden."""
     quick: bool = False
     """Small settings, busy rounds kept, nothing written."""
     rounds: int = 20
@@ -71,11 +71,6 @@ def _against_ddp(options: Options) -> None:
             run("against_ddp", network, options, "ddp.csv")
 
 
-def _two_lanes(options: Options) -> None:
-    with Network(1, LOOPBACK) as network:
-        run("two_lanes", network, options, "lanes.csv")
-
-
 def _prediction(options: Options) -> None:
     from benchmarks.pipeline.prediction import LINKS, summarise
 
@@ -111,18 +106,11 @@ def _hidden_sync(options: Options) -> None:
             print(f"no rate was found at which the two times agree; the last was {mbit:.0f} Mbit/s, ratio {ratio:.2f}")
 
 
-def _memory(options: Options) -> None:
-    with Network(1, LOOPBACK) as network:
-        run("memory", network, options, "memory.csv")
-
-
 TABLES: dict[str, Callable[[Options], None]] = {
-    "A": _against_torch,
-    "B": _against_ddp,
-    "C": _two_lanes,
-    "D": _prediction,
-    "E": _hidden_sync,
-    "F": _memory,
+    "torch": _against_torch,
+    "ddp": _against_ddp,
+    "prediction": _prediction,
+    "hidden_sync": _hidden_sync,
 }
 
 

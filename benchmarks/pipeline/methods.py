@@ -1,25 +1,21 @@
-"""Sets up hybridpar, `torch.distributed.pipelining` and a hand-written loop behind the same three calls."""
+"""Sets up hybridpar and `torch.distributed.pipelining` behind the same three calls."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step, placement_of
-from benchmarks.rig.paired import balanced_orders
 from hybridpar.comm.world import World
 from hybridpar.errors import DataError
 from hybridpar.lanes import Lanes
 from hybridpar.partition.cost import Link
 from hybridpar.partition.planning import stages_from_plan
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import Plan
@@ -106,38 +102,8 @@ class Ours:
         self.lanes.close()
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory under another tensor, which is no view."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor) -> Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _Outlet(nn.Module):
-    """A stage as torch's split backward passes need it.
-
-    They detach a stage's outputs in place, which is an error where an operation of the stage has saved its output, as
-    ReLU does. An alias costs nothing and can be detached.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def forward(self, *inputs: Tensor) -> Any:
-        result = self.stage(*inputs)
-        if isinstance(result, tuple):
-            return tuple(_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in result)
-        return result
-
-
 class Theirs:
-    """The same stages under a schedule of torch.distributed.pipelining, as its documentation sets it up.
+    """The same two stages under a schedule of torch.distributed.pipelining, as its documentation sets it up.
 
     Shapes are found by torch in the first step, which is never timed. The loss is a mean, so gradients are scaled by
     torch (`scale_grads`).
@@ -156,19 +122,14 @@ class Theirs:
         lane_of, worker_of = placement_of(plan)
         model = setting.build()
         stages = stages_from_plan(model, plan, relay=True)
-        mine = [index for index, lane in enumerate(lane_of) if worker_of[lane] == rank]
-        modules = {index: _Outlet(stages[index]) if schedule in SPLIT else stages[index] for index in mine}
-        wrapped = [
-            pipelining.PipelineStage(module, index, len(stages), torch.device("cpu"))
-            for index, module in modules.items()
-        ]
-        kind: Any = getattr(pipelining, schedule, None) or getattr(pipelining.schedules, schedule)
-        single = schedule in SINGLE
-        self._schedule = kind(wrapped[0] if single else wrapped, setting.micro_batches, loss_fn=F.cross_entropy)
-        self._optimizer = optimizer_of(*modules.values())
+        (mine,) = (index for index, lane in enumerate(lane_of) if worker_of[lane] == rank)
+        stage = pipelining.PipelineStage(stages[mine], mine, len(stages), torch.device("cpu"))
+        kind: Any = getattr(pipelining, schedule)
+        self._schedule = kind(stage, setting.micro_batches, loss_fn=F.cross_entropy)
+        self._optimizer = optimizer_of(stages[mine])
         images, labels = setting.data()
-        self._arguments = (images,) if 0 in mine else ()
-        self._target = labels if len(stages) - 1 in mine else None
+        self._arguments = (images,) if mine == 0 else ()
+        self._target = labels if mine == len(stages) - 1 else None
         self._losses: list[Tensor] = []
 
     def step(self) -> None:
@@ -188,80 +149,6 @@ class Theirs:
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-#: Torch's schedules for one stage per rank, and all of them with the number of stages and the placement on 2 ranks.
-SINGLE = ("ScheduleGPipe", "Schedule1F1B")
-SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-SCHEDULES_OF_TORCH: Mapping[str, tuple[int, str]] = {
-    "Schedule1F1B": (2, "linear"),
-    "ScheduleGPipe": (2, "linear"),
-    "ScheduleInterleaved1F1B": (4, "loop"),
-    "ScheduleLoopedBFS": (4, "loop"),
-    "ScheduleInterleavedZeroBubble": (4, "loop"),
-    "ScheduleZBVZeroBubble": (4, "v"),
-    "ScheduleDualPipeV": (4, "v"),
-}
-
-
-class ByHand:
-    """One process, the whole model, micro-batches one after another; `threads` intra-op threads.
-
-    Args:
-        setting: What is trained.
-        threads: Intra-op threads.
-    """
-
-    def __init__(self, setting: Setting, threads: int = 1) -> None:
-        self._threads = threads
-        self._model = setting.build()
-        self._optimizer = optimizer_of(self._model)
-        images, labels = setting.data()
-        count = setting.micro_batches
-        self._batches = list(zip(images.chunk(count), labels.chunk(count), strict=True))
-        self._loss = 0.0
-
-    def step(self) -> None:
-        """One step."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        self._optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for images, labels in self._batches:
-            loss = F.cross_entropy(self._model(images), labels) / len(self._batches)
-            loss.backward()
-            total += loss.detach()
-        self._optimizer.step()
-        torch.set_num_threads(before)
-        self._loss = float(total)
-
-    def loss(self) -> float:
-        """Mean loss of the batch in the last step."""
-        return self._loss
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def fastest(methods: Mapping[str, Callable[[], object]], rounds: int, seed: int = 0) -> dict[str, float]:
-    """A short interleaved run to choose candidates by: median milliseconds of each, of the slowest rank.
-
-    What is chosen is measured again, so that luck in the choice does not reach a table.
-    """
-    times: dict[str, list[float]] = {name: [] for name in methods}
-    orders = balanced_orders(methods, seed)
-    for number in range(rounds + 1):
-        for name in next(orders):
-            if dist.is_initialized():
-                dist.barrier()
-            begin = time.perf_counter()
-            methods[name]()
-            took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            if dist.is_initialized():
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-            if number:  # the first steps find shapes and allocate
-                times[name].append(float(took) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Method(Protocol):

@@ -18,7 +18,7 @@ from benchmarks.rig.network import LOOPBACK, Network, missing
 from hybridpar.errors import UsageError, nearest
 
 RESULTS = Path(__file__).parent / "results"
-_TABLES = ("search", "closing", "predicted", "emulated", "target")
+_TABLES = ("closing", "predicted", "target")
 _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
 #: As benchmarks/outer trains them.
 _ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
@@ -28,9 +28,9 @@ _ON_DIGITS = ("resnet18-digits", "resnet34-digits", "timm/resnet10t-digits")
 class Options:
     """Hold the planner's promises against clocks."""
 
-    table: Literal["predicted", "emulated", "search", "closing", "target", "all"] = "all"
-    """Predicted against measured steps, and from the same steps the chosen plan against the others; four emulated
-    devices; seconds of a search; what closing tables of the command say; time to 97 % on digits against DDP."""
+    table: Literal["predicted", "closing", "target", "all"] = "all"
+    """Predicted against measured steps, and from the same steps the chosen plan against the others; what closing
+    tables of the command say; time to 97 % on digits against DDP."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "100mbit")
     """Links between the workers."""
     models: tuple[str, ...] = _MODELS
@@ -59,10 +59,6 @@ def main(options: Options) -> int:
         if name not in (*_MODELS, *_ON_DIGITS):
             raise UsageError(f"no model {name!r}", fix=nearest(name, (*_MODELS, *_ON_DIGITS)))
     wanted = [name for name in _TABLES if options.table in (name, "all")]
-    if "search" in wanted:
-        from benchmarks.planner.search_time import measure
-
-        measure(options.quick, _file(options, "search"))
     if "closing" in wanted:
         from benchmarks.planner import closing
 
@@ -71,8 +67,6 @@ def main(options: Options) -> int:
     if "predicted" in wanted:
         tables = {name: _file(options, name) for name in ("predicted", "regret")}
         _on_links(options, "predicted", 2, **_plans(options), tables=tables)
-    if "emulated" in wanted:
-        _on_links(options, "emulated", 4, **_plans(options), output=_file(options, "emulated"))
     if "target" in wanted:
         shaped = tuple(link for link in options.links if link != LOOPBACK)  # nothing is promised without a limit
         with tempfile.TemporaryDirectory() as passing:
@@ -82,10 +76,6 @@ def main(options: Options) -> int:
             told["output"] = _file(options, "target")
             for phase, links in (("plan", shaped), ("train", (LOOPBACK,)), ("time", shaped)):
                 _on_links(replace(options, links=links), "target", 2, phase=phase, **told)
-    if {"predicted", "emulated"} & set(wanted) and not options.quick:
-        from benchmarks.planner.promises import write_promises
-
-        write_promises(options.output)
     return 0
 
 

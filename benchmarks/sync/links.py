@@ -22,9 +22,8 @@ from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import Row, row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
-from benchmarks.sync.methods import TINY, WORK, Method, Setting, Workplace, codec_of, make_method
+from benchmarks.sync.methods import TINY, WORK, Method, Setting, Workplace, make_method
 from benchmarks.sync.peers import PEERS
-from benchmarks.sync.promises import eligible, print_promises, promised_rows
 from hybridpar.errors import UsageError
 
 BASELINE = "ddp"
@@ -42,7 +41,6 @@ def measure(
     output: str | None,
     peers: str | None,
     commits: dict[str, str],
-    losses: str | None,
 ) -> None:
     """Time all methods in this rank, and write the rows in rank 0.
 
@@ -56,7 +54,6 @@ def measure(
         output: Folder for the tables.
         peers: Folder with the peers' checkouts.
         commits: Of each peer's project that is there.
-        losses: Table by which it is judged whose loss is good enough.
     """
     setting = Setting(TINY, 16, 4) if quick else Setting(model, size)
     # A step of the slowest peer takes 6 s at 100 Mbit/s; four ranks on two cores wait for each other's start as well.
@@ -96,14 +93,10 @@ def measure(
             if name in PEERS:
                 extra["checkout"] = commits[PEERS[name].project]
             rows.append(row(result, name, baseline, extra=extra, **common))
-        good, known = eligible([name for name in made if codec_of(name) is not None], losses)
-        # Targets and losses are of the default setting.
-        kept = promised_rows(result, good, common, known) if setting == Setting() else []
-        _show(rows, kept)
+        _show(rows)
         if output is not None:
-            for file, table in (("links.csv", rows), ("promises.csv", kept)):
-                append_rows(Path(output) / file, table)
-                check_csv(Path(output) / file)
+            append_rows(Path(output) / "links.csv", rows)
+            check_csv(Path(output) / "links.csv")
 
 
 def _step_of(method: Method, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -139,12 +132,11 @@ def _replicas_equal(method: Method) -> bool:
     return len(set(digests)) == 1
 
 
-def _show(rows: list[Row], kept: list[Row]) -> None:
+def _show(rows: list[Row]) -> None:
     print_rows(rows)
     for entry in rows:
         note = f" ({entry.extra['note']})" if "note" in entry.extra else ""
         print(f"  {entry.method}: {_bytes(entry.extra)}, replicas equal: {entry.extra['replicas_equal']}{note}")
-    print_promises(kept)
 
 
 def _bytes(extra: Mapping[str, Any]) -> str:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing, parse_link
-from benchmarks.sync.promises import AMONG, AUTO
-from hybridpar.compress.auto import PROVEN
+from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.errors import UsageError
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,6 +42,8 @@ OTHER_PLACES = {
     (LOOPBACK, 2): (*BASELINES, "own:auto", "own:none", *FEW),
     ("1gbit", 4): ("none", "ddp", "ddp-fp16", "ddp-psgd1", "epfml-psgd4", *FEW),
 }
+#: What `--compress auto --fidelity lossy` is called, and what it chooses from.
+AUTO, AMONG = "own:auto:lossy", tuple(f"own:{text}" for text in ("none", *FIDELITIES["lossy"]))
 #: The check of `auto`: what is measured where. In full precision a step takes half a minute on the slowest.
 AUTO_LINKS = {
     "1gbit": (*AMONG, AUTO),
@@ -58,9 +59,9 @@ ROUNDS = {1e8: 20}
 class Options:
     """Measure compressed gradient exchange against what others offer."""
 
-    table: Literal["links", "loss", "wire", "codecs", "auto", "all"] = "all"
-    """Steps on links, losses after 100 steps, bytes on the wire, codecs on one core; `auto`, not in `all`: what
-    `--compress auto --fidelity lossy` chooses on three links, beside steps with all that it chooses from."""
+    table: Literal["links", "loss", "codecs", "auto", "all"] = "all"
+    """Steps on links, losses after 100 steps, codecs on one core; `auto`, not in `all`: what `--compress auto
+    --fidelity lossy` chooses on three links, beside steps with all that it chooses from."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "1gbit:4", "100mbit")
     """Links as `benchmarks/README.md` tells, and after a colon what they join where it is not 2 ranks: 4, or 2x4."""
     methods: tuple[str, ...] = ()
@@ -91,8 +92,7 @@ def main(options: Options) -> int:
     if options.table == "auto":
         for link, names in AUTO_LINKS.items():
             _links(replace(options, links=(link,), methods=options.methods or names))
-    # Losses come before steps: they say which codecs may be called the best.
-    for name, start in (("wire", _wire), ("codecs", _throughput), ("loss", _loss), ("links", _links)):
+    for name, start in (("codecs", _throughput), ("loss", _loss), ("links", _links)):
         if options.table in (name, "all"):
             start(options)
     return 0
@@ -158,7 +158,6 @@ def _links(options: Options) -> None:
             "output": None if options.quick else str(options.output.resolve()),
             "peers": str(options.peers.resolve()) if options.peers else None,
             "commits": commits,
-            "losses": str(options.output.resolve() / "loss.csv"),
         }
         with Network(ranks, rate, per_node) as network:
             _start("links", network, options, told)
@@ -176,12 +175,6 @@ def _loss(options: Options) -> None:
     }
     with Network(2, LOOPBACK) as network:
         _start("losses", network, options, told)
-
-
-def _wire(options: Options) -> None:
-    from benchmarks.sync.wire import measure
-
-    measure(options.quick, None if options.quick else str(options.output / "wire.csv"))
 
 
 def _throughput(options: Options) -> None:

@@ -5,7 +5,6 @@ same two processes take, in interleaved rounds, steps with equal parts, with par
 checking, and steps of DistributedDataParallel, which has equal parts.
 
     python -m benchmarks.unequal.main                     # as root, for the quota
-    python -m benchmarks.unequal.main --emulated          # workers wait instead of computing; also shares of a plan
     python -m benchmarks.unequal.main --speeds 2 --quick  # small, and nothing is written: does it run?
 """
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +38,6 @@ class Options:
     """Samples of a step."""
     rounds: int = 30
     """Rounds to keep."""
-    emulated: bool = False
-    """Workers wait for as long as a device of their own would compute; needs no quota, and no core of its own."""
     quick: bool = False
     """Small steps, busy rounds kept, nothing written."""
     output: Path = RESULTS
@@ -53,11 +49,10 @@ def main(options: Options) -> int:
     for speed in options.speeds:
         if speed not in TARGETS:
             raise UsageError(f"--speeds {speed}", f"One of {', '.join(map(str, TARGETS))}.")
-        with Network(2, LOOPBACK) as network, _slowed(1 if options.emulated else speed) as group:
+        with Network(2, LOOPBACK) as network, _slowed(speed) as group:
             told = {
                 "speed": speed,
                 "group": group,
-                "emulated": options.emulated,
                 "batch_size": 32 if options.quick else options.batch_size,
                 "rounds": options.rounds,
                 "output": None if options.quick else str(options.output.resolve()),
@@ -93,7 +88,7 @@ def _slowed(speed: int) -> Iterator[str | None]:
         group.rmdir()
 
 
-def measure(speed: int, group: str | None, emulated: bool, batch_size: int, rounds: int, output: str | None) -> None:
+def measure(speed: int, group: str | None, batch_size: int, rounds: int, output: str | None) -> None:
     """Measure one ratio of speeds in this rank, and write the rows in rank 0."""
     import torch
     from torch import nn
@@ -112,21 +107,8 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
     from hybridpar.train.step_result import StepResult
     from hybridpar.train.trainer import Trainer
 
-    class Waiting(nn.Module):
-        """A model whose forward pass takes a time for every sample, and no core."""
-
-        def __init__(self, sample_ms: float) -> None:
-            super().__init__()
-            self.linear, self.sample_ms = nn.Linear(3 * 32 * 32, 10), sample_ms
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(self.sample_ms * len(x) / 1e3)
-            return self.linear(x.flatten(1))
-
     def build() -> nn.Module:
         seed_everything(0)
-        if emulated:
-            return Waiting(2.0 if world.rank else 2.0 * speed)
         return build_model("resnet18", 10)
 
     with process_group() as (rank, ranks):
@@ -172,11 +154,6 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
         for _ in range(3 * LEFT_OUT + 7 * WATCHED):  # three decisions
             auto()
         methods: dict[str, Callable[[], object]] = {"equal": equal, "auto": auto, "ddp": ddp}
-        predicted: dict[str, float] = {}
-        if emulated:
-            parameters = sum(one.numel() for one in trainer.model.parameters())
-            counts, predicted["planned_ms"] = plan_for(speed, parameters, batch_size)
-            methods["planned"] = lambda: step(counts)
         result = paired(methods, rounds, foreign_load=FOREIGN_LOAD if output is not None else 99.0)
         trainer.close()
         rates = [1 / float(time) for time in world.gather(statistics.median(busy[3:]))]  # type: ignore[arg-type]
@@ -197,12 +174,11 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
                 row(
                     *(result, name, "equal"),
                     claim="unequal",
-                    setting=f"{'2 ms a sample' if emulated else 'resnet18, 32x32 images'}, batch {batch_size}, "
-                    f"worker 0 has 1/{speed} of {'that speed' if emulated else 'a core'}",
+                    setting=f"resnet18, 32x32 images, batch {batch_size}, worker 0 has 1/{speed} of a core",
                     link=LOOPBACK,
                     ranks=ranks,
                     target=most if name == "auto" else None,
-                    extra=facts | predicted | {"transport": world.transport},
+                    extra=facts | {"transport": world.transport},
                 )
                 for name in methods
             ]
@@ -211,47 +187,6 @@ def measure(speed: int, group: str | None, emulated: bool, batch_size: int, roun
                 check_csv(Path(output))
             print_rows(rows)
             print(facts, flush=True)
-
-
-def plan_for(speed: int, parameters: int, batch_size: int) -> tuple[list[int], float]:
-    """The plan for a cluster of two devices of unequal speed that is described: samples of each worker, and its step.
-
-    Args:
-        speed: Of the faster one, over the slower one.
-        parameters: Elements of the model, which takes the slower device 2 ms times `speed` a sample.
-        batch_size: Samples of a step.
-
-    Returns:
-        Samples by rank, the slower device first, and predicted milliseconds.
-    """
-    from hybridpar.data.sampling import allot
-    from hybridpar.machine.cluster_file import parse_cluster
-    from hybridpar.partition.graph import Unit, UnitGraph, Value
-    from hybridpar.plan import ModelInfo
-    from hybridpar.planner.fixed import Fixed
-    from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
-    from hybridpar.planner.record import plan_of
-    from hybridpar.planner.search import find_plan
-
-    hosts = [{"throughput": one, "kind": "cuda"} for one in {1.0, float(speed)}] if speed > 1 else [{"count": 2}]
-    times = SizedTimes(1, (2.0 * speed,), (0.0,))  # on the slower device
-    profile = ModelProfile(
-        ModelInfo(name="waiting", fingerprint="0" * 16, parameters=parameters),
-        UnitGraph((Unit("linear", parameter_bytes=4 * parameters),), (Value("y", 0, (), 40, 40, True),), ()),
-        1,
-        (Parameter("linear.weight", (parameters,), 0),),
-        (Variant("contiguous", "stock", (times,), 0.0),),
-        False,
-    )
-    cluster = parse_cluster({"hosts": hosts, "between": {"bandwidth": 1e10, "latency_ms": 0.05}})
-    fixed = Fixed(workers=2, micro_batches=1)
-    plan = plan_of(find_plan(PlannerInputs(profile, cluster, batch_size, fixed=fixed)))
-    assert plan.placement is not None
-    assert plan.predicted is not None
-    assert plan.predicted.step_ms is not None
-    shares = plan.placement.shares or (1.0, 1.0)
-    return allot(batch_size, shares[::-1], 2), plan.predicted.step_ms
 
 
 if __name__ == "__main__":

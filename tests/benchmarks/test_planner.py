@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import time
 
 import pytest
-import torch
 
-from benchmarks.pipeline.checks import append_checks
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
-from benchmarks.planner.emulated import EmulatedNet
 from benchmarks.planner.main import Options, main
 from benchmarks.planner.predicted import Running, _visit, error_row
-from benchmarks.planner.promises import summarise, write_promises
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.plan import ModelInfo, trivial_plan
-from tests.planner.small import ALL_RATES, chain, cluster, inputs
+from tests.planner.small import ALL_RATES, cluster, inputs
 
 SETTING = Setting("resnet18", 32, 16)
 
@@ -47,45 +42,13 @@ def test_plans_are_drawn_over_the_whole_range_with_all_baselines():
     assert next(one for one in plans if one.name.endswith("devices, qsgd_mn:bits=4")).fidelities == ("lossy",)
 
 
-def test_errors_are_those_of_the_median_and_the_newest_row_of_a_plan_counts(tmp_path):
-    table = tmp_path / "predicted.csv"
-    first = error_row(SETTING, drawn("a", 110.0), [90.0, 100.0, 400.0], "foreign load 0.00 cores")
-    assert first.value == pytest.approx(0.1)
-    assert "predicted 110.0 ms" in first.extra
-    append_checks([error_row(SETTING, drawn("a", 300.0), [100.0], ""), first], table)
-    append_checks([error_row(SETTING, drawn("b", 96.0), [100.0], "")], table)
-    middle, worst, *_ = summarise(table)
-    assert middle.value == pytest.approx(0.07)
-    assert (middle.verdict, worst.verdict) == ("met", "met")
-    assert worst.value == pytest.approx(0.1)
-    append_checks([error_row(SETTING, drawn("c", 50.0), [100.0], "")], table)
-    assert [one.verdict for one in summarise(table)] == ["missed", "missed"]
-
-
-def test_verdicts_stand_beside_the_tables_that_they_are_of(tmp_path):
-    for name, predicted in (("predicted", 104.0), ("emulated", 130.0)):
-        append_checks([error_row(SETTING, drawn("a", predicted), [100.0], "")], tmp_path / f"{name}.csv")
-    for _ in range(2):
-        write_promises(tmp_path)
-        rows = list(csv.DictReader((tmp_path / "promises.csv").open(newline="")))
-        assert [(row["setting"], row["verdict"]) for row in rows] == [
-            ("1 plans", "met"),
-            ("1 plans", "met"),
-            ("1 plans, 4 emulated devices", "missed"),
-            ("1 plans, 4 emulated devices", "missed"),
-        ]
-
-
-def test_a_slower_machine_is_told_beside_the_promise_and_a_rehearsal_counts_in_neither(tmp_path):
-    table = tmp_path / "predicted.csv"
-    rows = [
-        error_row(SETTING, drawn("a", 90.0), [100.0], "", slower=1.1),
-        error_row(SETTING, drawn("b", 50.0), [100.0], "", rehearsed=True),
-    ]
-    append_checks(rows, table)
-    middle, worst, steady, _ = summarise(table)
-    assert middle.value == worst.value == pytest.approx(0.1)
-    assert steady.value == pytest.approx(0.01), "0.9 of what it took on a machine 1.1 times as slow"
+def test_errors_are_those_of_the_median_of_the_visits():
+    row = error_row(SETTING, drawn("a", 110.0), [90.0, 100.0, 400.0], "foreign load 0.00 cores", slower=1.1)
+    assert row.value == pytest.approx(0.1)
+    assert (row.low, row.high) == (pytest.approx(110 / 400 - 1), pytest.approx(110 / 90 - 1))
+    assert "predicted 110.0 ms" in row.extra
+    assert "machine 1.100 times as slow" in row.extra
+    assert "rehearsed" in error_row(SETTING, drawn("b", 50.0), [100.0], "", rehearsed=True).what
 
 
 def test_regret_counts_steps_to_the_target_and_only_what_a_fidelity_allows():
@@ -130,15 +93,6 @@ def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeyp
     assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
     lengths = iter([0.5] * 30 + [0.1] * 10 + [0.3] * 10 + [0.2] * 10)
     assert _visit(Running(step, step, interval=10), World(), rounds=4) == pytest.approx(200)
-
-
-def test_an_emulated_net_has_the_parameters_and_gradients_of_the_real_one():
-    profile = chain([(0.0, 0.0), (0.0, 0.0)], [(3, 4), (5,)])
-    net = EmulatedNet(profile, 4)
-    found = dict(net.named_parameters())
-    assert [found[net.names[one.name]].shape for one in profile.parameters] == [(3, 4), (5,)]
-    net(torch.randn(4, 3, 8, 8)).sum().backward()
-    assert all(one.grad is not None for one in net.parameters())
 
 
 def test_a_model_that_no_table_has_is_refused():

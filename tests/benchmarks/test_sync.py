@@ -1,25 +1,20 @@
-"""Tests the benchmark of gradient synchronisation: short runs of its tables, bytes on the wire, and verdicts.
+"""Tests the benchmark of gradient synchronisation: short runs of its tables, and the names of its methods.
 
 A full table takes an hour, so errors would be found late.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.network import missing
-from benchmarks.rig.paired import Paired
 from benchmarks.sync import peers as peers_module
-from benchmarks.sync import wire
-from benchmarks.sync.main import AUTO_LINKS, CODECS, Options, main, methods_at, place_of
+from benchmarks.sync.main import CODECS, Options, main, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
 from benchmarks.sync.peers import PEERS, checkouts, missing_peers
-from benchmarks.sync.promises import PROMISES, REFERENCE, eligible, promised_rows, read_losses
 from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 
@@ -40,7 +35,6 @@ def test_the_links_table_runs(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_links_table_runs_on_a_shaped_link(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(Options(table="links", links=("1gbit", "1gbit:4"), quick=True)) == 0
     shown = capfd.readouterr().out
-    assert "promises, 1gbit, 2 ranks" in shown
     assert "interface 0." in shown
 
 
@@ -48,63 +42,6 @@ def test_the_links_table_runs_on_a_shaped_link(capfd: pytest.CaptureFixture[str]
 def test_the_losses_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(Options(table="loss", methods=("ddp", "own:onebit"), quick=True)) == 0
     assert "loss, own:onebit" in capfd.readouterr().out
-
-
-def test_bytes_on_the_wire(tmp_path: Path) -> None:
-    claims = (wire.Claim("onebit", {"resnet18": 28}), wire.Claim("onbit", {"resnet18": 28}), *wire.CLAIMS[-1:])
-    wire.measure(True, str(tmp_path / "wire.csv"), claims)
-    first, second = (tmp_path / "wire.csv").read_text().splitlines()[1:]
-    assert ",28," in first
-    assert ",met," in first
-    assert "8 workers" in second
-
-
-def _run(**milliseconds: float) -> Paired:
-    return Paired({name.replace("_", "-"): (ms,) * 20 for name, ms in milliseconds.items()}, 0, 0.0, False)
-
-
-def test_a_promise_is_judged_against_the_faster_of_its_peers() -> None:
-    common = {"claim": "sync", "setting": "s", "link": "1gbit", "ranks": 2}
-    result = _run(none=100, ddp=500, ddp_fp16=300, ddp_psgd1=180, epfml_psgd4=150, fast=110, slow=130)
-    rows = promised_rows(result, ["fast", "slow"], common, known=True)
-    assert [(row.method, row.baseline, row.verdict) for row in rows] == [
-        ("fast", "ddp", "met"),  # 4.5 times
-        ("fast", "ddp-fp16", "met"),  # 2.7 times
-        ("fast", "epfml-psgd4", "met"),  # 1.36 times
-        ("fast", "none", "met"),
-    ]
-    rows = promised_rows(result, ["slow"], common, known=True)
-    assert [row.verdict for row in rows] == ["missed", "missed", "missed", "met"]
-
-
-def test_a_promise_that_was_not_measured_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    common = {"claim": "sync", "setting": "s", "link": "1gbit", "ranks": 2}
-    rows = promised_rows(_run(none=100, ddp=500, ddp_psgd1=180, fast=110), ["fast"], common, known=False)
-    assert [row.baseline for row in rows] == ["ddp", "none"]
-    assert rows[0].extra["loss"] == "not known"
-    assert "epfml-psgd4 can be judged" in capsys.readouterr().out
-
-
-def test_a_codec_with_a_worse_loss_is_not_the_best(tmp_path: Path) -> None:
-    table = tmp_path / "loss.csv"
-    ours = ["own:onebit@4", "hook:onebit", "own:powersgd:rank=1", "own:hylo"]
-    assert eligible(ours, str(table)) == (ours, False)
-    common = {"setting": "s", "link": "loopback", "low": 0.0, "high": 1.0}
-    losses = {REFERENCE: 0.2, "own:onebit": 0.9, "own:powersgd:rank=1": 0.5, "grace-topk": 0.1}
-    rows = [Check(what=f"loss, {name}", value=loss, **common) for name, loss in losses.items()]
-    write_checks(rows, str(table), title="sync")
-    assert read_losses(table) == losses
-    assert eligible(ours, str(table)) == ([], True)
-    write_checks([dataclasses.replace(rows[1], value=0.2)], str(table), title="sync")  # taken again: the latest counts
-    assert eligible(ours, str(table)) == (["own:onebit@4", "hook:onebit"], True)
-
-
-def test_every_promise_has_its_methods_in_the_table() -> None:
-    for (link, ranks), promises in PROMISES.items():
-        named = [*methods_at(Options(), link, ranks), *AUTO_LINKS.get(link, ())]
-        for promise in promises:
-            assert {*promise.over, *([promise.only] if promise.only else [])} <= set(named)
-            assert any(codec_of(name) for name in named)
 
 
 def test_names_of_methods() -> None:

@@ -16,7 +16,7 @@ from hybridpar.models import build_model
 def test_first_steps_are_timms(recipe, tmp_path):
     write_images(tmp_path)
     options = options_of(recipe, tmp_path)
-    batches, per_epoch, classes = batches_of(options, 3)
+    batches, per_epoch, classes = batches_of(options, 2)
     batches = [(images[..., ::2, ::2].double(), labels) for images, labels in batches]
     torch.manual_seed(0)
     model = build_model("timm/resnet18", classes=classes).double()

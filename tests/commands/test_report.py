@@ -9,7 +9,6 @@ import shutil
 
 import pytest
 
-from benchmarks.report.main import frame_times
 from hybridpar.cli import main
 from hybridpar.observe import write_timeline
 from tests.observe.timelines import a_timeline
@@ -237,9 +236,3 @@ def test_a_long_run_draws_no_more_than_a_screen_can_show(browser, opened, tmp_pa
     )
     assert 2000 <= max(points) <= 4001
     assert window.locator(".chart.loss .range").count() == 1
-
-
-def test_frame_times_are_measured(browser, page):
-    found = frame_times(page, browser, moves=10)
-    assert found["zoom"]["frames"] > 10
-    assert found["point"]["work_median_ms"] >= 0

@@ -12,19 +12,19 @@ from tests.ranks import run_ranks
 NAMES = list(CODECS)
 
 
-def chased(workers: int, seed: int, *, checked: bool = False) -> list[list[torch.Tensor]]:
+def chased(workers: int, seed: int, steps: int, *, checked: bool = False) -> list[list[torch.Tensor]]:
     lanes = hang_hunt.LANES
     return run_ranks(
-        hang_hunt.chase_all, workers, NAMES, seed, 4, checked, lanes=lanes, timeout=150, shared_memory=False
+        hang_hunt.chase_all, workers, NAMES, seed, steps, checked, lanes=lanes, timeout=150, shared_memory=False
     )
 
 
 def test_some_steps_of_every_codec_on_three_workers() -> None:
-    hang_hunt.require_equal(NAMES, chased(3, 3))
+    hang_hunt.require_equal(NAMES, chased(3, 3, 4))
 
 
 def test_every_codec_on_two_workers_with_and_without_the_checking_lane() -> None:
-    plain, checked = chased(2, 5), chased(2, 5, checked=True)
+    plain, checked = chased(2, 5, 2), chased(2, 5, 2, checked=True)
     for codec, one, other in zip(NAMES, plain[0], checked[0], strict=True):
         assert torch.equal(one, other), codec
     hang_hunt.require_equal(NAMES, checked)

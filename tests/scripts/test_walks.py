@@ -1,0 +1,23 @@
+"""Files of the package that run in one training step and in one command: fewer may do, and more never."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.walks import WALKS, count
+
+#: The most files of each walk. Lower a number when fewer run; `python scripts/walks.py -v` lists them.
+MOST_FILES = {
+    "one worker": 21,
+    "two workers, onebit": 39,
+    "two stages, four micro-batches": 22,
+    "hybridpar train, to the end of its first step": 219,
+}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_goes_through_no_more_files(walk: str) -> None:
+    files = count(walk)
+    assert files, "the profiler saw nothing"
+    assert len(files) <= MOST_FILES[walk], f"{walk} goes through more files than it did: {', '.join(sorted(files))}"
