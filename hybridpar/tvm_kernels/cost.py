@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import FAR, Machine
 from hybridpar.tvm_kernels.schedules.geometry import Axis, Span, axis, by_input, interior, spans
 from hybridpar.tvm_kernels.schedules.planes import PaddedTile, padded_tile, turned_tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
@@ -96,9 +96,9 @@ def _cycles(
 def _memory_cycles(shape: ConvShape, machine: Machine, own: Mapping[str, int], written: float = 0.0) -> float:
     """Cycles for what comes from behind the caches of a core, and for what is written there."""
     size = shape.least_bytes
-    if size <= machine.level2:
+    if size <= (512 << 10):
         return 0.0
-    if not machine.is_far(size):
+    if size <= FAR:
         return size * _PER_NEAR_BYTE
     streamed = written * bool(own.get("stream"))
     swept = (size - written) * bool(own.get("sweep"))
@@ -182,7 +182,7 @@ def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str,
     down, across = _reach(vertical, rows), _reach(horizontal, own["tile_columns"])
     tiles_down, tiles_across = -(-vertical.out // rows), -(-horizontal.out // own["tile_columns"])
     if own["columns_outer"]:
-        kept = down * across * shape.channels * 4 <= 0.75 * machine.level1
+        kept = down * across * shape.channels * 4 <= 0.75 * (32 << 10)
         columns = horizontal.size if kept else across * tiles_across
         return tiles_down * down * columns * shape.channels * 4 / _LINE
     room = _room(shape, own["lanes"], machine)
@@ -203,7 +203,7 @@ def _room(shape: ConvShape, lanes: int, machine: Machine) -> float:
     """Lines of a block of channels that L1 keeps: pixels some powers of two apart share its few sets."""
     step = shape.channels * 4 // _LINE
     apart = math.gcd(step, _SETS) if shape.channels * 4 % _LINE == 0 else 1
-    return 0.75 * machine.level1 / _LINE * min(1.0, max(1.0, lanes * 4 / _LINE) / apart)
+    return 0.75 * (32 << 10) / _LINE * min(1.0, max(1.0, lanes * 4 / _LINE) / apart)
 
 
 # --------------------------------------------------------------------------------------------------- weight gradient
@@ -223,8 +223,8 @@ def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
         The cost.
     """
     size = shape.least_bytes
-    per_byte = 0.0 if size <= machine.level2 else _PER_NEAR_TAP_BYTE
-    if machine.is_far(size):
+    per_byte = 0.0 if size <= (512 << 10) else _PER_NEAR_TAP_BYTE
+    if size > FAR:
         per_byte = _PER_SWEPT_BYTE if own.get("sweep") else _PER_UNSWEPT_BYTE
         per_byte += _PER_STEP_BYTE * (not own.get("sweep") and own["lanes"] < shape.channels)
     cycles = _tap_sums(shape, own, machine) + per_byte * size
@@ -341,7 +341,7 @@ def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], th
     planes = shape.batch * shape.channels
     total = planes * (_PLANE + strips * (compute + _fill(padded, lanes, machine)))
     moved = 0.0  # where a padded tile fits into L1 it stays there
-    if padded.places * 4 > 0.75 * machine.level1:
+    if padded.places * 4 > 0.75 * (32 << 10):
         moved = planes * strips * padded.places * 4 / _LINE * _IN_ORDER * 2
     return Cost(total, moved, _memory_cycles(shape, machine, own), _share_of(own["parts"], threads))
 
@@ -378,7 +378,7 @@ def rows_weight_cost(
     total = planes * (_PLANE + groups * passes + held + strips * _fill(padded, lanes, machine))
     total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
     moved = 0.0
-    if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
+    if (padded.places + strip * shape.out_width) * 4 > 0.75 * (32 << 10):
         lines = (padded.places + strip * shape.out_width) * 4 / _LINE
         moved = planes * strips * lines * groups * _IN_ORDER
     memory = _memory_cycles(shape, machine, own)
@@ -416,6 +416,6 @@ def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
     lines = padded * 4 / _LINE * strips * shape.batch * blocks
     moved = lines * _PLANES_CYCLES
-    if padded * 4 > 0.75 * machine.level1:
+    if padded * 4 > 0.75 * (32 << 10):
         moved += 2 * lines * _IN_ORDER
     return Cost(total, moved, _memory_cycles(shape, machine, own), _share_of(units, threads))

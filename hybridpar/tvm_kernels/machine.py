@@ -25,12 +25,14 @@ from hybridpar.codegen.compile_pool import Builder, Request
 from hybridpar.machine.cluster import cpu_name
 from hybridpar.tvm_kernels.measure import torch_threads
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
-#: What tensors that take turns come to at least, where the last cache is smaller than half of it or not known.
-_COLD = 64 << 20
+#: Bytes from which on a tensor that is written or read counts as too large for the caches. What a machine says of its
+#: last cache is not asked: virtual machines name that of the whole host.
+FAR = 4 << 20
+#: What tensors that take turns come to: more than most last caches have for one core, and little memory.
+COLD = 128 << 20
 #: Most sets of tensors that take turns.
 _MOST_TURNS = 64
 
@@ -52,32 +54,15 @@ def cpu_fingerprint() -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """A CPU as the cost model sees it.
+    """A CPU as the search sees it.
 
     Attributes:
         lanes: Float32 values in a vector register.
         registers: Vector registers.
-        level1: Bytes of a core's first cache.
-        level2: Bytes of its second.
-        level3: Bytes of the last one.
     """
 
     lanes: int
     registers: int
-    level1: int = 32 << 10
-    level2: int = 512 << 10
-    level3: int = 8 << 20
-
-    def is_far(self, size: int) -> bool:
-        """Whether what is read or written is likely to come from memory, or to go there.
-
-        Args:
-            size: Bytes of all of it.
-
-        Returns:
-            Whether it is more than a tenth of the last cache; other cores, and what was computed since, take the rest.
-        """
-        return size > self.level3 / 10
 
 
 @dataclass(frozen=True)
@@ -131,9 +116,7 @@ def this_machine() -> Machine:
         lanes, registers = 16, 32
     else:
         lanes, registers = 8 if "avx" in flags else 4, 16
-    sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
-    known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
-    return Machine(lanes, registers, **known)
+    return Machine(lanes, registers)
 
 
 def turns(size: int, most: int = _MOST_TURNS) -> int:
@@ -147,21 +130,9 @@ def turns(size: int, most: int = _MOST_TURNS) -> int:
         most: Sets at most.
 
     Returns:
-        As many as come to twice the last cache.
+        As many as come to `COLD`.
     """
-    return max(1, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
-
-
-def _cache(directory: Path) -> tuple[int, int]:
-    """Level and bytes of a cache; none for one of instructions."""
-    try:
-        if (directory / "type").read_text().strip() == "Instruction":
-            return 0, 0
-        size = (directory / "size").read_text().strip()
-        unit = {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
-        return int((directory / "level").read_text()), int(size.rstrip("KM")) * unit
-    except (OSError, ValueError):
-        return 0, 0
+    return max(1, min(most, math.ceil(COLD / size)))
 
 
 def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:

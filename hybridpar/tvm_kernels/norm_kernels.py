@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
+from hybridpar.tvm_kernels.machine import FAR
 from hybridpar.tvm_kernels.schedules import norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -27,9 +28,6 @@ _SEGMENTS = 64
 
 #: Values of a segment at least: segments are walked from the last one on, and CPUs fetch ahead only within one.
 _LEAST = 1 << 16
-
-#: Bytes from which on a result is written past the caches.
-_STREAM = 16 << 20
 
 #: Values below which a second thread costs more than it brings.
 _SHARE = 1 << 16
@@ -189,7 +187,7 @@ def backward(
 
 
 def _streams(result: Tensor) -> int:
-    return int(result.numel() * 4 >= _STREAM and result.data_ptr() % 64 == 0)
+    return int(result.numel() * 4 > FAR and result.data_ptr() % 64 == 0)
 
 
 def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import FAR, Machine
 from hybridpar.tvm_kernels.schedules.geometry import LINE, axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -24,6 +24,8 @@ _MOST = 64
 _TALLEST = 6
 #: Rows of the gradient that may pass by at a time.
 _PASSING = (1, 2, 3, 4, 7)
+#: Bytes of a strip that stay in a core's second cache until its tiles are computed.
+_NEAR = 512 << 10
 #: Least lanes that are worth a vector.
 _LEAST_LANES = 4
 
@@ -229,10 +231,9 @@ def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
     return fitting or [1 << (shape.channels.bit_length() - 1)]
 
 
-def _is_swept(shape: ConvShape, height: int, strip: int, machine: Machine) -> bool:
+def _is_swept(shape: ConvShape, height: int, strip: int) -> bool:
     """Whether reading a strip in order first may be of use: it comes from memory, and stays in L2."""
-    rows_bytes = shape.least_bytes / shape.batch / height * strip
-    return machine.is_far(shape.least_bytes) and rows_bytes <= machine.level2 / 2
+    return shape.least_bytes > FAR and shape.least_bytes / shape.batch / height * strip <= _NEAR
 
 
 def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
@@ -249,7 +250,7 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
     """
     height, width = (axis(shape, direction, which).out for which in (0, 1))
     # Of such a result most has left the caches before it is read again, however it was written.
-    large = machine.is_far(4 * shape.batch * shape.channels * height * width)
+    large = 4 * shape.batch * shape.channels * height * width > FAR
     orders = [{"stream": 0}, *([{"stream": 1}] if large else [])]
     swept = [{**orders[-1], "sweep": 1}]
     tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
@@ -266,7 +267,7 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
             units = shape.batch * -(-height // strip)
             if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
-                for order in orders + swept * _is_swept(shape, height, strip, machine):
+                for order in orders + swept * _is_swept(shape, height, strip):
                     yield own | {"strip": strip} | order
 
 
@@ -302,7 +303,7 @@ def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machin
                     for parts, groups in _units(threads, most_parts, blocks):
                         if strip <= shape.out_height:
                             yield (one := own | {"parts": parts, "groups": groups})
-                            if _is_swept(shape, shape.out_height, strip, machine):
+                            if _is_swept(shape, shape.out_height, strip):
                                 yield one | {"sweep": 1}
 
 
