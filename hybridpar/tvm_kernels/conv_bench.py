@@ -181,17 +181,19 @@ class ConvBench(Bench):
         """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
         found: dict[str, Call] = {}
         for layout in Layout:
-            operands = self._own if layout is self.layout else self.operands(layout)
-            call = self.in_turn([stock_call(self.shape, self.direction, *own) for own in operands])
+            call = self.instead if layout is self.layout else self._stock_on(self.operands(layout))
             found[f"torch {layout}"] = call
             if self.device is not None:
                 found[f"native {layout}"] = functools.partial(_without_cudnn, call)
         return found
 
-    @property
+    def _stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+        return self.in_turn([stock_call(self.shape, self.direction, *one) for one in operands])
+
+    @functools.cached_property
     def instead(self) -> Call:
-        """Torch's call in the layout of the images."""
-        return self.ways[f"torch {self.layout}"]
+        """Torch's call in the layout of the images; nothing is made for it."""
+        return self._stock_on(self._own)
 
     @functools.cached_property
     def stock(self) -> Call:

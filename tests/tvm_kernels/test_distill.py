@@ -47,15 +47,16 @@ def test_the_best_of_the_newest_search_is_kept(tmp_path):
 
 def test_where_there_is_no_room_what_saves_most_stays(tmp_path):
     append_records(tmp_path / "k.jsonl", records(1.0))
-    line = len(short_line(records(1.0)[0])) + 1
-    assert [record.shape for record in distill([tmp_path / "k.jsonl"], 2 * line + 20)] == SHAPES[1:]
+    two = sum(len(short_line(one)) + 1 for one in records(1.0)[1:])
+    assert [record.shape for record in distill([tmp_path / "k.jsonl"], two)] == SHAPES[1:]
 
 
 def test_devices_share_the_room(tmp_path):
-    append_records(tmp_path / "k.jsonl", [*records(0.1), *records(1.0, device="a slower one")])
-    line = len(short_line(records(1.0, device="a slower one")[0])) + 1
-    kept = distill([tmp_path / "k.jsonl"], 3 * line + 20)
-    assert [record.shape for record in kept if record.device != "a slower one"] == SHAPES[1:]
+    every = [*records(0.1, device="a fast one"), *records(1.0, device="a slower one")]
+    append_records(tmp_path / "k.jsonl", every)
+    three = sum(len(short_line(one)) + 1 for one in (every[2], every[5], every[1]))  # those that save most, in turn
+    kept = distill([tmp_path / "k.jsonl"], three)
+    assert [record.shape for record in kept if record.device == "a fast one"] == SHAPES[1:]
     assert [record.shape for record in kept if record.device == "a slower one"] == SHAPES[2:]
 
 
