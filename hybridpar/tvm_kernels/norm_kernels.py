@@ -112,7 +112,6 @@ def forward(
     momentum: float,
     eps: float,
     activation: str,
-    moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalise and activate.
 
@@ -126,7 +125,6 @@ def forward(
         momentum: How far the running statistics move.
         eps: Added to the variance.
         activation: One of `ACTIVATIONS`.
-        moments: (2, C) float64, the mean and biased variance of x where they are known; it is then read once only.
 
     Returns:
         The result, laid out as x is, and a table of (6, columns): what backward needs, and the batch's statistics.
@@ -135,13 +133,11 @@ def forward(
     plan = plan_rows(x.numel() // channels, channels)
     y = torch.empty_like(x)
     statistics = torch.empty(norm_rows.TABLE_ROWS, plan.width)
-    scratch = plan.scratch() if moments is None else moments
-    operands = (x, weight, bias, mean, variance, y, statistics, scratch)
+    operands = (x, weight, bias, mean, variance, y, statistics, plan.scratch())
     addresses = [0 if one is None else one.data_ptr() for one in operands]
     phases = norm_rows.JOIN | norm_rows.APPLY
     if training:
-        phases |= norm_rows.REDUCE if moments is None else norm_rows.GIVEN
-        phases |= 0 if mean is None else norm_rows.TRACK
+        phases |= norm_rows.REDUCE | (0 if mean is None else norm_rows.TRACK)
     else:
         phases |= norm_rows.FIXED
     kernel = table()[f"norm_forward_{activation}"]

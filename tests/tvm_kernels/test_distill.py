@@ -18,8 +18,8 @@ from hybridpar.tvm_kernels.database import (
     parse_records,
     read_database,
 )
-from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import reject
 from scripts.package_kernels import MOST_BYTES, distill, short_line
 from tests.tvm_kernels.standin import record_of
 
@@ -73,7 +73,6 @@ def test_a_short_line_says_the_same(tmp_path):
     [
         {"ms": 9.0},
         {"ms": 1.0, "layout_ms": 0.5},
-        {"ms": None, "stock_ms": None},
         {"parameters": {"lanes": 7}},
     ],
 )
