@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.kernels.roofline import gpu_floor_ms  # noqa: E402
 from benchmarks.rig.rows import commit  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
 from hybridpar.codegen.compile_pool import Builder  # noqa: E402
@@ -260,10 +261,10 @@ def write_rows(found: Timed, gpu: Gpu, path: Path) -> None:
     """Add a row for the kernel and one for each of torch's ways, under a header where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, key = not path.exists(), found.key
-    size = key.shape.least_bytes // (1 if key.dtype == "float32" else 2)
     head = (datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), commit(), gpu.name, torch.__version__)
     of = (key.shape.text, str(key.direction), str(key.layout), key.dtype)
-    floor = f"{gpu.floor_ms(key.shape.multiply_adds, size):.5f}"
+    floor_ms = gpu_floor_ms(gpu.name, key.shape, 4 if key.dtype == "float32" else 2)
+    floor = "" if floor_ms is None else f"{floor_ms:.5f}"
     parameters = " ".join(f"{name}={value}" for name, value in found.parameters.items())
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

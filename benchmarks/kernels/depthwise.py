@@ -33,7 +33,7 @@ import torch
 import tyro
 
 from benchmarks.kernels.common import RESULTS, same_allocator, setting
-from benchmarks.kernels.roofline import Speed, measure_speed
+from benchmarks.kernels.roofline import Speed, measure_speed, multiply_adds
 from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.codegen.compile_pool import Builder
@@ -202,7 +202,7 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
     result = timed({"own": own, **stock}, options.rounds)
     better = min(stock, key=result.median_ms)
     ratio = result.ratio(better, "own")
-    floor = speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes, key.threads)
+    floor = speed.floor_ms(multiply_adds(key.shape), key.shape.least_bytes, key.threads)
     return Row(
         shapes="random" if options.random else "listed",
         name=name,

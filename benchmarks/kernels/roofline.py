@@ -1,4 +1,4 @@
-"""What neither arithmetic nor memory can beat: multiply-adds a second of a CPU, and the speed of copies."""
+"""What neither arithmetic nor memory can beat: multiply-adds a second, and the speed of copies."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder, Request
 from hybridpar.tvm_kernels.machine import Machine, this_machine
 from hybridpar.tvm_kernels.measure import torch_threads
-from hybridpar.tvm_kernels.shapes import NormShape
+from hybridpar.tvm_kernels.schedules.geometry import axis
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, NormShape
 
 _PEAK = Path(__file__).with_name("cpu_peak.py")
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
+
+#: Bytes a second of memory, and float32 multiply-adds a second, of SXM modules.
+_GPUS = {
+    "NVIDIA A100-SXM4-80GB": (2.039e12, 9.75e12),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 33.5e12),
+    "NVIDIA H200": (4.8e12, 33.5e12),
+}
 
 #: Bytes read and written in total, and bytes a second, by size.
 Copies = Sequence[tuple[int, float]]
@@ -58,6 +66,23 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
 def measure_copies() -> Copies:
     """The speed of copies by one thread."""
     return tuple((size, size / _copied(size)) for size in _COPIED)
+
+
+def multiply_adds(shape: ConvShape) -> int:
+    """Multiplications with an element of the image, not with padding; the same in all three directions."""
+    met = [
+        sum(len(along.bounded(out)) for out in range(along.out))
+        for along in (axis(shape, Direction.FORWARD, which) for which in (0, 1))
+    ]
+    return shape.batch * shape.channels * met[0] * met[1]
+
+
+def gpu_floor_ms(name: str, shape: ConvShape, item: int) -> float | None:
+    """What neither arithmetic nor memory of a GPU can beat, by its data sheet; None where that is not here."""
+    if name not in _GPUS:
+        return None
+    bandwidth, per_second = _GPUS[name]
+    return 1e3 * max(multiply_adds(shape) / per_second, shape.least_bytes * item / 4 / bandwidth)
 
 
 def norm_floor_ms(shape: NormShape, copies: Copies, threads: int = 1) -> float:

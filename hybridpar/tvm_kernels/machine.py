@@ -72,8 +72,6 @@ class Gpu:
         architecture: As in `sm_90`.
         processors: Streaming multiprocessors (SM).
         shared_bytes: Shared memory of an SM.
-        bandwidth: Of memory, bytes a second.
-        multiply_adds: Float32 multiply-adds a second.
         registers: 32-bit registers of an SM.
         threads: That an SM holds at a time.
         blocks: That an SM holds at a time.
@@ -83,8 +81,6 @@ class Gpu:
     architecture: str
     processors: int
     shared_bytes: int
-    bandwidth: float
-    multiply_adds: float
     registers: int = 65536
     threads: int = 2048
     blocks: int = 32
@@ -94,29 +90,12 @@ class Gpu:
         """Name and architecture, by which records tell kinds of GPU apart."""
         return f"{self.name} {self.architecture}"
 
-    @property
-    def clock(self) -> float:
-        """Cycles a second: an SM does 128 multiply-adds in each."""
-        return self.multiply_adds / (128 * self.processors)
 
-    def floor_ms(self, multiply_adds: int, size: int) -> float:
-        """The time that neither arithmetic nor memory can beat.
-
-        Args:
-            multiply_adds: Of a call.
-            size: Bytes that it touches.
-
-        Returns:
-            Milliseconds.
-        """
-        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
-
-
-#: GPUs that need not be there, by name. SXM modules, clocks of the data sheets.
+#: GPUs that need not be there, by name: SXM modules.
 KNOWN = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 2.039e12, 9.75e12),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 3.35e12, 33.5e12),
-    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 4.8e12, 33.5e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10),
+    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10),
 }
 
 _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
@@ -163,17 +142,11 @@ def gpu_at(index: int) -> Gpu:
         if known.name == found.name and known.architecture == architecture:
             return known
     a100 = KNOWN["a100"]
-    # Clocks are in kHz, and memory moves data on both edges; what a version of torch does not tell is the A100's.
-    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    bandwidth = 2e3 * clock * width / 8 or a100.bandwidth
-    own_clock = 1e3 * getattr(found, "clock_rate", 0) or a100.clock
     return replace(
         a100,
         name=found.name,
         architecture=architecture,
         processors=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
-        bandwidth=bandwidth,
-        multiply_adds=128 * found.multi_processor_count * own_clock,
         threads=found.max_threads_per_multi_processor,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -79,11 +78,6 @@ class ConvShape:
         return self._out(1, self.width)
 
     @property
-    def multiply_adds(self) -> int:
-        """Multiplications with an element of the image, not with padding; the same in all three directions."""
-        return self.batch * self.channels * self._useful(0, self.height) * self._useful(1, self.width)
-
-    @property
     def least_bytes(self) -> int:
         """Bytes of the two images and the weights: each direction reads two of the three and writes the third."""
         pixels = self.height * self.width + self.out_height * self.out_width
@@ -153,16 +147,6 @@ class ConvShape:
     def _out(self, axis: int, size: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
-
-    def _useful(self, axis: int, size: int) -> int:
-        """Pairs of output element and tap along an axis that meet inside of the image."""
-
-        def pairs() -> Iterator[int]:
-            for out in range(self._out(axis, size)):
-                first = out * self.stride[axis] - self.padding[axis]
-                yield from (first + tap * self.dilation[axis] for tap in range(self.kernel[axis]))
-
-        return sum(0 <= place < size for place in pairs())
 
 
 @dataclass(frozen=True, order=True)

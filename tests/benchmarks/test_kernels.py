@@ -43,7 +43,10 @@ def test_seventeen_shapes_are_listed_and_random_ones_are_always_the_same() -> No
 
 @pytest.mark.parametrize("on_kernels", [True, False])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_all_sides_of_a_row_compute_the_same(direction: Direction, on_kernels: bool) -> None:
+def test_all_sides_of_a_row_compute_the_same(
+    direction: Direction, on_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
     shape = ConvShape.parse("2x8x9x9 k5x5 s2x2 p2x2 d1x1")
     with tuned(all_records(shape) if on_kernels else []) as kernels, torch.no_grad():
         own, stock, error = operations(KernelKey(direction, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()))

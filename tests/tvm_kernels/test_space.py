@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kernels.roofline import multiply_adds
 from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, by_input, interior, spans
@@ -171,8 +172,8 @@ def test_both_directions_use_the_same_pairs(shape: ConvShape) -> None:
         return found if direction is Direction.FORWARD else {(place, tap, out) for out, tap, place in found}
 
     assert pairs(Direction.FORWARD) == pairs(Direction.INPUT_GRADIENT)
-    width = len(pairs(Direction.FORWARD))
-    assert width * width * shape.batch * shape.channels == shape.multiply_adds
+    met = len(pairs(Direction.FORWARD))
+    assert multiply_adds(shape) == met * met * shape.batch * shape.channels
 
 
 def test_inputs_know_their_uses() -> None:
