@@ -105,26 +105,48 @@ class Operation(ABC):
         return tuple(sorted({**_installed(), **self.own_versions}.items()))
 
     def without_kernels(self, key: KernelKey) -> str:
-        """Why there are no kernels for a key, whatever the records say; empty where there are some."""
+        """Why there are no kernels for a key, whatever the records say; empty where there are some.
+
+        Args:
+            key: What is to be computed.
+        """
         del key
         return ""
 
     @abstractmethod
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None; nothing else is compiled."""
+        """Why parameters make no kernel, or None; nothing else is compiled.
+
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate.
+        """
 
     @abstractmethod
     def space(self, key: KernelKey) -> list[dict[str, int]]:
-        """All candidates that are worth a try."""
+        """All candidates that are worth a try.
+
+        Args:
+            key: What is to be computed.
+        """
 
     def default(self, key: KernelKey) -> Parameters:
-        """Where a search begins that knows nothing; the candidate that is most like it is taken."""
+        """Where a search begins that knows nothing; the candidate that is most like it is taken.
+
+        Args:
+            key: What is to be computed, of which there is a candidate.
+        """
         return self.space(key)[0]
 
     def variant(self, key: KernelKey, parameters: Parameters) -> Any:
-        """A candidate as something to compile, with the properties `request` and `path`; None for nothing to compile.
+        """A candidate as something to compile; None where nothing is to be compiled.
 
-        `request` compiles it, and `path` is its file in the cache, which need not exist yet.
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate.
+
+        Returns:
+            An object with the properties `request`, which compiles it, and `path`, its file in the cache.
         """
         del key, parameters
 
@@ -147,11 +169,20 @@ class Operation(ABC):
 
     @abstractmethod
     def bench(self, key: KernelKey, seed: int) -> Bench:
-        """Data on which a kernel is checked and timed."""
+        """Data on which a kernel is checked and timed.
+
+        Args:
+            key: What is computed.
+            seed: Of the data.
+        """
 
     @abstractmethod
     def weight(self, key: KernelKey) -> float:
-        """A rough estimate of the time that it takes, in any unit: keys with the largest are tuned first."""
+        """A rough estimate of the time that it takes, in any unit: keys with the largest are tuned first.
+
+        Args:
+            key: What is to be computed.
+        """
 
 
 _OPERATIONS: dict[tuple[str, str], Operation] = {}

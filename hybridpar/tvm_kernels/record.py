@@ -64,35 +64,51 @@ class KernelRecord(BaseModel):
 
     The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
     thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+
+    Attributes:
+        device: Fingerprint of the CPU or GPU.
+        threads: Threads that computed it.
+        versions: By name, versions that the times depend on; see `Operation.versions`.
+        error: Largest difference from float64, relative to the largest value; None where it was not measured.
+        stock_error: The same of torch, on the same data.
+        noise: Relative distance between measurements of the ratio of both times, the worst of them.
+        tuned_at: Seconds since the epoch; records of one search share it.
+        version: Of the format of records.
+        op: Name of the operation.
+        dtype: Of all tensors.
+        layout: Of activations.
+        ms: Of the kernel.
+        stock_ms: Of its rival.
+        layout_ms: Of torch in the layout of the record; None where that is its faster one.
+        quick: True where one candidate was timed, at the start of a run, beside torch in the layout of the record
+            alone; see `hybridpar.tvm_kernels.confirm`.
+        direction: What of the operation was computed.
+        shape: As the `text` of the operation's shapes has it.
+        parameters: Of the schedule.
+        align: What the addresses of all tensors must be multiples of.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    device: str = Field(description="fingerprint of the CPU or GPU")
+    device: str
     threads: int = Field(ge=1)
-    versions: dict[str, str] = Field(description="what the times depend on, see `Operation.versions`")
-    error: float | None = Field(
-        None, ge=0, description="largest difference from float64, relative to the largest value"
-    )
-    stock_error: float | None = Field(None, ge=0, description="the same of PyTorch, on the same data")
-    noise: float | None = Field(
-        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worst of them"
-    )
-    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
+    versions: dict[str, str]
+    error: float | None = Field(None, ge=0)
+    stock_error: float | None = Field(None, ge=0)
+    noise: float | None = Field(None, ge=0)
+    tuned_at: float = Field(0.0, ge=0)
     version: Literal[1] = RECORD_VERSION
     op: str = "depthwise_conv2d"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout
-    ms: float = Field(gt=0, description="of the kernel")
-    stock_ms: float = Field(gt=0, description="of its rival")
-    layout_ms: float | None = Field(
-        None, gt=0, description="torch in the layout of the record, where that is not its better one"
-    )
-    quick: bool | None = Field(None, description="true: one candidate, timed at the start of a run; a tune searches")
+    ms: float = Field(gt=0)
+    stock_ms: float = Field(gt=0)
+    layout_ms: float | None = Field(None, gt=0)
+    quick: bool | None = None
     direction: str
-    shape: str = Field(description="as the `text` of the operation's shapes has it")
-    parameters: dict[str, int | float | str | bool | None] = Field(description="of the schedule")
-    align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
+    shape: str
+    parameters: dict[str, int | float | str | bool | None]
+    align: int = Field(4, ge=1)
 
     @field_validator("direction")
     @classmethod
