@@ -265,13 +265,10 @@ class Sync(_Section):
 
 
 class KernelChoice(_Section):
-    """What one operation of one layer runs on; `batch_norm_act` is a norm with its activation, both ways.
-
-    `depthwise_batch_norm_act` is whether a convolution sums up its results for the norm behind it.
-    """
+    """What one operation of one layer runs on; `batch_norm_act` is a norm with its activation, both ways."""
 
     layer: str
-    direction: Literal["forward", "input_gradient", "weight_gradient", "batch_norm_act", "depthwise_batch_norm_act"]
+    direction: Literal["forward", "input_gradient", "weight_gradient", "batch_norm_act"]
     kernel: str = "stock"
 
 

@@ -4,7 +4,8 @@
     python scripts/gpu_convolutions.py [--prebuilt DIR]              # with a GPU; also a part of `make gpu-check`
 
 Every direction, layout and dtype is compared with float64 on some shapes, then timed against torch, as it is and with
-its own kernels in place of cuDNN's, in both layouts. With `--prebuilt` machine code comes from that directory, so
+its own kernels in place of cuDNN's, in both layouts. Candidates are those that were the best of a shape before, by the
+rows of `convolutions.csv`, then those that are like them. With `--prebuilt` machine code comes from that directory, so
 neither TVM nor a compiler is needed. A check that fails or cannot run says so, and the next one follows. Rows of times
 are added to `convolutions.csv`. Exit codes: 0 nothing failed, 1 something did, 3 there is no GPU.
 """
@@ -15,7 +16,9 @@ import argparse
 import csv
 import dataclasses
 import datetime
+import hashlib
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,28 +29,24 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.kernels.roofline import gpu_floor_ms  # noqa: E402
 from benchmarks.rig.rows import commit  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
 from hybridpar.codegen.compile_pool import Builder  # noqa: E402
+from hybridpar.tvm_kernels import cuda_kernel  # noqa: E402
 from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin  # noqa: E402
-from hybridpar.tvm_kernels.database import read_database  # noqa: E402
 from hybridpar.tvm_kernels.machine import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
-from hybridpar.tvm_kernels.operation import (  # noqa: E402
-    KernelKey,
-    operation_of,
-)
-from hybridpar.tvm_kernels.record import KernelRecord, most_error  # noqa: E402
-from hybridpar.tvm_kernels.search import (  # noqa: E402
-    KEPT,
-    compile_all,
-    compiled_candidates,
-)
+from hybridpar.tvm_kernels.operation import KernelKey, operation_of  # noqa: E402
+from hybridpar.tvm_kernels.record import most_error  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
+from hybridpar.tvm_kernels.space import nearest  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "convolutions.csv"
+#: What `prebuild` writes beside machine code: a line of JSON for each candidate.
+LIST = "candidates.jsonl"
 NO_GPU = 3
 
 #: Sizes that nothing divides, one channel, borders wider than the image, dilation.
@@ -73,6 +72,8 @@ TIMED = (
 )
 DTYPES_CHECKED, DTYPES_TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
 
+#: Candidates of each case that are timed.
+KEPT = 3
 #: Seconds to time a candidate for, and its rival.
 SECONDS = 0.05
 
@@ -100,18 +101,49 @@ def prebuild(folder: Path, gpu: Gpu, checked: int = 1, timed: int = KEPT) -> Non
         timed: Candidates of each case that is timed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for keys, count in (
-        (cases(gpu, CHECKED, DTYPES_CHECKED), checked),
-        (cases(gpu, TIMED, DTYPES_TIMED), timed),
-    ):
-        report = compile_all(
-            keys,
-            folder / "kernels.jsonl",
-            float("inf"),
-            trials=count,
-            on_progress=lambda one: print(f"{one.done}/{one.total} {one.key.direction} {one.key.shape.text}"),
-        )
-        print(f"{report.tuned} of {len(keys)} compiled for {gpu.architecture}, {report.skipped} were there")
+    wanted = [(key, checked) for key in cases(gpu, CHECKED, DTYPES_CHECKED)]
+    wanted += [(key, timed) for key in cases(gpu, TIMED, DTYPES_TIMED)]
+    compiled = 0
+    with Builder(1) as builder, (folder / LIST).open("w") as file:
+        for place, (key, count) in enumerate(wanted):
+            print(f"{place}/{len(wanted)} {key.direction} {key.shape.text}")
+            for parameters, code in compiled_candidates(key, builder, count):
+                name = f"{hashlib.sha256(code).hexdigest()[:24]}.cubin"
+                (folder / name).write_bytes(code)
+                told = {"case": _name(key), "architecture": gpu.architecture, "parameters": parameters, "file": name}
+                file.write(json.dumps(told) + "\n")
+                compiled += 1
+    print(f"{compiled} candidates of {len(wanted)} cases compiled for {gpu.architecture}")
+
+
+def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterator[tuple[dict[str, int], bytes]]:
+    """The first candidates that compile without keeping values in memory for want of registers, with machine code."""
+    operation = operation_of(key)
+    space = operation.space(key)
+    wanted = [*best_before(key), operation.default(key)]
+    found = failed = 0
+    while space and found < count and failed <= 2 * count + 4:
+        parameters = nearest(wanted[min(found + failed, len(wanted) - 1)], space)
+        space.remove(parameters)
+        try:
+            source = builder.build(operation.variant(key, parameters).request).image
+            yield parameters, cuda_kernel.compile_unspilled(source, key.device.rpartition(" ")[2])
+            found += 1
+        except KernelsUnavailable as error:
+            failed += 1
+            print(f"{_name(key)} {parameters}: {error}", file=sys.stderr)
+
+
+def best_before(key: KernelKey) -> list[dict[str, int]]:
+    """What was the fastest of a case, by the rows of the table, the newest first."""
+    with RESULTS.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["method"] == "kernel" and _row_case(row) == _name(key)]
+    told = dict.fromkeys(row["parameters"] for row in reversed(rows))
+    return [{name: int(value) for name, _, value in (one.partition("=") for one in text.split())} for text in told]
+
+
+def _row_case(row: dict[str, str]) -> str:
+    return " ".join(row[name] for name in ("direction", "shape", "layout", "dtype"))
 
 
 class Kernels:
@@ -125,8 +157,8 @@ class Kernels:
 
     def __init__(self, gpu: Gpu, index: int, folder: Path | None) -> None:
         self.gpu, self.index, self.folder = gpu, index, folder
-        records = read_database(folder / "kernels.jsonl").records if folder is not None else []
-        self._records = [one for one in records if isinstance(one, KernelRecord)]
+        lines = (folder / LIST).read_text().splitlines() if folder is not None else []
+        self._compiled = [json.loads(line) for line in lines]
 
     def of(self, key: KernelKey, count: int) -> list[CudaKernel]:
         """The first candidates of a case.
@@ -143,21 +175,17 @@ class Kernels:
 
     def _prebuilt(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
         assert self.folder is not None
-        for record in self._records:
-            own = record.key
-            same = (own.direction, own.shape, own.layout, own.dtype) == (
-                *(key.direction, key.shape, key.layout, key.dtype),
-            )
-            fits = record.device.endswith(f" {self.gpu.architecture}")
-            numbers = record.numbers
-            if same and fits and record.cubin and not operation_of(own).reject(own, numbers):
-                variant = CudaVariant(own.shape, Direction(own.direction), own.layout, own.dtype, numbers)
-                yield variant, (self.folder / record.cubin).read_bytes()
+        for told in self._compiled:
+            if (told["case"], told["architecture"]) == (_name(key), self.gpu.architecture):
+                yield self._variant(key, told["parameters"]), (self.folder / told["file"]).read_bytes()
 
     def _built(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
         with Builder(1) as builder:
-            for parameters, _, code in compiled_candidates(key, builder, KEPT):
-                yield CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters), code
+            for parameters, code in compiled_candidates(key, builder, KEPT):
+                yield self._variant(key, parameters), code
+
+    def _variant(self, key: KernelKey, parameters: dict[str, int]) -> CudaVariant:
+        return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
 
 def _name(key: KernelKey) -> str:
@@ -233,10 +261,10 @@ def write_rows(found: Timed, gpu: Gpu, path: Path) -> None:
     """Add a row for the kernel and one for each of torch's ways, under a header where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, key = not path.exists(), found.key
-    size = key.shape.least_bytes // (1 if key.dtype == "float32" else 2)
     head = (datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), commit(), gpu.name, torch.__version__)
     of = (key.shape.text, str(key.direction), str(key.layout), key.dtype)
-    floor = f"{gpu.floor_ms(key.shape.multiply_adds, size):.5f}"
+    floor_ms = gpu_floor_ms(gpu.name, key.shape, 4 if key.dtype == "float32" else 2)
+    floor = "" if floor_ms is None else f"{floor_ms:.5f}"
     parameters = " ".join(f"{name}={value}" for name, value in found.parameters.items())
     with path.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.record import KernelRecord, Record
+from hybridpar.tvm_kernels.record import KernelRecord
 
 PACKAGED = Path(__file__).resolve().parents[1] / "hybridpar" / "tvm_kernels" / "kernels.jsonl"
 
@@ -27,7 +27,7 @@ PACKAGED = Path(__file__).resolve().parents[1] / "hybridpar" / "tvm_kernels" / "
 MOST_BYTES = 200_000
 
 
-def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[Record]:
+def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[KernelRecord]:
     """The best record of each key in some databases: the newest search's fastest, if it beat torch.
 
     Args:
@@ -43,10 +43,10 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
     """
     merged = Database("what is packaged")
     for path in paths:
-        merged.add(one for one in read_database(path).records if type(one) is KernelRecord)
+        merged.add(read_database(path).records)
     best = [merged.best(key, current=False) for key in merged]
     winners = [one for one in best if one is not None and one.wins and one.rejected is None]
-    by_device: dict[str, list[Record]] = {}
+    by_device: dict[str, list[KernelRecord]] = {}
     for record in sorted(winners, key=lambda one: one.saved_ms, reverse=True):
         by_device.setdefault(record.device, []).append(record)
     in_turn = (record for place in zip_longest(*by_device.values()) for record in place if record is not None)
@@ -59,17 +59,17 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[R
     return sorted(kept, key=lambda one: one.key)
 
 
-def short_line(record: Record) -> str:
+def short_line(record: KernelRecord) -> str:
     """A record of a convolution as a line of the packaged database.
 
     Args:
-        record: A `KernelRecord`, which is what a line without `op` is read as.
+        record: Of a convolution, which is what a line without `op` is read as.
 
     Returns:
         A line of JSON without a line break.
     """
     told = record.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4, "floor_ms": 4}
+    digits = {"error": 2, "stock_error": 2, "noise": 2, "ms": 4, "stock_ms": 4, "layout_ms": 4}
     told |= {name: float(f"{told[name]:.{count}g}") for name, count in digits.items() if name in told}
     if "tuned_at" in told:
         told["tuned_at"] = round(told["tuned_at"])

@@ -58,12 +58,12 @@ from hybridpar.run.page_data import page_data
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout
 from hybridpar.tvm_kernels.table import rows_of, table_of
 from tests.machine.test_cluster_file import TEXT as CLUSTER
 from tests.observe.timelines import a_timeline
 from tests.planner import small
-from tests.tvm_kernels.standin import norm_record, record_of
+from tests.tvm_kernels.standin import record_of
 
 #: Characters of the longest message.
 LONGEST_MESSAGE = 1_500
@@ -144,8 +144,8 @@ def _use_database(database: Database) -> None:
 
 
 def _database() -> bytes:
-    convolution = record_of("2x4x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST)
-    return f"{convolution.line()}\n{norm_record(NormShape(128, 8, 'relu')).line()}\n".encode()
+    records = [record_of("2x4x8x8 k3x3 s1x1 p1x1 d1x1", one, Layout.CHANNELS_LAST) for one in Direction]
+    return "".join(f"{record.line()}\n" for record in records).encode()
 
 
 def _measured() -> Cluster:

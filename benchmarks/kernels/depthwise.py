@@ -10,7 +10,6 @@ formats, in the same rounds; the ratio is to the faster of torch's two.
     python -m benchmarks.kernels.depthwise                                # tunes what has no record, then the table
     python -m benchmarks.kernels.depthwise --threads 2
     python -m benchmarks.kernels.depthwise --random 6 --seconds 20        # a minute for each shape
-    python -m benchmarks.kernels.depthwise --layout contiguous --batches 8
     python -m benchmarks.kernels.depthwise --report                       # geometric means of the rows that are there
 
 All sides run under one allocator that keeps its memory. Rows are written as they come, and what is there is not
@@ -29,20 +28,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 import torch
 import tyro
-from torch import Tensor
 
 from benchmarks.kernels.common import RESULTS, same_allocator, setting
+from benchmarks.kernels.roofline import Speed, measure_speed, multiply_adds
 from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.records import append_dicts, read_records
 from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.machine import Speed, cpu_fingerprint, measure_speed
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all
@@ -77,8 +75,6 @@ class Options:
     """That each side may use."""
     batches: tuple[int, ...] = (8, 32)
     """Images at a time."""
-    layout: Literal["channels_last", "contiguous"] = "channels_last"
-    """Memory format of the kernels."""
     random: int = 0
     """So many shapes drawn at random instead of those listed."""
     seconds: float = 8.0
@@ -146,7 +142,7 @@ def main(options: Options) -> int:
         return 0
     same_allocator()
     torch.set_num_threads(options.threads)
-    layout = Layout(options.layout)
+    layout = Layout.CHANNELS_LAST
     shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]
     done = {row.key for row in read_records(Row, options.output)}
     left = [
@@ -206,7 +202,7 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
     result = timed({"own": own, **stock}, options.rounds)
     better = min(stock, key=result.median_ms)
     ratio = result.ratio(better, "own")
-    floor = speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes, key.threads)
+    floor = speed.floor_ms(multiply_adds(key.shape), key.shape.least_bytes, key.threads)
     return Row(
         shapes="random" if options.random else "listed",
         name=name,
@@ -245,25 +241,22 @@ def once(method: Callable[[], object]) -> float:
 
 
 def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable[[], object]], float]:
-    """The operation, torch in both memory formats, and the operation's error; all on tensors that are in no cache."""
-    shape, direction = key.shape, Direction(key.direction)
-    bench = ConvBench(shape, direction, key.layout, key.threads, SEED)
+    """The operation, torch in both memory formats, and the operation's error; all on tensors that are in no cache.
+
+    Forward is called as users call it, gradients as the backward pass calls them.
+    """
+    shape, choices = key.shape, active_choices()
+    bench = ConvBench(shape, key.direction, key.layout, key.threads, SEED)
     stock = {layout.value: bench.ways[f"torch {layout}"] for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS)}
-    sizes = (list(shape.stride), list(shape.padding), list(shape.dilation))
-    ops = torch.ops.hybridpar
-
-    def own(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-        if direction is Direction.FORWARD:
-            return depthwise_conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation)
-        if direction is Direction.INPUT_GRADIENT:
-            found = ops.depthwise_conv2d_input_gradient(gradient, weight, [shape.height, shape.width], *sizes)
-        else:
-            found = ops.depthwise_conv2d_weight_gradient(x, gradient, list(weight.shape[2:]), *sizes)
-        return cast("Tensor", found)
-
-    operands = bench.operands(key.layout)
-    calls = [functools.partial(own, *one) for one in operands]
-    return bench.in_turn(calls), stock, bench.error_of(calls[0]())
+    kernel = None if choices is None else choices.decide(key).kernel
+    if key.direction == Direction.FORWARD:
+        numbers = shape.stride, shape.padding, shape.dilation
+        operands = [(x, weight, None, *numbers) for x, _, weight in bench.operands(key.layout)]
+        calls = [functools.partial(depthwise_conv2d, *one) for one in operands]
+        return bench.in_turn(calls), stock, bench.error_of(calls[0]())
+    if kernel is None:
+        return bench.instead, stock, bench.stock_error
+    return lambda: bench.run(kernel), stock, bench.error(kernel)
 
 
 def report(rows: Sequence[Row]) -> None:

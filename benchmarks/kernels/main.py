@@ -14,12 +14,9 @@ TABLES: tuple[tuple[str, ...], ...] = (
     ("depthwise",),
     ("norms",),
     ("training", "--database", "runs/kernels/training.jsonl"),
-    ("epilogue",),
     ("overhead", "--model", "mobilenet_v2", "--records", "runs/kernels/training.jsonl"),
     ("depthwise", "--threads", "2"),
     ("depthwise", "--random", "6", "--seconds", "20"),
-    ("depthwise", "--layout", "contiguous"),
-    ("ranking",),
 )
 
 

@@ -9,7 +9,7 @@ one.
 Run from the root of the repository, on an idle machine; it takes about fifteen minutes:
     python -m benchmarks.kernels.norms [--threads N]
 Adds to results/norms.csv a row for each shape, and one for all layers of a network together: `shape` is then `all`, and
-what is chosen is the kernels where they are faster and torch elsewhere.
+what is chosen is the kernels for tensors that `norm_swap` lets run on them, and torch elsewhere.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torch.nn import functional
 from torchvision import models
 
 from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting
+from benchmarks.kernels.norm_bench import IN_PLACE, NormBench
+from benchmarks.kernels.roofline import measure_copies, norm_floor_ms
 from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.records import append_dicts
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.layers import tunable_layers
-from hybridpar.tvm_kernels.machine import measure_copies
-from hybridpar.tvm_kernels.operations.batch_norm import IN_PLACE, NormBench, norm_floor_ms
-from hybridpar.tvm_kernels.record import LEAST_GAIN
+from hybridpar.tvm_kernels.norm_swap import LEAST_VALUES
 from hybridpar.tvm_kernels.shapes import NormShape
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
@@ -120,7 +120,7 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
         one = found[shape]
         ratio = one.times.ratio("stock", "fused")
         stock, fused = one.times.median_ms("stock"), one.times.median_ms("fused")
-        chosen = ratio.median if ratio.median > LEAST_GAIN else 1.0
+        chosen = ratio.median if shape.rows * shape.channels >= LEAST_VALUES else 1.0
         stock_ms, fused_ms = stock_ms + often * stock, fused_ms + often * fused
         chosen_ms, floor_ms = chosen_ms + often * stock / chosen, floor_ms + often * one.floor_ms
         logs += often * math.log(chosen)
@@ -130,7 +130,7 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
         ratios = (ratio.median, ratio.low, ratio.high, chosen)
         best = (one.times.min_ms("stock"), one.times.min_ms("fused"))
         rows.append(common | _cells(shape.text, often, times, ratios, best) | {"loaded": one.times.loaded})
-        rows[-1] |= {"error": f"{one.error:.1e}", "verdict": "tuned" if chosen > 1 else "stock"}
+        rows[-1] |= {"error": f"{one.error:.1e}", "verdict": "stock" if chosen == 1.0 else "tuned"}
         rows[-1] |= _compiled_cells(compiled, one.times.ratio("stock", "compiled").median, one.compile_s)
     ratio_of_sums = stock_ms / chosen_ms
     mean = math.exp(logs / sum(layers.values()))

@@ -66,15 +66,14 @@ begin = time.perf_counter()
 from hybridpar.tvm_kernels import norm_kernels, optimize
 from hybridpar.tvm_kernels.choice import active_choices
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.layers import step_keys
+from hybridpar.tvm_kernels.shapes import Layout
 optimize(model, records)
 opened = time.perf_counter()
-layers, norms = tunable_layers(model, (batch, 3, size, size))
+keys = step_keys(model, (batch, 3, size, size), Layout.CHANNELS_LAST, threads, cpu_fingerprint())
 traced = time.perf_counter()
-choices, device = active_choices(), cpu_fingerprint()
-keys = [KernelKey(d, l.shape, l.layout, threads, device) for l in layers for d in l.needs]
-runs = [one.kernel is not None for one in choices.prepare(keys)]
-runs += [one.kernel is not None for one in choices.prepare(norm_key(norm.shape, threads, device) for norm in norms)]
+runs = [one.kernel is not None for one in active_choices().prepare(keys)]
+norm_kernels.table()
 end = time.perf_counter()
 print(json.dumps([opened - begin, traced - opened, end - traced, sum(runs), len(runs)]))
 """
@@ -136,7 +135,7 @@ def calls(options: Options) -> list[dict[str, object]]:
 
 def winning(database: Database, directions: Collection[Direction]) -> Database:
     """The records of some directions, as if they had won by far: what is to be measured is the way to their kernels."""
-    chosen = [record for record in database.records if record.what()[0] in directions and record.ms is not None]
+    chosen = [record for record in database.records if record.direction in directions]
     return Database(database.name, [one.model_copy(update={"stock_ms": 1e3, "layout_ms": None}) for one in chosen])
 
 

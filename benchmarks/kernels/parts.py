@@ -1,7 +1,7 @@
 """Splits the time of a training step into depthwise convolutions, norms with activation, and the rest.
 
-Operations are timed where autograd hands them to torch's dispatcher, with everything that they do inside, and those of
-fused norms where they begin. Times are of the thread that runs them, so this is for one thread. The rest is not
+Operations are timed where autograd hands them to torch's dispatcher, with everything that they do inside, and those
+that run on kernels where they begin. Times are of the thread that runs them, so this is for one thread. The rest is not
 measured separately, including Python between operations; the measurement itself adds time there.
 """
 
@@ -11,16 +11,22 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels import norm_kernels, op
 
 PARTS = ("depthwise", "norm+activation")
+
+#: Functions that run kernels.
+_KERNELS: tuple[tuple[Any, tuple[str, ...], str], ...] = (
+    (norm_kernels, ("forward", "backward"), PARTS[1]),
+    (op.Plan, ("compute", "gradients"), PARTS[0]),
+)
 
 #: What BatchNorm and the activations behind it consist of, with the copy that an activation in place asks for.
 _NORMS = {
@@ -57,9 +63,7 @@ class Parts(TorchDispatchMode):
 
 
 def _part_of(func: Any, args: Sequence[Any]) -> str:
-    namespace, _, name = func._schema.name.partition("::")
-    if namespace == "hybridpar":
-        return "depthwise" if name.startswith("depthwise") else "norm+activation"
+    name = func._schema.name.rpartition("::")[2]
     if name == "convolution":
         return "depthwise" if args[-1] == args[1].shape[0] > 1 else "rest"
     if name == "convolution_backward":
@@ -77,11 +81,15 @@ def measure_parts(step: Callable[[], object], times: int) -> dict[str, float]:
     found: list[defaultdict[str, float]] = []
     for _ in range(times):
         parts = Parts()
-        kernels: dict[str, Any] = {
-            name: _timed(parts, getattr(norm_kernels, name), "norm+activation") for name in ("forward", "backward")
-        }
-        with mock.patch.multiple(norm_kernels, **kernels), parts:
-            step()
+        with ExitStack() as patches:
+            for place, names, part in _KERNELS:
+                for name in names:
+                    timed = _timed(parts, getattr(place, name), part)
+                    patches.enter_context(mock.patch.object(place, name, timed))
+            # This mode has seen what it wants to see.
+            patches.enter_context(mock.patch.object(op, "is_seen", return_value=False))
+            with parts:
+                step()
         found.append(parts.ms)
     return {part: statistics.median(one[part] for one in found) for part in PARTS}
 

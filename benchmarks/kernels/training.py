@@ -3,7 +3,7 @@
 A kernel that is faster alone may not be so in a step, next to layers that are left unchanged.
 
 A whole step (forward, cross-entropy, backward, SGD with momentum) of one network on the CPU: torch as it is, in
-whichever memory format is faster for it, against `hybridpar.tvm_kernels.optimize` with the records of depthwise
+whichever memory format is faster for it, against `hybridpar.tvm_kernels.optimize` with kernels of depthwise
 convolutions alone, of norms alone, and of both, and against torch.compile in both formats, with the seconds of its
 first step. All methods run in one process with the same allocator settings, on the same batches and random numbers,
 step by step in an order that changes from round to round. On one thread the time counts that the thread ran. In each
@@ -43,13 +43,12 @@ from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
-from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.layers import step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
+from hybridpar.tvm_kernels.norm_swap import unfuse_norms
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.search import tune_all
+from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import Layout
 
 #: What a step with both is to be at least, in times torch's speed: promised before anything was measured.
@@ -91,9 +90,12 @@ class Method:
         layout: Of images and weights.
         database: The records; None for torch alone.
         compiled: Whether torch.compile runs it, which happens in the first step.
+        norms: Whether norms are fused where there are records.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, database: Database | None, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, database: Database | None, *, compiled: bool = False, norms: bool = True
+    ) -> None:
         last = layout is Layout.CHANNELS_LAST
         self._format = torch.channels_last if last else torch.contiguous_format
         self.model = copy.deepcopy(model).to(memory_format=self._format)
@@ -101,6 +103,8 @@ class Method:
         if database is not None:
             optimize(self.model, database)
             self.choices = active_choices()
+            if not norms:
+                unfuse_norms(self.model)
         self.compiled = compiled
         self.first_seconds = 0.0
         self._run = torch.compile(self.model) if compiled else self.model
@@ -142,19 +146,9 @@ class Method:
 
 def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
     """Tune what the database lacks for a model; returns what a step runs, and how often."""
-    found, norms = tunable_layers(model, (options.batch, 3, options.size, options.size))
-    device = cpu_fingerprint()
-    layers = Counter(
-        KernelKey(direction, layer.shape, layer.layout, options.threads, device)
-        for layer in found
-        for direction in layer.needs
-    )
-    pairs = Counter(
-        norm_key(norm.shape, options.threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST
-    )
-    both = Counter(conv_norm_key(shape, options.threads, device) for _, shape in conv_norm_shapes(found, norms))
-    work = Counter({**layers, **pairs, **both})
-    report = tune_all(work, options.database, TuneConfig(budget=options.budget).seconds)
+    sizes = (options.batch, 3, options.size, options.size)
+    work = step_keys(model, sizes, Layout.CHANNELS_LAST, options.threads, cpu_fingerprint())
+    report = search_all(work, options.database, TuneConfig(budget=options.budget).seconds)
     if report.stopped:
         raise KeyboardInterrupt
     print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
@@ -168,7 +162,7 @@ def promised(database: Database, work: Mapping[KernelKey, int]) -> tuple[float, 
         record = database.best(key)
         if record is not None and record.wins:
             saved += often * record.saved_ms
-            runs += often if key.op != CONV_NORM_OP else 0  # these are two operations that were counted already
+            runs += often
     return saved, runs
 
 
@@ -184,13 +178,13 @@ def better_layout(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], cl
 def methods_of(model: nn.Module, stock: Layout, database: Database) -> dict[str, Method]:
     """What is compared; of norms only where the model has some."""
     made = {"stock": Method(model, stock, None)}
-    of = {op: [one for one in database.records if one.op == op] for op in ("depthwise_conv2d", "batch_norm_act")}
-    parts = {"depthwise": Database(database.name, of["depthwise_conv2d"])}
-    if has_norms(model):
-        parts |= {"norms": Database(database.name, of["batch_norm_act"]), "both": database}
     for layout in Layout:
         made[f"compile {layout.value}"] = Method(model, layout, None, compiled=True)
-    return made | {name: Method(model, Layout.CHANNELS_LAST, one) for name, one in parts.items()}
+    made["depthwise"] = Method(model, Layout.CHANNELS_LAST, database, norms=False)
+    if has_norms(model):
+        made["norms"] = Method(model, Layout.CHANNELS_LAST, Database())
+        made["both"] = Method(model, Layout.CHANNELS_LAST, database)
+    return made
 
 
 def check_step(methods: Mapping[str, Method]) -> float:
@@ -273,7 +267,7 @@ def _row(
         "size": options.size,
         "method": name,
         "operations_on_kernels": runs,
-        "operations": sum(often for key, often in tuned[1].items() if key.op != CONV_NORM_OP),
+        "operations": sum(tuned[1].values()),
         "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
         "best_ms": f"{min(own):.2f}",
         "times_stock": f"{ratio.median:.4f}",

@@ -215,8 +215,8 @@ def session() -> Session:
 def _serve() -> None:
     """Compile what is asked for, one line of JSON each, until there is no more to read.
 
-    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the sizes of the
-    object file and of the text that follow, or why there are none.
+    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the size of the
+    object file that follows, or why there is none.
     """
     # What TVM or LLVM print must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
@@ -238,7 +238,7 @@ def _serve() -> None:
     answers.flush()
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        image, text = b"", b""
+        image = b""
         on_gpu = request["target"] == "cuda"
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
@@ -248,14 +248,12 @@ def _serve() -> None:
             if on_gpu:
                 image = source_of(tvm, functions, cuda).encode()
             else:
-                module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
-                image = _object_file(module)
-                text = module.inspect_source(request["text"]).encode() if request["text"] else b""
-            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image), "text": len(text)}
+                image = _object_file(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod)
+            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image)}
         except Exception as error:
             reason = str(error).strip().splitlines() or [""]
             answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
-        answers.write(json.dumps(answer).encode() + b"\n" + image + text)
+        answers.write(json.dumps(answer).encode() + b"\n" + image)
         answers.flush()
 
 

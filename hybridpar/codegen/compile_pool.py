@@ -33,20 +33,18 @@ class Request:
     Attributes:
         sources: Files with a function `define(writer, **arguments)` each, that returns functions of TIR by name.
         arguments: Further arguments of `define`, which JSON can tell.
-        text: Also give the code as text: "ll" for LLVM's, "asm" for the machine's; empty for neither.
         target: "cpu" for an object file for this machine; "cuda" for CUDA C, written by a `CudaWriter`.
     """
 
     sources: Sequence[Path]
     arguments: dict[str, Any] = field(default_factory=dict)
-    text: str = ""
     target: str = "cpu"
 
     @property
     def line(self) -> bytes:
         """As a child reads it."""
-        told = {"sources": [str(one) for one in self.sources], "arguments": self.arguments}
-        told |= {"text": self.text, "target": self.target}
+        sources = [str(one) for one in self.sources]
+        told = {"sources": sources, "arguments": self.arguments, "target": self.target}
         return json.dumps(told).encode() + b"\n"
 
 
@@ -57,12 +55,10 @@ class Built:
     Attributes:
         names: The functions.
         image: The object file, or the source for CUDA.
-        text: The code as text, where that was asked for.
     """
 
     names: tuple[str, ...]
     image: bytes
-    text: str = ""
 
 
 class Builder:
@@ -184,9 +180,7 @@ class _Child:
         answer = json.loads(self._line(deadline, "building"))
         if "error" in answer:
             raise KernelsUnavailable(f"building failed: {answer['error']}")
-        image = self._exactly(answer["bytes"], deadline)
-        text = self._exactly(answer["text"], deadline).decode()
-        return Built(tuple(answer["names"]), image, text)
+        return Built(tuple(answer["names"]), self._exactly(answer["bytes"], deadline))
 
     def kill(self) -> None:
         """End it at once."""

@@ -1,4 +1,4 @@
-"""Which convolutions and norms of a run use tuned kernels, why others do not, and how much time that saves."""
+"""Which convolutions and norms of a run use kernels, why others do not, and how much time that is to save."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import LIMIT, confirm_kernels
 from hybridpar.tvm_kernels.database import default_database
-from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
 from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
+from hybridpar.tvm_kernels.norm_swap import why_stock
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key
 from hybridpar.tvm_kernels.shapes import Layout
 
 #: Reasons, and layers for each of them, that are shown at the start.
@@ -41,66 +40,53 @@ class KernelUse:
         micro_batches: Of a replica and step.
         choices: What decided.
         operations: Layer and decision of each direction of each convolution in a training step of one micro-batch.
-        norms: Layer and decision of each norm of one micro-batch.
-        pairs: Layer and decision of each convolution that alone is read by a norm.
+        norms: Each norm of one micro-batch, and why it runs on torch; empty where it runs on kernels.
         confirmed: A line on the kernels that were timed before that; empty where none were.
     """
 
     micro_batches: int
     choices: Choices
     operations: Sequence[tuple[DepthwiseLayer, Decision]]
-    norms: Sequence[tuple[NormLayer, Decision]] = ()
-    pairs: Sequence[tuple[DepthwiseLayer, Decision]] = ()
+    norms: Sequence[tuple[NormLayer, str]] = ()
     confirmed: str = ""
 
     @property
     def tuned(self) -> int:
         """Operations on kernels, where a norm with its activation is one."""
-        return sum(decision.kernel is not None for _, decision in (*self.operations, *self.norms))
+        convolutions = sum(decision.kernel is not None for _, decision in self.operations)
+        return convolutions + sum(not why for _, why in self.norms)
 
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
         if not self.operations and not self.norms:
-            return ["kernels  the model has no depthwise convolution and no norm that could be tuned"]
+            return ["kernels  the model has no depthwise convolution and no norm for which there are kernels"]
         lines = [f"kernels  {self.confirmed}"] if self.confirmed else []
-        for own, said in (
-            ([(f"{layer.name} {one.key.direction}", one) for layer, one in self.operations], _OPERATIONS),
-            ([(layer.name, one) for layer, one in self.norms], _NORMS),
-        ):
-            on_torch = [(decision.why, name) for name, decision in own if decision.kernel is None]
+        decided = [(f"{layer.name} {one.key.direction}", one.why) for layer, one in self.operations]
+        for own, said in ((decided, _OPERATIONS), ([(layer.name, why) for layer, why in self.norms], _NORMS)):
+            on_torch = [(why, name) for name, why in own if why]
             if own:
                 lines.append(f"kernels  {len(own) - len(on_torch)} of {len(own)} {said}")
                 lines += _reasons(on_torch)
-        leaving = sum(decision.kernel is not None for _, decision in self.pairs)
-        if leaving:
-            lines.append(f"kernels  {leaving} of {len(self.pairs)} convolutions sum up their results for norms")
         return lines
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        convolutions = [(layer.name, one) for layer, one in (*self.operations, *self.pairs)]
-        choices = []
-        for name, decision in (*convolutions, *((layer.name, one) for layer, one in self.norms)):
-            key = decision.key
-            without = "apart" if key.op == CONV_NORM_OP else "stock"
-            kernel = "tuned" if decision.kernel is not None else f"{without}: {decision.why}"
-            choices.append(KernelChoice(layer=name, direction=str(key.direction), kernel=kernel))
+        decided = [(layer.name, one.key.direction, one.why) for layer, one in self.operations]
+        decided += [(layer.name, "batch_norm_act", why) for layer, why in self.norms]
+        choices = [
+            KernelChoice(layer=name, direction=str(direction), kernel=f"stock: {why}" if why else "tuned")
+            for name, direction, why in decided
+        ]
         return Kernels(database=self.choices.database.name, choices=tuple(choices))
 
-    def measured(self, world: World) -> dict[str, Any]:
-        """The entry of the summary; a collective that times kernels against torch on all workers at once.
-
-        Args:
-            world: All workers.
-        """
-        everything = (*self.operations, *self.norms, *self.pairs)
-        often = Counter(decision.key for _, decision in everything if decision.kernel is not None)
-        saved = self.choices.measure_saving(often) * self.micro_batches
-        everyone = [float(one) for one in world.gather(saved)]  # type: ignore[arg-type]
+    def summary(self, world: World) -> dict[str, Any]:
+        """The entry of the summary; what is saved is what the records promise. A collective of all workers."""
+        won = [one.record.saved_ms for _, one in self.operations if one.kernel is not None and one.record is not None]
+        everyone = [float(one) for one in world.gather(sum(won) * self.micro_batches)]  # type: ignore[arg-type]
         return {
             "tuned": self.tuned,
             "stock": len(self.operations) + len(self.norms) - self.tuned,
-            "saved_ms": round(fmean(everyone), 3) if often else None,
+            "saved_ms": round(fmean(everyone), 3) if won else None,
         }
 
 
@@ -166,22 +152,17 @@ def prepare_kernels(
         for layer in layers
         for direction in layer.needs
     ]
-    norm_keys = [(norm, norm_key(norm.shape, *where, norm.layout, dtype)) for norm in norms]
-    # Under autocast the operation of a convolution is seen by others, and so only it runs.
-    pairs = conv_norm_shapes(layers, norms) if world.device.type == "cpu" and dtype == "float32" else []
-    pair_keys = [(layer, conv_norm_key(shape, *where)) for layer, shape in pairs]
-    everything = Counter(key for _, key in (*operations, *norm_keys, *pair_keys))
+    keys = Counter(key for _, key in operations)
     confirmed = ""
     if confirm and plan.kernels.database == "auto" and world.device.type == "cpu" and dtype == "float32":
-        confirmed = _confirm(everything, choices, world)
+        confirmed = _confirm(keys, choices, world)
         choices = active_choices() or choices
-    choices.prepare(everything)
+    choices.prepare(keys)
     return KernelUse(
         plan.pipeline.micro_batches,
         choices,
         [(layer, choices.decide(key)) for layer, key in operations],
-        [(norm, choices.decide(key)) for norm, key in norm_keys],
-        [(layer, choices.decide(key)) for layer, key in pair_keys],
+        [(norm, why_stock(norm.shape, norm.layout, world.device, dtype)) for norm in norms],
         confirmed,
     )
 

@@ -607,7 +607,7 @@ class Run(RunLoop):
         saved = engine.pipeline.peak_saved_bytes if engine.plan.is_staged else None
         noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
         answers = self.world.gather(noted)
-        kernels = self.kernels.measured(self.world) if self.kernels is not None else None
+        kernels = self.kernels.summary(self.world) if self.kernels is not None else None
         if not self.world.is_main:
             return
         summary = self._summary(stopped)

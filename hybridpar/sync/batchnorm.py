@@ -274,13 +274,6 @@ class _PooledForward:
     _pool: _LayerScratch | None
     training: bool
 
-    @property
-    def takes_moments_for(self) -> str | None:
-        """What the layer's own class says; None where it normalises over replicas."""
-        if self._pool is not None and self._pool.pool.group is not None:
-            return None
-        return getattr(super(), "takes_moments_for", None)
-
     def forward(self: Any, input: Tensor) -> Tensor:
         scratch = self._pool
         if not self.training or scratch is None:

@@ -1,10 +1,9 @@
 """Confirms kernels on a CPU that has no records of its own: one candidate for each operation, in seconds.
 
 Most of what comes with the package was measured on other CPUs. At the start of a run the operations that have no record
-here are each given one kernel: the best that is known of the same convolution, of the package too, where its vectors
-are as wide, else the one that the cost model likes best. It is timed beside torch as the finalists of a search are, and
-what was found is recorded, gain or not, in the database of this machine, so that it is done once. `hybridpar tune` goes
-on from there; convolutions that sum up their results for norms are left to it, as they gain little and seldom.
+here are each given one kernel: the one that is most like the best that is known of the same convolution or the nearest
+one, of the package too. It is timed beside torch as the finalists of a search are, and what was found is recorded, gain
+or not, in the database of this machine, so that it is done once. `hybridpar tune` goes on from there.
 
 A process of its own does it: what it needs of memory goes with it, a crash is not the run's, and it is ended when its
 time is up. Each record is appended when it is there.
@@ -18,22 +17,19 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
 from hybridpar.errors import HybridparError, cannot_write
-from hybridpar.machine.process import available_cores
-from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.database import Database, default_database, user_database
 from hybridpar.tvm_kernels.machine import is_gpu
 from hybridpar.tvm_kernels.operation import KernelKey, find_operation, named_operation
-from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP
-from hybridpar.tvm_kernels.search import tune_all
+from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 _log = logging.getLogger(__name__)
@@ -78,7 +74,7 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 def _is_missing(key: KernelKey, database: Database) -> bool:
     """Whether there may be a kernel for the CPU, and nothing is known of it with the versions that are installed."""
     operation = find_operation(key)
-    if operation is None or is_gpu(key.device) or operation.parts(key) or not operation.covers(key):
+    if operation is None or is_gpu(key.device) or operation.without_kernels(key):
         return False
     record = database.best(key, current=False)
     return not (record is not None and record.current) and dict(operation.versions)["tvm"] != "none"
@@ -114,21 +110,17 @@ def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
 
 def _plain(key: KernelKey, count: int) -> dict[str, Any]:
     """A key as JSON has it."""
-    own = {name: getattr(key, name) for name in ("direction", "layout", "threads", "device", "dtype", "op")}
-    return {**own, "shape": key.shape.text, "count": count}
+    return {**asdict(key), "shape": key.shape.text, "count": count}
 
 
 def _key(told: dict[str, Any]) -> KernelKey:
     """The key of `_plain`."""
     operation = named_operation(told["op"])
     assert operation is not None, "it was asked for by this package"
-    direction = told["direction"]
-    return KernelKey(
-        Direction(direction) if direction in tuple(Direction) else direction,
-        operation.shape.parse(told["shape"]),
-        Layout(told["layout"]),
-        *(told[name] for name in ("threads", "device", "dtype", "op")),
-    )
+    direction, layout = told["direction"], Layout(told["layout"])
+    direction = Direction(direction) if direction in tuple(Direction) else direction
+    own = {name: told[name] for name in ("threads", "device", "dtype", "op")}
+    return KernelKey(direction=direction, shape=operation.shape.parse(told["shape"]), layout=layout, **own)
 
 
 # ---------------------------------------------------------------------------------------------------- the child process
@@ -142,22 +134,11 @@ def _serve() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _build_norms(keys)
-            tune_all(keys, path, told["end"] - time.monotonic(), quick=True)
+            search_all(keys, path, told["end"] - time.monotonic(), quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))
     except (HybridparError, KernelsUnavailable) as error:
         sys.exit(first_line(error))
-
-
-def _build_norms(keys: Iterable[KernelKey]) -> None:
-    """Build the kernels of norms, which are the same for all of them, while convolutions are timed on fewer cores."""
-    threads = [key.threads for key in keys if key.op == NORM_OP]
-    if threads:
-        building = threading.Thread(target=norm_kernels.table, daemon=True)
-        building.start()
-        if max(threads) >= len(available_cores()):
-            building.join()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ is what a kernel is compared with.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,17 +18,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.machine import turns
 from hybridpar.tvm_kernels.measure import Bench, Call, Rotation, relative_error, time_pairs
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
 
+#: Bytes that sets of tensors which take turns come to: more than the part of a last cache that one process has, as a
+#: rule, and little memory. Most such sets.
+COLD, _MOST_TURNS = 128 << 20, 64
 #: Images that a result of the CPU is checked on: the first, the last and one between.
 _CHECKED = 3
 #: Seconds to find out which of two ways of torch is the faster, on the CPU and on a GPU.
 _GLANCE, _DEVICE_GLANCE = 0.2, 0.02
+
+
+def turns(size: int) -> int:
+    """How many sets of tensors must take turns for none to be in a cache when it is used again.
+
+    In a training step all other layers run between two calls of one, so its operands have to come from memory. What
+    is timed again and again on one set of small tensors finds them in the caches.
+
+    Args:
+        size: Bytes of one set.
+
+    Returns:
+        As many as come to `COLD`.
+    """
+    return max(1, min(_MOST_TURNS, math.ceil(COLD / size)))
 
 
 class ConvBench(Bench):
@@ -181,17 +199,19 @@ class ConvBench(Bench):
         """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
         found: dict[str, Call] = {}
         for layout in Layout:
-            operands = self._own if layout is self.layout else self.operands(layout)
-            call = self.in_turn([stock_call(self.shape, self.direction, *own) for own in operands])
+            call = self.instead if layout is self.layout else self._stock_on(self.operands(layout))
             found[f"torch {layout}"] = call
             if self.device is not None:
                 found[f"native {layout}"] = functools.partial(_without_cudnn, call)
         return found
 
-    @property
+    def _stock_on(self, operands: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Call:
+        return self.in_turn([stock_call(self.shape, self.direction, *one) for one in operands])
+
+    @functools.cached_property
     def instead(self) -> Call:
-        """Torch's call in the layout of the images."""
-        return self.ways[f"torch {self.layout}"]
+        """Torch's call in the layout of the images; nothing is made for it."""
+        return self._stock_on(self._own)
 
     @functools.cached_property
     def stock(self) -> Call:

@@ -24,7 +24,7 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
-from hybridpar.tvm_kernels.families import Parameters
+from hybridpar.tvm_kernels.operation import Parameters
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, Tile
 from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

@@ -1,5 +1,8 @@
 """The space of kernels for a GPU: which parameters are allowed, and which of them are tried.
 
+Tried are those that keep an SM busy and whose lanes hardly wait for each other's banks of shared memory. Bank conflicts
+come from the schedule's own index expressions (`cuda_load.shared_unit`), evaluated for a warp.
+
 Parameters of all directions (`schedules/cuda_tile.py`):
     vector: channels of a thread, read and written together; 1 in contiguous;
     threads_c, threads_x, threads_y: threads of a block along channels, columns and rows;
@@ -13,12 +16,13 @@ Of the weight gradient:
 
 from __future__ import annotations
 
+import functools
 import itertools
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.machine import Gpu
+from hybridpar.tvm_kernels.schedules.cuda_load import shared_unit
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
 from hybridpar.tvm_kernels.schedules.geometry import axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -35,8 +39,10 @@ MOST_SHARED = 48 << 10
 MOST_REGISTERS = 168
 #: Registers for addresses and indices.
 _OVERHEAD = 24
-#: Parameters that are weighed for one direction of one convolution.
-MOST_CANDIDATES = 800
+#: Accesses of shared memory for each one without conflicts, and threads that an SM holds: no better kernel was found
+#: beyond these (`benchmarks/gpu/results/convolutions.csv`).
+MOST_CONFLICTS, LEAST_THREADS = 2.0, 256
+_BANKS, _WORD = 32, 4
 _MOST_GRID, _MOST_PARTS = 65535, 4096
 #: Elements of a tensor: what indices of 32 bits reach.
 _MOST_ELEMENTS = 1 << 31
@@ -159,7 +165,7 @@ def _reject_numbers(shape: ConvShape, direction: Direction, layout: Layout, own:
 def candidates(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
 ) -> Iterator[dict[str, int]]:
-    """Parameters that fit into registers and shared memory and keep a GPU busy.
+    """Parameters that fit into registers and shared memory and keep a GPU busy, by what lanes wait for.
 
     Args:
         shape: The convolution.
@@ -173,17 +179,39 @@ def candidates(
     """
     if outside(shape, direction, dtype) is not None:
         return
-    found = [
-        own | further for own in _blocks(shape, direction, layout) for further in _further(shape, direction, own, gpu)
-    ]
-    # More would be weighed for seconds; those left out differ from those that stay by one step of one parameter.
-    random.Random(0).shuffle(found)
-    for parameters in found[:MOST_CANDIDATES]:
-        if reject(shape, direction, layout, dtype, parameters) is not None:
-            continue
-        tile = Tile(shape, direction, layout, dtype, parameters)
-        if registers(tile) <= MOST_REGISTERS and written_out(tile) <= MOST_WRITTEN_OUT:
-            yield parameters
+    for block in _blocks(shape, direction, layout):
+        conflicts: float | None = None
+        for further in _further(shape, direction, block, gpu):
+            parameters = block | further
+            if reject(shape, direction, layout, dtype, parameters) is not None:
+                continue
+            tile = Tile(shape, direction, layout, dtype, parameters)
+            if registers(tile) > MOST_REGISTERS or written_out(tile) > MOST_WRITTEN_OUT:
+                continue
+            conflicts = bank_conflicts(tile) if conflicts is None else conflicts
+            if conflicts <= MOST_CONFLICTS and resident_blocks(tile, gpu) * tile.threads >= LEAST_THREADS:
+                yield parameters
+
+
+def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str, int]:
+    """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`).
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        layout: Of the images.
+
+    Returns:
+        Parameters by name, which may not be allowed.
+    """
+    is_sum = direction is Direction.WEIGHT_GRADIENT
+    if layout is Layout.CHANNELS_LAST:
+        common = {"vector": 2, "threads_c": 8, "threads_x": 4, "threads_y": 2, "virtual": 2, "columns": 7, "rows": 4}
+        common |= {"threads_c": 16, "threads_x": 2, "threads_y": 8, "virtual": 1, "rows": 1} if is_sum else {}
+    else:
+        common = {"vector": 1, "threads_c": 8, "threads_x": 8, "threads_y": 4, "columns": 1, "rows": 7}
+        common |= {"virtual": 1 if is_sum else 4}
+    return common | {"skew": 0} | ({"tap_rows": shape.kernel[0], "parts": 64} if is_sum else {"hold": 1})
 
 
 def _blocks(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[dict[str, int]]:
@@ -239,3 +267,92 @@ def _tiles(size: int, tile: int) -> int:
 def _fits(size: int, own: int, threads: int) -> bool:
     """Whether less than half of an axis' threads have nothing to do."""
     return threads == 1 or _tiles(size, own * threads) * own * threads < 2 * size
+
+
+# --------------------------------------------------------------------------------------- shared memory and occupancy
+
+
+def wavefronts(addresses: Iterable[int], width: int) -> int:
+    """How many times shared memory is accessed for one access of a warp.
+
+    Wide accesses go half by half (8 bytes) or quarter by quarter (16). Lanes of a part that want the same word share
+    it; those that want different words of one bank wait for each other.
+
+    Args:
+        addresses: In bytes, of each lane, multiples of `width`.
+        width: Bytes of each lane.
+
+    Returns:
+        Number of accesses.
+    """
+    places = list(addresses)
+    together = WARP * _WORD // max(width, _WORD)
+    count = 0
+    for begin in range(0, len(places), together):
+        words = {
+            word
+            for place in places[begin : begin + together]
+            for word in range(place // _WORD, (place + width - 1) // _WORD + 1)
+        }
+        banks = [word % _BANKS for word in words]
+        count += max(banks.count(bank) for bank in set(banks))
+    return count
+
+
+def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
+    """Where each lane of a warp reads from shared memory first.
+
+    Args:
+        tile: Of the candidate.
+        warp: Number of the warp in its block.
+
+    Returns:
+        Bytes from the start of the input's tile, of each lane.
+    """
+    own = tile.parameters
+    sizes = {"c": own["threads_c"], "x": own["threads_x"], "y": own["threads_y"]}
+    order = ("c", "x", "y") if tile.last else ("x", "y", "c")
+    found = []
+    for lane in range(WARP):
+        rest, at = warp * WARP + lane, {}
+        for name in order:
+            at[name], rest = rest % sizes[name], rest // sizes[name]
+        unit = shared_unit(tile, at["c"], at["y"] * tile.vertical.unit_step, at["x"] * tile.horizontal.unit_step)
+        found.append(int(unit) * tile.vector * ITEM[tile.dtype])
+    return found
+
+
+def bank_conflicts(tile: Tile) -> float:
+    """How often shared memory is accessed for one access of a warp, relative to an access without conflicts.
+
+    Args:
+        tile: Of the candidate.
+
+    Returns:
+        1 without conflicts, else more.
+    """
+    width = tile.vector * ITEM[tile.dtype]
+    return _wavefronts(tuple(lane_addresses(tile)), width) / max(1, WARP * width // (_BANKS * _WORD))
+
+
+_wavefronts = functools.lru_cache(4096)(wavefronts)
+
+
+def resident_blocks(tile: Tile, gpu: Gpu) -> int:
+    """How many blocks an SM holds at a time.
+
+    Args:
+        tile: Of the candidate.
+        gpu: That it runs on.
+
+    Returns:
+        Number of blocks; 0 where it cannot hold one.
+    """
+    per_warp = -(-registers(tile) * WARP // 256) * 256  # registers are given out by 256 to a warp
+    limits = (
+        gpu.blocks,
+        gpu.threads // tile.threads,
+        gpu.registers // (per_warp * tile.threads // WARP),
+        gpu.shared_bytes // (tile.shared_bytes + 1024),  # the system keeps a kilobyte of each
+    )
+    return min(limits)

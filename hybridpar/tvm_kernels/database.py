@@ -26,7 +26,7 @@ from hybridpar.errors import UsageError, cannot_write
 from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
 from hybridpar.tvm_kernels.operation import KernelKey, named_operation
-from hybridpar.tvm_kernels.record import RECORD_VERSION, KernelRecord, Record
+from hybridpar.tvm_kernels.record import RECORD_VERSION, KernelRecord
 
 #: What a line without `op` is of.
 _FIRST_OPERATION = "depthwise_conv2d"
@@ -50,11 +50,11 @@ class Database:
         other_versions: Lines of a version that this package does not read.
     """
 
-    def __init__(self, name: str = "the database", records: Iterable[Record] = ()) -> None:
+    def __init__(self, name: str = "the database", records: Iterable[KernelRecord] = ()) -> None:
         self.name = name
-        self.records: list[Record] = []
+        self.records: list[KernelRecord] = []
         self.damaged = self.other_versions = 0
-        self._by_key: dict[KernelKey, list[Record]] = {}
+        self._by_key: dict[KernelKey, list[KernelRecord]] = {}
         for record in records:
             self._enter(record)
 
@@ -64,7 +64,7 @@ class Database:
     def __iter__(self) -> Iterator[KernelKey]:
         return iter(self._by_key)
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[KernelRecord]) -> None:
         """Take in more records, but none twice; nothing is written.
 
         Args:
@@ -74,11 +74,11 @@ class Database:
             if record not in self._by_key.get(record.key, ()):
                 self._enter(record)
 
-    def _enter(self, record: Record) -> None:
+    def _enter(self, record: KernelRecord) -> None:
         self.records.append(record)
         self._by_key.setdefault(record.key, []).append(record)
 
-    def best(self, key: KernelKey, *, current: bool = True) -> Record | None:
+    def best(self, key: KernelKey, *, current: bool = True) -> KernelRecord | None:
         """The fastest record of the newest search for a key.
 
         Times of different searches are not compared: the machine may have been busy during one of them.
@@ -91,19 +91,7 @@ class Database:
             The record; None where there is none.
         """
         found = [one for one in self._by_key.get(key, ()) if not current or (one.current and not one.doubt)]
-        measured = [(-one.tuned_at, one.ms, place) for place, one in enumerate(found) if one.ms is not None]
-        return found[min(measured)[-1]] if measured else None
-
-    def count(self, *ops: str) -> int:
-        """How many records there are of some operations.
-
-        Args:
-            ops: Names of operations.
-
-        Returns:
-            The number of their records.
-        """
-        return sum(record.op in ops for record in self.records)
+        return min(found, key=lambda one: (-one.tuned_at, one.ms), default=None)
 
 
 def parse_records(text: str, name: str = "the database") -> Database:
@@ -116,7 +104,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
     Returns:
         The database.
     """
-    found: list[Record] = []
+    found: list[KernelRecord] = []
     damaged = versions = 0
     for line in text.splitlines():
         if not line.strip():
@@ -131,7 +119,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
             if isinstance(version, int) and version != RECORD_VERSION:
                 versions += 1
             else:
-                found.append((KernelRecord if operation is None else operation.record).model_validate(data))
+                found.append(KernelRecord.model_validate(data))
         except ValueError:  # pydantic's errors among them
             damaged += 1
     database = Database(name, found)
@@ -178,8 +166,8 @@ def _warn(database: Database) -> None:
     if old:
         versions = ", ".join(f"{name} {version}" for name, version in old[0].operation.versions)
         _log.warning("%s: %d record(s) are not of %s and are not used; tune again", name, len(old), versions)
-    measured = [one for one in database.records if one.current and None not in one.times]
-    doubtful = [one for one in measured if one.doubt and not one.quick]  # these say what need not be tried again
+    # Quick ones say what need not be tried again.
+    doubtful = [one for one in database.records if one.current and one.doubt and not one.quick]
     if doubtful:
         of, why = doubtful[0].key.shape.text, doubtful[0].doubt
         _log.warning("%s: %d record(s) are not used, of %s for instance %s; tune again", name, len(doubtful), of, why)
@@ -190,7 +178,7 @@ def user_database() -> Path:
     return cache_directory() / "kernels.jsonl"
 
 
-def packaged_records() -> list[Record]:
+def packaged_records() -> list[KernelRecord]:
     """What comes with the package; on other devices, and of other versions, it says where a search may begin."""
     packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
     with contextlib.suppress(FileNotFoundError):
@@ -214,7 +202,7 @@ def default_database() -> Database:
     return found
 
 
-def append_records(path: str | Path, records: Iterable[Record]) -> None:
+def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
     """Add records at the end of a file, which is made if need be.
 
     Args:

@@ -23,10 +23,11 @@ from hybridpar.codegen.cache import KernelsUnavailable, first_line
 from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
-from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
-from hybridpar.tvm_kernels.operation import operation_of
-from hybridpar.tvm_kernels.record import Record
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels import shapes
+from hybridpar.tvm_kernels.operation import Parameters, operation_of
+from hybridpar.tvm_kernels.record import KernelRecord
+from hybridpar.tvm_kernels.schedules import cpu_gather, cpu_weight, geometry
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 from hybridpar.tvm_kernels.spread import run_ranges
 
 _FLOAT = 4
@@ -34,36 +35,21 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute one direction of one shape.
+    """One way to compute one direction of one shape in channels_last.
 
     Attributes:
         shape: What is computed.
-        direction: Which of the three.
-        layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
-        parameters: By name, as `hybridpar.tvm_kernels.families` describes them.
+        direction: Which of the three; weights are always contiguous (C, 1, KH, KW).
+        parameters: By name, as `hybridpar.tvm_kernels.space` describes them.
     """
 
     shape: ConvShape
     direction: Direction
-    layout: Layout
     parameters: Parameters
 
     @property
-    def family(self) -> Family:
-        """The schedule.
-
-        Raises:
-            KernelsUnavailable: There is none with such parameters.
-        """
-        found = family_of(self.direction, self.layout, self.parameters)
-        if found is None:
-            raise KernelsUnavailable(f"no schedule for {self.layout} has the parameters {', '.join(self.parameters)}")
-        return found
-
-    @property
-    def source(self) -> Path:
-        """The schedule's file."""
-        return self.family.files[0]
+    def _schedule(self) -> Any:
+        return cpu_weight if self.direction is Direction.WEIGHT_GRADIENT else cpu_gather
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -74,7 +60,7 @@ class Variant:
     @property
     def request(self) -> Request:
         """What compiles it."""
-        return Request((self.source,), self.arguments)
+        return Request((Path(self._schedule.__file__),), self.arguments)
 
     @property
     def path(self) -> Path:
@@ -83,12 +69,13 @@ class Variant:
         Raises:
             KernelsUnavailable: Nothing can be built on this machine.
         """
-        return kernel_paths("depthwise", self.family.files, [self.arguments])[0]
+        sources = [self._schedule.__file__, geometry.__file__, shapes.__file__]
+        return kernel_paths("depthwise", [Path(one) for one in sources], [self.arguments])[0]
 
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
-        return self.family.work(self.shape, self.direction, self.parameters)[0]
+        return tuple(self._schedule.work(self.shape, self.direction, self.parameters)[0].items())
 
     @property
     def align_out(self) -> int:
@@ -98,19 +85,7 @@ class Variant:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of memory that a call needs, for all threads together; what they hold before and after is not used."""
-        return _FLOAT * self.family.work(self.shape, self.direction, self.parameters)[1]
-
-
-class MomentsVariant(Variant):
-    """A forward in channels_last that leaves mean and biased variance of each channel at the beginning of its scratch.
-
-    They are 2 x C float64. Its parameters are those of the plain kernel.
-    """
-
-    @property
-    def family(self) -> Family:
-        """The schedule."""
-        return GATHER_MOMENTS
+        return _FLOAT * int(self._schedule.work(self.shape, self.direction, self.parameters)[1])
 
 
 #: Small phases, beside the one that reads images: they turn the weights, or add up partial sums. With up to so many
@@ -157,7 +132,7 @@ class TunedKernel:
                 return False
         return True
 
-    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
         """Run the kernel.
 
         Args:
@@ -165,9 +140,6 @@ class TunedKernel:
             second: Weights, or the output's gradient where theirs is computed.
             third: Bias, or None.
             out: The result.
-
-        Returns:
-            The scratch memory, with what the kernel left there; None where there is none.
 
         Raises:
             KernelError: The result is not aligned, as torch's own allocator aligns it.
@@ -191,7 +163,6 @@ class TunedKernel:
                 function(*places, 0, count)
             else:
                 run_ranges(partial(function, *places), count, self.threads)
-        return scratch
 
 
 def load_image(variant: Variant, built: Built, into: Session | None = None, threads: int = 1) -> TunedKernel:
@@ -216,7 +187,7 @@ def load_image(variant: Variant, built: Built, into: Session | None = None, thre
     return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out, alone)
 
 
-def make_kernels(records: Sequence[Record]) -> list[Any]:
+def make_kernels(records: Sequence[KernelRecord]) -> list[Any]:
     """The kernels of some records, together: what is not in the cache of this machine is built.
 
     Args:
@@ -227,37 +198,38 @@ def make_kernels(records: Sequence[Record]) -> list[Any]:
         parameters are no kernel's: a database may come from anywhere, and only what its operation allows is compiled.
     """
     built: dict[int, Built | KernelsUnavailable] = {}
-    paths: dict[int, Path] = {}
-    requests: list[Request] = []
-    for place, record in enumerate(records):
+    variants: dict[int, Any] = {}
+    for index, record in enumerate(records):
         try:
             if reason := record.rejected:
                 raise KernelsUnavailable(reason)
-            operation = operation_of(record.key)
-            request = operation.request(record.key, record.numbers)
-            if request is None:
-                built[place] = Built((), b"")
+            variant = operation_of(record.key).variant(record.key, record.numbers)
+            if variant is None:
+                built[index] = Built((), b"")
             else:
-                paths[place] = operation.path(record.key, record.numbers)
-                requests.append(request)
+                variants[index] = variant
         except KernelsUnavailable as error:
-            built[place] = error
+            built[index] = error
     try:
-        contents = contents_of([*paths.values()], requests, len(available_cores()))
+        contents = contents_of(
+            [one.path for one in variants.values()],
+            [one.request for one in variants.values()],
+            len(available_cores()),
+        )
     except (KernelsUnavailable, OSError) as error:
-        contents = [KernelsUnavailable(str(error)) for _ in paths]
-    built |= zip(paths, contents, strict=True)
-    return [_loaded(record, built[place]) for place, record in enumerate(records)]
+        contents = [KernelsUnavailable(str(error)) for _ in variants]
+    built |= zip(variants, contents, strict=True)
+    return [_loaded(record, built[index]) for index, record in enumerate(records)]
 
 
-def _loaded(record: Record, built: Built | KernelsUnavailable) -> Any:
+def _loaded(record: KernelRecord, built: Built | KernelsUnavailable) -> Any:
     if isinstance(built, KernelsUnavailable):
         return built
     try:
         kernel = operation_of(record.key).load(record.key, record.numbers, built, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
         return KernelsUnavailable(first_line(error))
-    return replace(kernel, align=getattr(record, "align", _FLOAT)) if isinstance(kernel, TunedKernel) else kernel
+    return replace(kernel, align=record.align) if isinstance(kernel, TunedKernel) else kernel
 
 
 class AnyKernel(Protocol):

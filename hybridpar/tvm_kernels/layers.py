@@ -16,15 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.call_plan import layout_of
 from hybridpar.tvm_kernels.conv_bench import FORMATS
-from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.moments import behind
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
+from hybridpar.tvm_kernels.op import layout_of
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 
 
 @dataclass(frozen=True)
@@ -52,13 +48,11 @@ class NormLayer:
         name: Of the norm's module.
         shape: With the rows that the model was run with.
         layout: Of its input.
-        convolution: Name of the depthwise convolution in front whose result nothing else reads; None for none.
     """
 
     name: str
     shape: NormShape
     layout: Layout
-    convolution: str | None = None
 
 
 def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -125,11 +119,9 @@ def tunable_layers(
     """
     convolutions: list[DepthwiseLayer] = []
     found: list[NormLayer] = []
-    pairs = find_norms(model)
-    acts = {**{pair.norm: pair.act for pair in pairs}, **fused_norms(model)}
+    acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
     notes = {name: _noting(name, convolutions) for name, module in model.named_modules() if is_depthwise(module)}
-    fronts = {pair.norm: pair.convolution for pair in pairs if pair.convolution in notes} | _fronts(model)
-    notes |= {name: _noting_norm(name, act, fronts.get(name), found) for name, act in acts.items()}
+    notes |= {name: _noting_norm(name, act, found) for name, act in acts.items()}
     if not notes:
         return [], []
     hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name, note in notes.items()]
@@ -160,18 +152,15 @@ def step_keys(
         dtype: Of all tensors.
 
     Returns:
-        Convolutions, and on a CPU also norms and pairs of both; for norms in other layouts there are no kernels.
+        Depthwise convolutions in each direction that a step computes.
 
     Raises:
         UsageError: The model does not run on such an input.
     """
-    convolutions, norms = tunable_layers(model, sizes, layout=layout)
+    convolutions, _ = tunable_layers(model, sizes, layout=layout)
     keys: Counter[KernelKey] = Counter()
     for layer in convolutions:
         keys.update(KernelKey(one, layer.shape, layer.layout, threads, device, dtype) for one in layer.needs)
-    if not is_gpu(device):
-        keys.update(norm_key(norm.shape, threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
-        keys.update(conv_norm_key(shape, threads, device) for _, shape in conv_norm_shapes(convolutions, norms))
     return keys
 
 
@@ -218,41 +207,14 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
     return note
 
 
-def _fronts(model: nn.Module) -> dict[str, str]:
-    """The convolutions in front of norms in a swapped model, by the names of the norms."""
-    names = {id(module): name for name, module in model.named_modules()}
-    known = [(name, one.norm) for name, module in model.named_modules() if (one := behind(module)) is not None]
-    return {names[id(norm)]: name for name, norm in known if id(norm) in names}
-
-
-def conv_norm_shapes(
-    convolutions: Sequence[DepthwiseLayer], norms: Sequence[NormLayer]
-) -> list[tuple[DepthwiseLayer, ConvNormShape]]:
-    """Find the convolutions that could compute the moments for the norms behind them.
-
-    Args:
-        convolutions: Of a training step, as `tunable_layers` finds them.
-        norms: Of the same step.
-
-    Returns:
-        Convolutions, each with the shape of convolution and norm.
-    """
-    acts = {norm.convolution: norm.shape.act for norm in norms if norm.layout is Layout.CHANNELS_LAST}
-    return [
-        (layer, ConvNormShape(layer.shape, acts[layer.name]))
-        for layer in convolutions
-        if layer.name in acts and layer.layout is Layout.CHANNELS_LAST
-    ]
-
-
-def _noting_norm(name: str, act: str, convolution: str | None, seen: list[NormLayer]) -> Any:
+def _noting_norm(name: str, act: str, seen: list[NormLayer]) -> Any:
     def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
         if x.ndim == 4 and x.numel() > x.shape[1]:
             shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
             # Kernels take images of one pixel, which lie either way, too.
             last = x.is_contiguous(memory_format=torch.channels_last)
-            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS, convolution))
+            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
 
     return note
 

@@ -1,38 +1,25 @@
-"""What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies.
-
-Also what GPUs have, from which follows which tiles are good on them.
+"""What this CPU is: its fingerprint, vectors and registers; and what GPUs have, from which follows which tiles fit.
 
 Where there is a GPU its own figures are read; those of H100, H200 and A100 are built in, from NVIDIA's data sheets, so
-that candidates can be compiled and ranked on a machine without one.
+that candidates can be compiled on a machine without one.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import platform
 import re
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.build import Session, cpu_info
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.build import cpu_info
 from hybridpar.machine.cluster import cpu_name
-from hybridpar.tvm_kernels.measure import torch_threads
 
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
-#: Sizes in bytes at which copying is timed.
-_COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
-#: What tensors that take turns come to at least, where the last cache is smaller than half of it or not known.
-_COLD = 64 << 20
-#: Most sets of tensors that take turns.
-_MOST_TURNS = 64
+#: Bytes from which on a tensor that is written or read counts as too large for the caches. What a machine says of its
+#: last cache is not asked: virtual machines name that of the whole host.
+FAR = 4 << 20
 
 
 def cpu_features() -> frozenset[str]:
@@ -52,73 +39,15 @@ def cpu_fingerprint() -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """A CPU as the cost model sees it.
+    """A CPU as the search sees it.
 
     Attributes:
         lanes: Float32 values in a vector register.
         registers: Vector registers.
-        level1: Bytes of a core's first cache.
-        level2: Bytes of its second.
-        level3: Bytes of the last one.
     """
 
     lanes: int
     registers: int
-    level1: int = 32 << 10
-    level2: int = 512 << 10
-    level3: int = 8 << 20
-
-    def is_far(self, size: int) -> bool:
-        """Whether what is read or written is likely to come from memory, or to go there.
-
-        Args:
-            size: Bytes of all of it.
-
-        Returns:
-            Whether it is more than a tenth of the last cache; other cores, and what was computed since, take the rest.
-        """
-        return size > self.level3 / 10
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one thread of a CPU can do.
-
-    Attributes:
-        multiply_adds: Float32 multiply-adds a second.
-        copies: (bytes read and written in total, bytes a second), by size.
-    """
-
-    multiply_adds: float
-    copies: tuple[tuple[int, float], ...]
-
-    def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """The time that neither arithmetic nor memory can beat. Memory counts as one thread's speed times the threads.
-
-        Operands come from memory, however small they are, as in a training step and where kernels are timed.
-
-        Args:
-            multiply_adds: Of a call.
-            size: Bytes that are read and written.
-            threads: That share the work.
-
-        Returns:
-            Milliseconds.
-        """
-        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.copies[-1][1]) / threads
-
-
-def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
-    """Look up the speed of copies of a size.
-
-    Args:
-        copies: As `Speed.copies`.
-        size: Bytes.
-
-    Returns:
-        Bytes a second.
-    """
-    return next((rate for most, rate in copies if size <= most), copies[-1][1])
 
 
 @functools.cache
@@ -131,96 +60,18 @@ def this_machine() -> Machine:
         lanes, registers = 16, 32
     else:
         lanes, registers = 8 if "avx" in flags else 4, 16
-    sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
-    known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
-    return Machine(lanes, registers, **known)
-
-
-def turns(size: int, most: int = _MOST_TURNS) -> int:
-    """How many sets of tensors must take turns for none to be in a cache when it is used again.
-
-    In a training step all other layers run between two calls of one, so its operands have to come from memory. What
-    is timed again and again on one set of small tensors finds them in the caches.
-
-    Args:
-        size: Bytes of one set.
-        most: Sets at most.
-
-    Returns:
-        As many as come to twice the last cache.
-    """
-    return max(1, min(most, math.ceil(max(_COLD, 2 * this_machine().level3) / size)))
-
-
-def _cache(directory: Path) -> tuple[int, int]:
-    """Level and bytes of a cache; none for one of instructions."""
-    try:
-        if (directory / "type").read_text().strip() == "Instruction":
-            return 0, 0
-        size = (directory / "size").read_text().strip()
-        unit = {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
-        return int((directory / "level").read_text()), int(size.rstrip("KM")) * unit
-    except (OSError, ValueError):
-        return 0, 0
-
-
-def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
-    """Time a loop of multiply-adds that needs no memory, and copies of several sizes; takes about a second.
-
-    Args:
-        builder: Builds the loop.
-        machine: The CPU; this one where None.
-
-    Returns:
-        The speed of one thread.
-
-    Raises:
-        KernelsUnavailable: The loop cannot be built.
-    """
-    machine = machine or this_machine()
-    chains = 12 if machine.registers >= 16 else 6
-    built = builder.build(Request((_PEAK,), {"lanes": machine.lanes, "chains": chains}))
-    peak = Session().load(built, keep=False)["peak"]
-    memory = torch.zeros(machine.lanes * chains)
-    count = 200_000
-    seconds = _least(lambda: peak(memory.data_ptr(), count), 15)
-    return Speed(count * chains * machine.lanes / seconds, measure_copies())
-
-
-def measure_copies() -> tuple[tuple[int, float], ...]:
-    """The speed of copies by one thread, as `Speed` has it."""
-    return tuple((size, size / _copied(size)) for size in _COPIED)
-
-
-def _copied(size: int) -> float:
-    """Seconds to read one half of so many bytes and write the other."""
-    source = torch.zeros(size // 8)
-    out = torch.empty_like(source)
-    return _least(lambda: out.copy_(source), 9)
-
-
-def _least(run: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of some calls, on one thread."""
-    with torch_threads(1):
-        spent = []
-        for _ in range(times):
-            began = time.thread_time()
-            run()
-            spent.append(time.thread_time() - began)
-    return min(spent[1:])
+    return Machine(lanes, registers)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the cost model sees it.
+    """A GPU as the search sees it.
 
     Attributes:
         name: As torch has it.
         architecture: As in `sm_90`.
         processors: Streaming multiprocessors (SM).
         shared_bytes: Shared memory of an SM.
-        bandwidth: Of memory, bytes a second.
-        multiply_adds: Float32 multiply-adds a second.
         registers: 32-bit registers of an SM.
         threads: That an SM holds at a time.
         blocks: That an SM holds at a time.
@@ -230,8 +81,6 @@ class Gpu:
     architecture: str
     processors: int
     shared_bytes: int
-    bandwidth: float
-    multiply_adds: float
     registers: int = 65536
     threads: int = 2048
     blocks: int = 32
@@ -241,29 +90,12 @@ class Gpu:
         """Name and architecture, by which records tell kinds of GPU apart."""
         return f"{self.name} {self.architecture}"
 
-    @property
-    def clock(self) -> float:
-        """Cycles a second: an SM does 128 multiply-adds in each."""
-        return self.multiply_adds / (128 * self.processors)
 
-    def floor_ms(self, multiply_adds: int, size: int) -> float:
-        """The time that neither arithmetic nor memory can beat.
-
-        Args:
-            multiply_adds: Of a call.
-            size: Bytes that it touches.
-
-        Returns:
-            Milliseconds.
-        """
-        return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
-
-
-#: GPUs that need not be there, by what `--gpu` calls them. SXM modules, clocks of the data sheets.
+#: GPUs that need not be there, by name: SXM modules.
 KNOWN = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 2.039e12, 9.75e12),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 3.35e12, 33.5e12),
-    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 4.8e12, 33.5e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10),
+    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10),
 }
 
 _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
@@ -310,17 +142,11 @@ def gpu_at(index: int) -> Gpu:
         if known.name == found.name and known.architecture == architecture:
             return known
     a100 = KNOWN["a100"]
-    # Clocks are in kHz, and memory moves data on both edges; what a version of torch does not tell is the A100's.
-    clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    bandwidth = 2e3 * clock * width / 8 or a100.bandwidth
-    own_clock = 1e3 * getattr(found, "clock_rate", 0) or a100.clock
     return replace(
         a100,
         name=found.name,
         architecture=architecture,
         processors=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
-        bandwidth=bandwidth,
-        multiply_adds=128 * found.multi_processor_count * own_clock,
         threads=found.max_threads_per_multi_processor,
     )

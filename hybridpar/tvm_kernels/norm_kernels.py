@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
+from hybridpar.tvm_kernels.machine import FAR
 from hybridpar.tvm_kernels.schedules import norm_rows
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -27,9 +28,6 @@ _SEGMENTS = 64
 
 #: Values of a segment at least: segments are walked from the last one on, and CPUs fetch ahead only within one.
 _LEAST = 1 << 16
-
-#: Bytes from which on a result is written past the caches.
-_STREAM = 16 << 20
 
 #: Values below which a second thread costs more than it brings.
 _SHARE = 1 << 16
@@ -114,7 +112,6 @@ def forward(
     momentum: float,
     eps: float,
     activation: str,
-    moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalise and activate.
 
@@ -128,7 +125,6 @@ def forward(
         momentum: How far the running statistics move.
         eps: Added to the variance.
         activation: One of `ACTIVATIONS`.
-        moments: (2, C) float64, the mean and biased variance of x where they are known; it is then read once only.
 
     Returns:
         The result, laid out as x is, and a table of (6, columns): what backward needs, and the batch's statistics.
@@ -137,13 +133,11 @@ def forward(
     plan = plan_rows(x.numel() // channels, channels)
     y = torch.empty_like(x)
     statistics = torch.empty(norm_rows.TABLE_ROWS, plan.width)
-    scratch = plan.scratch() if moments is None else moments
-    operands = (x, weight, bias, mean, variance, y, statistics, scratch)
+    operands = (x, weight, bias, mean, variance, y, statistics, plan.scratch())
     addresses = [0 if one is None else one.data_ptr() for one in operands]
     phases = norm_rows.JOIN | norm_rows.APPLY
     if training:
-        phases |= norm_rows.REDUCE if moments is None else norm_rows.GIVEN
-        phases |= 0 if mean is None else norm_rows.TRACK
+        phases |= norm_rows.REDUCE | (0 if mean is None else norm_rows.TRACK)
     else:
         phases |= norm_rows.FIXED
     kernel = table()[f"norm_forward_{activation}"]
@@ -189,7 +183,7 @@ def backward(
 
 
 def _streams(result: Tensor) -> int:
-    return int(result.numel() * 4 >= _STREAM and result.data_ptr() % 64 == 0)
+    return int(result.numel() * 4 > FAR and result.data_ptr() % 64 == 0)
 
 
 def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) -> None:

@@ -6,6 +6,8 @@ does itself gets a class that passes its input on. That is done only where nothi
 An activation that is called at several places (ResNet's `self.relu`) goes on working at the others: it is
 skipped for tensors that the layer marked as activated, and to apply a rectifier twice changes nothing.
 
+A fused layer runs on the kernels where these can compute it and its tensor is large enough to gain by that.
+
 Copies and pickles are plain layers of the original classes.
 """
 
@@ -13,9 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,10 +28,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
-from hybridpar.tvm_kernels.choice import active_choices
+from hybridpar.tvm_kernels.shapes import Layout, NormShape
 
-#: Whether to fuse: rows (pixels of all images), channels, activation, threads.
-Choice = Callable[[int, int, str, int], bool]
+#: Values of a tensor from which on the kernels are used; on smaller ones calls take most of the time.
+LEAST_VALUES = 1 << 16
 
 _KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
 
@@ -49,22 +51,19 @@ class NormPair:
         activation: The name of the activation that is to be done with it; None for none.
         act: What kind that is.
         shared: Whether the activation is also called elsewhere.
-        convolution: The name of the convolution in front that nothing but the norm reads; None for none.
     """
 
     norm: str
     activation: str | None = None
     act: str = "none"
     shared: bool = False
-    convolution: str | None = None
 
 
-def fuse_norms(model: nn.Module, choice: Choice | None = None) -> list[NormPair]:
+def fuse_norms(model: nn.Module) -> list[NormPair]:
     """Let BatchNorm layers do the activations behind them, in place.
 
     Args:
         model: Any model. What cannot be traced is looked at where modules are called one after another.
-        choice: Where to use the kernels; None for wherever they can be used. Elsewhere a layer does what it did.
 
     Returns:
         What was swapped; layers that are swapped already are left as they are.
@@ -72,7 +71,7 @@ def fuse_norms(model: nn.Module, choice: Choice | None = None) -> list[NormPair]
     pairs = find_norms(model)
     for pair in pairs:
         norm: Any = model.get_submodule(pair.norm)
-        _swap(norm, _FusedForward, "_fused", _Fused(pair.act, choice, pair.shared))
+        _swap(norm, _FusedForward, "_fused", _Fused(pair.act, pair.shared))
         if pair.activation is not None:
             activation: Any = model.get_submodule(pair.activation)
             if pair.shared:
@@ -181,25 +180,15 @@ def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
         if node.op != "call_module" or not _is_norm(model.get_submodule(name)):
             continue
         after = next(iter(node.users)) if len(node.users) == 1 else None
-        before = node.args[0] if node.args and calls[name] == 1 else None
-        pair = NormPair(name, convolution=_convolution_at(before, calls, model, name))
+        pair = NormPair(name)
         if calls[name] == 1 and after is not None and after.op == "call_module":
             target = str(after.target)
             kind, shared = _kind(model.get_submodule(target)), calls[target] > 1
             alone = not shared or kind in _RECTIFIERS
             if kind is not None and alone and _unseen(model, name, target):
-                pair = replace(pair, activation=target, act=kind, shared=shared)
+                pair = NormPair(name, target, kind, shared)
         pairs[name] = pair
     return pairs
-
-
-def _convolution_at(node: Any, calls: Counter[str], model: nn.Module, norm: str) -> str | None:
-    """The name of the convolution at a node, if nothing but the norm reads its result."""
-    if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.users) > 1:
-        return None
-    name = str(node.target)
-    whole = calls[name] == 1 and isinstance(model.get_submodule(name), nn.Conv2d)
-    return name if whole and _unseen(model, name, norm) else None
 
 
 def _in_sequence(model: nn.Module) -> list[NormPair]:
@@ -215,9 +204,7 @@ def _in_sequence(model: nn.Module) -> list[NormPair]:
                 continue
             kind = _kind(second)
             if own in pairs and kind is not None:
-                pairs[own] = replace(pairs[own], activation=following, act=kind)
-            elif following in pairs and isinstance(first, nn.Conv2d):
-                pairs[following] = replace(pairs[following], convolution=own)
+                pairs[own] = NormPair(own, following, kind)
     return list(pairs.values())
 
 
@@ -249,7 +236,6 @@ def _paths(name: str) -> set[str]:
 @dataclass(frozen=True)
 class _Fused:
     act: str
-    choice: Choice | None
     #: Whether results are marked as activated, for an activation that is also called elsewhere.
     marks: bool
 
@@ -277,14 +263,8 @@ class _FusedForward(_Swapped):
 
     @property
     def kernel_variant(self) -> str:
-        """What times of this layer depend on besides torch: whether kernels run, by which records."""
-        choices = active_choices() if self._fused.choice is not None else None
-        return f"{self._fused.act} {'' if choices is None else choices.digest}"
-
-    @property
-    def takes_moments_for(self: Any) -> str | None:
-        """The activation behind it, where it would take what a convolution knows of its result's moments."""
-        return str(self._fused.act) if self.training else None
+        """What times of this layer depend on besides torch."""
+        return self._fused.act
 
     def forward(self: Any, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -305,7 +285,7 @@ class _FusedForward(_Swapped):
     ) -> Tensor:
         fused: _Fused = self._fused
         six = (input, self.weight, self.bias, mean, variance, training)
-        compute = fused_batch_norm_act if _runs_fused(fused, six) else stock_batch_norm_act
+        compute = fused_batch_norm_act if _runs_fused(six) else stock_batch_norm_act
         return self._marked(compute(*six, momentum, self.eps, fused.act))  # type: ignore[no-any-return]
 
     def activate(self: Any, output: Tensor) -> Tensor:
@@ -318,16 +298,31 @@ class _FusedForward(_Swapped):
         return output
 
 
-def _runs_fused(fused: _Fused, six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
-    """Whether kernels can do it, and were chosen for it; compilers fuse torch's own operations."""
-    input = six[0]
-    if torch.compiler.is_compiling() or type(input) is not Tensor or not kernels_fit(*six):
+def _runs_fused(six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
+    """Whether kernels are to do it and can; compilers fuse torch's own operations."""
+    x = six[0]
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.numel() < LEAST_VALUES or not kernels_fit(*six):
         return False
-    if fused.choice is not None:
-        channels = input.shape[1]
-        if not fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads()):
-            return False
-    return bool(norm_kernels.table())  # last, as loading them takes time
+    return not torch._C._are_functorch_transforms_active() and bool(norm_kernels.table())  # last, as loading takes time
+
+
+def why_stock(shape: NormShape, layout: Layout, device: torch.device, dtype: str) -> str:
+    """Why a fused norm runs on torch's operations, before it runs; loads the kernels where it does not.
+
+    Args:
+        shape: Of the norm.
+        layout: Of its input.
+        device: Of its input.
+        dtype: Of its input, by name.
+
+    Returns:
+        A reason in words; empty where it runs on the kernels.
+    """
+    if (device.type, layout, dtype) != ("cpu", Layout.CHANNELS_LAST, "float32"):
+        return "there are kernels for float32 in channels_last on a CPU alone"
+    if shape.rows * shape.channels < LEAST_VALUES:
+        return f"kernels gain nothing below {LEAST_VALUES:,} values"
+    return "" if norm_kernels.table() else "there are no kernels here; see the log for why"
 
 
 class _PassedForward(_Swapped):

@@ -7,7 +7,7 @@ that it was faster. Right means: no further from float64 than a limit, or than s
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -59,7 +59,7 @@ def is_right(error: float | None, direction: str, dtype: str = "float32", stock_
     return error is not None and error <= most_error(direction, dtype, stock_error)
 
 
-class Record(BaseModel):
+class KernelRecord(BaseModel):
     """A measurement of a kernel against its rival, and where it was taken. Times are milliseconds of one call.
 
     The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
@@ -77,153 +77,38 @@ class Record(BaseModel):
         op: Name of the operation.
         dtype: Of all tensors.
         layout: Of activations.
-        ms: Of the kernel; None where it was compiled and not measured.
+        ms: Of the kernel.
         stock_ms: Of its rival.
         layout_ms: Of torch in the layout of the record; None where that is its faster one.
-        floor_ms: What neither arithmetic nor memory can beat; None where that is not known.
         quick: True where one candidate was timed, at the start of a run, beside torch in the layout of the record
             alone; see `hybridpar.tvm_kernels.confirm`.
+        direction: What of the operation was computed.
+        shape: As the `text` of the operation's shapes has it.
+        parameters: Of the schedule.
+        align: What the addresses of all tensors must be multiples of.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     device: str
     threads: int = Field(ge=1)
     versions: dict[str, str]
-    error: float | None = Field(
-        None, ge=0, description="largest difference from float64, relative to the largest value"
-    )
-    stock_error: float | None = Field(None, ge=0, description="the same of PyTorch, on the same data")
-    noise: float | None = Field(
-        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worst of them"
-    )
-    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
+    error: float | None = Field(None, ge=0)
+    stock_error: float | None = Field(None, ge=0)
+    noise: float | None = Field(None, ge=0)
+    tuned_at: float = Field(0.0, ge=0)
     version: Literal[1] = RECORD_VERSION
-    op: str
+    op: str = "depthwise_conv2d"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout
-    ms: float | None = Field(gt=0, description="of the kernel; None where it was compiled and not measured")
-    stock_ms: float | None = Field(gt=0, description="of its rival")
-    layout_ms: float | None = Field(
-        None, gt=0, description="torch in the layout of the record, where that is not its better one"
-    )
-    floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
-    quick: bool | None = Field(None, description="true: one candidate, timed at the start of a run; a tune searches")
-
-    def what(self) -> tuple[str, Any]:
-        """Direction and shape of what was computed."""
-        raise NotImplementedError
-
-    @property
-    def key(self) -> KernelKey:
-        """What it is a record of."""
-        direction, shape = self.what()
-        return KernelKey(direction, shape, self.layout, self.threads, self.device, self.dtype, self.op)
-
-    @property
-    def operation(self) -> Operation:
-        """The operation, for whichever target."""
-        found = named_operation(self.op)
-        assert found is not None, "records of unknown operations are not read"
-        return found
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Those of its parameters that are whole numbers, as all of a kernel's are; none where it has no parameters."""
-        return {name: one for name, one in getattr(self, "parameters", {}).items() if type(one) is int}
-
-    @property
-    def rejected(self) -> str | None:
-        """Why its parameters make no kernel; None where they make one.
-
-        Raises:
-            KernelsUnavailable: There are no kernels of the operation for the device.
-        """
-        reason = operation_of(self.key).reject(self.key, self.numbers)
-        odd = len(self.numbers) < len(getattr(self, "parameters", ()))
-        return reason or ("its parameters are not whole numbers" if odd else None)
-
-    @property
-    def current(self) -> bool:
-        """Whether it was measured with the versions that are installed."""
-        return tuple(sorted(self.versions.items())) == self.operation.versions
-
-    @property
-    def times(self) -> tuple[float | None, float | None]:
-        """Milliseconds of the kernel, and of what would run in its place; None where it was not measured."""
-        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
-
-    @property
-    def doubt(self) -> str:
-        """Why nothing may run on it, whatever its times; empty where it may."""
-        where = self.what()[0], self.dtype
-        if not is_right(self.error, *where, self.stock_error):
-            found = "unknown" if self.error is None else f"{self.error:.1e}"
-            return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
-        if self.noise is not None and not is_clear(self.gain, self.noise):
-            apart = f"its measurements lay {100 * self.noise:.0f} % apart"
-            within = f"within which lies its gain of {self.gain:.2f}x"
-            return f"{apart}, {within if self.gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
-        return ""
-
-    @property
-    def gain(self) -> float:
-        """Times as fast as its rival that the kernel was; 1 where it was not measured."""
-        own, rival = self.times
-        return 1.0 if own is None or rival is None else rival / own
-
-    @property
-    def saved_ms(self) -> float:
-        """Milliseconds that the kernel saves for certain, by the lower end of its gain; 0 where it is not used.
-
-        A rival that was timed beside other programs may have taken many times as long as it does alone, which noise
-        tells: its median is no promise.
-        """
-        own, rival = self.times
-        return max(0.0, rival / (1 + (self.noise or 0.0)) - own) if self.wins and own and rival else 0.0
-
-    @property
-    def wins(self) -> bool:
-        """Whether it may be used, and was measured to be faster than its rival, by `LEAST_GAIN`."""
-        return self.gain > LEAST_GAIN and is_gain(self.gain, self.noise or 0.0) and not self.doubt
-
-    def line(self) -> str:
-        """The record as a line of a database."""
-        told = self.model_dump(mode="json", exclude_none=True, by_alias=True)
-        return json.dumps(told if self.ms is not None else {**told, "ms": None, "stock_ms": None})
-
-
-def shape_text(kind: Any, text: str) -> str:
-    """A shape's text in the form in which its class writes it.
-
-    Args:
-        kind: Class of shapes.
-        text: What to read.
-
-    Returns:
-        The text.
-
-    Raises:
-        ValueError: It is no such shape.
-    """
-    try:
-        return str(kind.parse(text).text)
-    except ShapeError as error:
-        raise ValueError(error.what) from error
-
-
-class KernelRecord(Record):
-    """A record of an operation whose shape is one text, as all but those of norms are."""
-
-    op: str = "depthwise_conv2d"
+    ms: float = Field(gt=0)
+    stock_ms: float = Field(gt=0)
+    layout_ms: float | None = Field(None, gt=0)
+    quick: bool | None = None
     direction: str
-    shape: str = Field(description="as the `text` of the operation's shapes has it")
-    parameters: dict[str, int | float | str | bool | None] = Field(description="of the schedule")
-    align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
-    predicted_ms: float | None = Field(
-        None, gt=0, description="what the cost model says of a candidate for a GPU that was compiled and not measured"
-    )
-    cubin: str | None = Field(None, description="its machine code, relative to the database's directory")
+    shape: str
+    parameters: dict[str, int | float | str | bool | None]
+    align: int = Field(4, ge=1)
 
     @field_validator("direction")
     @classmethod
@@ -237,14 +122,90 @@ class KernelRecord(Record):
     @classmethod
     def _is_a_shape(cls, text: str, info: ValidationInfo) -> str:
         operation = named_operation(info.data.get("op", ""))
-        return text if operation is None else shape_text(operation.shape, text)
+        try:
+            return text if operation is None else str(operation.shape.parse(text).text)
+        except ShapeError as error:
+            raise ValueError(error.what) from error
 
-    def what(self) -> tuple[str, Any]:
-        """Direction and shape of what was computed."""
-        return self.direction, self.operation.shape.parse(self.shape)
+    @property
+    def key(self) -> KernelKey:
+        """What it is a record of."""
+        shape = self.operation.shape.parse(self.shape)
+        return KernelKey(self.direction, shape, self.layout, self.threads, self.device, self.dtype, self.op)
+
+    @property
+    def operation(self) -> Operation:
+        """The operation, for whichever target."""
+        found = named_operation(self.op)
+        assert found is not None, "records of unknown operations are not read"
+        return found
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those of its parameters that are whole numbers, as all of a kernel's are."""
+        return {name: one for name, one in self.parameters.items() if type(one) is int}
+
+    @property
+    def rejected(self) -> str | None:
+        """Why its parameters make no kernel; None where they make one.
+
+        Raises:
+            KernelsUnavailable: There are no kernels of the operation for the device.
+        """
+        reason = operation_of(self.key).reject(self.key, self.numbers)
+        odd = len(self.numbers) < len(self.parameters)
+        return reason or ("its parameters are not whole numbers" if odd else None)
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with the versions that are installed."""
+        return tuple(sorted(self.versions.items())) == self.operation.versions
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of the kernel, and of what would run in its place."""
+        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing may run on it, whatever its times; empty where it may."""
+        where = self.direction, self.dtype
+        if not is_right(self.error, *where, self.stock_error):
+            found = "unknown" if self.error is None else f"{self.error:.1e}"
+            return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
+        if self.noise is not None and not is_clear(self.gain, self.noise):
+            apart = f"its measurements lay {100 * self.noise:.0f} % apart"
+            within = f"within which lies its gain of {self.gain:.2f}x"
+            return f"{apart}, {within if self.gain > 1 else f'and at most {100 * MOST_NOISE:.0f} % is used'}"
+        return ""
+
+    @property
+    def gain(self) -> float:
+        """Times as fast as its rival that the kernel was."""
+        own, rival = self.times
+        return rival / own
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds that the kernel saves for certain, by the lower end of its gain; 0 where it is not used.
+
+        A rival that was timed beside other programs may have taken many times as long as it does alone, which noise
+        tells: its median is no promise.
+        """
+        own, rival = self.times
+        return max(0.0, rival / (1 + (self.noise or 0.0)) - own) if self.wins else 0.0
+
+    @property
+    def wins(self) -> bool:
+        """Whether it may be used, and was measured to be faster than its rival, by `LEAST_GAIN`."""
+        return self.gain > LEAST_GAIN and is_gain(self.gain, self.noise or 0.0) and not self.doubt
+
+    def line(self) -> str:
+        """The record as a line of a database."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-def why_unused(record: Record) -> str:
+def why_unused(record: KernelRecord) -> str:
     """Why a record of the right key is not used.
 
     Args:

@@ -10,22 +10,19 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar.errors import UsageError
-from hybridpar.formats.output_files import check_picture, check_writable
+from hybridpar.formats.output_files import check_writable
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """Search the fastest kernels for depthwise convolutions on this machine, time BatchNorm layers fused with their
-    activations, and keep what was measured.
-    """
+    """Search the fastest kernels for depthwise convolutions on this machine, and keep what was measured."""
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """A torchvision model such as mobilenet_v2, timm/NAME, or your own as package.module:factory."""
     shapes: Path | None = None
-    """Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1` for a convolution or
-    `25088x96 relu6` for the pixels, channels and activation of a norm."""
+    """Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1`."""
     for_: Annotated[str | None, tyro.conf.arg(name="for")] = None
     """Options of `hybridpar train`, as one word: --for "--data digits --workers 2". Shapes, threads and layout are then
     those that each worker of such a run has."""
@@ -36,16 +33,13 @@ class TuneConfig:
     classes: int = 1000
     """Number of classes of the last layer."""
     layout: Annotated[Literal["channels_last", "contiguous"], tyro.conf.arg(name="memory-format")] = "channels_last"
-    """Memory format of images and activations."""
+    """Memory format of images and activations; kernels for the CPU are for channels_last."""
     threads: int | None = None
     """Threads that compute; default: one worker's share of the cores."""
     target: Literal["cpu", "cuda"] = "cpu"
-    """What kernels are for. Without a GPU, cuda compiles what a model of it likes best; nothing of that is used before
-    it was measured on such a GPU."""
+    """What kernels are for: the CPU, or the GPU that torch uses."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of all tensors; others than float32 on cuda alone."""
-    gpu: Literal["a100", "h100", "h200"] | None = None
-    """Compile for this GPU, and measure nothing; default: the one that is there, or h100."""
     budget: str = "10m"
     """Time for everything, as 90s, 10m or 2h; searches get parts of it by what torch takes for them in a step."""
     trials: int | None = None
@@ -60,8 +54,6 @@ class TuneConfig:
     """Tune nothing; print this database."""
     json: bool = False
     """Print JSON."""
-    draw: Path | None = None
-    """Draw how much faster than torch the kernels are into this .svg, .png or .pdf file."""
     tune_process: Annotated[
         bool,
         tyro.conf.arg(
@@ -122,16 +114,11 @@ class TuneConfig:
             if value is not None and value < 1:
                 raise UsageError(f"{option} is {value}", "It is at least 1.")
         _ = self.seconds, self.sample
-        if self.target == "cpu" and (self.dtype != "float32" or self.gpu is not None):
+        if self.target == "cpu" and self.dtype != "float32":
             raise UsageError(
-                f"--dtype {self.dtype} on the CPU" if self.gpu is None else f"--gpu {self.gpu} without --target cuda",
-                "Kernels for the CPU are float32; other types and GPUs are for --target cuda.",
-                "Add --target cuda.",
+                f"--dtype {self.dtype} on the CPU", "Kernels for the CPU are float32.", "Add --target cuda."
             )
         if self.target == "cuda" and self.threads is not None:
             raise UsageError("--threads with --target cuda", "They are threads of the CPU.", "Leave --threads out.")
-        if self.draw is not None:
-            check_picture("--draw", self.draw)
-        for option, place in (("--output", self.output), ("--draw", self.draw)):
-            if place is not None:
-                check_writable(option, place)
+        if self.output is not None:
+            check_writable("--output", self.output)

@@ -1,20 +1,15 @@
-"""Shapes of the operations that can be tuned: depthwise convolutions, BatchNorm with an activation, and both together.
-
-Each shape has a text, as records, tables and files of shapes write it.
-"""
+"""Shapes of depthwise convolutions, as records, tables and files of shapes write them; and those of norms."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hybridpar.errors import UsageError, shortened
-from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS
 
 _TEXT = re.compile("{n}x{n}x{n}x{n} k{n}x{n} s{n}x{n} p{n}x{n} d{n}x{n}".replace("{n}", r"(\d{1,6})"))
-_NORM_TEXT = re.compile(r"(\d{1,12})x(\d{1,6}) (\w+)")
 _FLOAT = 4
 
 
@@ -83,11 +78,6 @@ class ConvShape:
         return self._out(1, self.width)
 
     @property
-    def multiply_adds(self) -> int:
-        """Multiplications with an element of the image, not with padding; the same in all three directions."""
-        return self.batch * self.channels * self._useful(0, self.height) * self._useful(1, self.width)
-
-    @property
     def least_bytes(self) -> int:
         """Bytes of the two images and the weights: each direction reads two of the three and writes the third."""
         pixels = self.height * self.width + self.out_height * self.out_width
@@ -137,19 +127,26 @@ class ConvShape:
             return None
         return "" if self == other else f"batch {self.batch}"
 
+    def distance(self, other: ConvShape) -> float:
+        """How far this is from another convolution, for kernels; those of other batches do as well.
+
+        Args:
+            other: A shape of the same class.
+
+        Returns:
+            0 for the same one but for the batch, else in doublings; those of taps, strides and dilations count more.
+        """
+
+        def sizes(one: ConvShape) -> list[tuple[int, float]]:
+            taps = [(size, 4.0) for size in (*one.kernel, *one.stride, *one.dilation)]
+            return [*taps, (one.out_height, 1.0), (one.out_width, 1.0), (one.channels, 0.5)]
+
+        pairs = zip(sizes(self), sizes(other), strict=True)
+        return sum(weight * abs(math.log2(size / its)) for (size, weight), (its, _) in pairs)
+
     def _out(self, axis: int, size: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
-
-    def _useful(self, axis: int, size: int) -> int:
-        """Pairs of output element and tap along an axis that meet inside of the image."""
-
-        def pairs() -> Iterator[int]:
-            for out in range(self._out(axis, size)):
-                first = out * self.stride[axis] - self.padding[axis]
-                yield from (first + tap * self.dilation[axis] for tap in range(self.kernel[axis]))
-
-        return sum(0 <= place < size for place in pairs())
 
 
 @dataclass(frozen=True, order=True)
@@ -175,89 +172,3 @@ class NormShape:
     def bytes(self) -> int:
         """Of the input in float32."""
         return _FLOAT * self.rows * self.channels
-
-    @classmethod
-    def parse(cls, text: str) -> NormShape:
-        """Read a shape from the text that `text` writes.
-
-        Args:
-            text: What to read.
-
-        Returns:
-            The shape.
-
-        Raises:
-            ShapeError: It is written otherwise, or cannot be.
-        """
-        match = _NORM_TEXT.fullmatch(text.strip())
-        if match is None or match[3] not in ACTIVATIONS or not int(match[1]) * int(match[2]):
-            raise ShapeError(
-                f"{shortened(repr(text))} is no shape of a norm",
-                f"It is rows x channels and one of {', '.join(ACTIVATIONS)}.",
-                'Write it as "100352x96 relu6".',
-            )
-        return cls(int(match[1]), int(match[2]), match[3])
-
-    def unlike(self, other: NormShape) -> str | None:
-        """How this differs from a norm that is the same but for the rows.
-
-        Args:
-            other: A shape of the same class.
-
-        Returns:
-            The difference in words, empty for none; None where channels or activation differ.
-        """
-        if (self.channels, self.act) != (other.channels, other.act):
-            return None
-        return "" if self == other else f"{self.rows} rows"
-
-
-@dataclass(frozen=True, order=True)
-class ConvNormShape:
-    """A convolution, and the activation behind the BatchNorm behind it.
-
-    Attributes:
-        convolution: The convolution.
-        act: The activation.
-    """
-
-    convolution: ConvShape
-    act: str
-
-    @property
-    def text(self) -> str:
-        """As "32x96x112x112 k3x3 s2x2 p1x1 d1x1 relu6"."""
-        return f"{self.convolution.text} {self.act}"
-
-    @classmethod
-    def parse(cls, text: str) -> ConvNormShape:
-        """Read a shape from the text that `text` writes.
-
-        Args:
-            text: What to read.
-
-        Returns:
-            The shape.
-
-        Raises:
-            ShapeError: It is written otherwise, or cannot be.
-        """
-        convolution, _, act = text.strip().rpartition(" ")
-        return cls(ConvShape.parse(convolution), NormShape.parse(f"2x1 {act}").act)
-
-    @property
-    def norm(self) -> NormShape:
-        """The norm's part of it."""
-        one = self.convolution
-        return NormShape(one.batch * one.out_height * one.out_width, one.channels, self.act)
-
-    def unlike(self, other: ConvNormShape) -> str | None:
-        """How this differs from a pair that is the same but for the batch.
-
-        Args:
-            other: A shape of the same class.
-
-        Returns:
-            The difference in words, empty for none; None where other sizes or the activation differ.
-        """
-        return None if self.act != other.act else self.convolution.unlike(other.convolution)

@@ -1,31 +1,38 @@
 """The space of kernels for CPUs: which parameters each schedule allows, and which of them are tried.
 
 Nothing that is not allowed is compiled. Tried are kernels that fit the registers of a CPU and give each thread work.
-Contiguous images are computed over columns or over transposed channels, and either may be the faster, so there are
-candidates of both kinds. What the parameters mean is in `hybridpar.tvm_kernels.families`.
+Parameters of both schedules, of images in channels_last:
+    lanes: channels that are computed side by side; strip: output rows that are done before the next ones;
+    sweep: 1 if the rows of a strip are read in order first, else left out.
+Forward and input gradient (`schedules/cpu_gather.py`):
+    tile_rows, tile_columns: outputs held in registers; unroll: 1 if rows of taps are written out where none crosses a
+    border; columns_outer: 1 if all channels of a tile come before the next tile, as in some records, else 0; stream: 1
+    if results are written past the caches, as those above `FAR` are.
+Weight gradient (`schedules/cpu_weight.py`):
+    tap_rows, tap_columns: taps whose sums are held in registers; tile_columns: columns of the gradient that pass by at
+    a time; parts, groups: units of work, by images and strips and by channels.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import FAR, Machine
 from hybridpar.tvm_kernels.schedules.geometry import LINE, axis
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+GATHER = ("lanes", "tile_rows", "tile_columns", "strip", "columns_outer", "unroll", "stream")
+WEIGHT = ("lanes", "tap_rows", "tap_columns", "tile_columns", "strip", "parts", "groups")
 
 #: Multiply-adds of vectors that may be written out for a tile; compiling takes about a millisecond for each.
 MOST_WRITTEN_OUT = 600
-MOST_LANES = 64
-#: More lanes leave too few registers for sums of different pixels.
-_MOST_TRIED = 32
 _MOST = 64
-#: Rows that a tile over columns has at most: a value of the room is used for each.
-_TALLEST = 6
-#: Rows of the gradient that may pass by at a time.
-_PASSING = (1, 2, 3, 4, 7)
-#: Least lanes that are worth a vector.
-_LEAST_LANES = 4
+#: Bytes of a strip that stay in a core's second cache until its tiles are computed.
+_NEAR = 512 << 10
+
+Parameters = Mapping[str, int]
 
 
 def outside(shape: ConvShape, direction: Direction) -> str | None:
@@ -47,109 +54,38 @@ def outside(shape: ConvShape, direction: Direction) -> str | None:
     return None
 
 
-def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_rows` cannot have these parameters, or None.
+def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: Parameters) -> str | None:
+    """Why parameters make no kernel; nothing else may be compiled.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
+        layout: Of the images.
         parameters: By name.
 
     Returns:
-        A reason in words; None where they are allowed.
+        A reason in words; None where they make a kernel.
     """
-    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
-    whole = vertical.whole
-    height = -(-vertical.out // whole) * whole
-    planes, rows = shape.batch * shape.channels, min(height, _MOST)
-    if reason := _out_of_bounds(parameters, tile_rows=rows, tile_vectors=_MOST, strip=height, parts=planes):
+    if layout is not Layout.CHANNELS_LAST:
+        return "kernels for CPUs are for channels_last"
+    if reason := outside(shape, direction):
         return reason
-    if horizontal.stride > 2:
-        return "columns more than two apart are only gathered over channels"
-    if parameters["tile_rows"] % whole or parameters["strip"] % whole:
-        return "a tile or strip is no multiple of the stride"
-    if parameters["strip"] < parameters["tile_rows"]:
-        return "a strip is less than a tile"
-    return "too much would be written out" if rows_written_out(shape, parameters) > 4 * MOST_WRITTEN_OUT else None
-
-
-def rows_written_out(shape: ConvShape, parameters: Mapping[str, int]) -> int:
-    """Count the multiply-adds of one tile over columns; an upper bound where a gradient skips taps.
-
-    Args:
-        shape: The convolution.
-        parameters: By name.
-
-    Returns:
-        Their number, in vectors of all lanes.
-    """
-    return parameters["tile_rows"] * parameters["tile_vectors"] * shape.kernel[0] * shape.kernel[1]
-
-
-def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_rows_weight` cannot have these parameters, or None.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they are allowed.
-    """
-    del direction
-    most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_rows": min(parameters["strip"], _MOST)}
-    most |= {"strip": shape.out_height, "parts": shape.batch, "groups": shape.channels}
-    if reason := _out_of_bounds(parameters, **most):
-        return reason
-    if shape.stride[1] > 2:
-        return "columns more than two apart are only gathered over channels"
-    written = 4 * parameters["tap_rows"] * parameters["tap_columns"] * parameters["tile_rows"]
-    return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
-
-
-def _out_of_bounds(parameters: Mapping[str, int], **most: int) -> str | None:
-    for name, bound in most.items():
-        if not 1 <= parameters[name] <= bound:
-            return f"{name}={parameters[name]} is not between 1 and {bound}"
-    return None
-
-
-def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_turned` cannot have these parameters, or None.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they are allowed.
-    """
-    if reason := _out_of_bounds(parameters, parts=shape.batch * -(-shape.channels // parameters["lanes"])):
-        return reason
-    if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
-        return "a strip is no multiple of the stride"
-    return reject_gather(shape, direction, {**parameters, "columns_outer": 0, "stream": 0})
-
-
-def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_gather` cannot have these parameters, or None.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they are allowed.
-    """
-    rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
-    if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
-        return "a tile or strip is empty or too large"
+    is_sum = direction is Direction.WEIGHT_GRADIENT
+    names = WEIGHT if is_sum else GATHER
+    if set(parameters) - {"sweep"} != set(names) or not all(type(value) is int for value in parameters.values()):
+        return f"the parameters are {', '.join(names)}, all whole numbers"
+    if parameters["lanes"] not in (1, 2, 4, 8, 16, 32, 64) or parameters["lanes"] > shape.channels:
+        return f"lanes={parameters['lanes']} is no power of two, or more than {shape.channels}"
     if any(parameters.get(name, 0) not in (0, 1) for name in ("columns_outer", "unroll", "stream", "sweep")):
         return "columns_outer, unroll, stream and sweep are 0 or 1"
-    if parameters["stream"] and (parameters["lanes"] % LINE or shape.channels % parameters["lanes"]):
+    return _reject_weight(shape, parameters) if is_sum else _reject_gather(shape, direction, parameters)
+
+
+def _reject_gather(shape: ConvShape, direction: Direction, parameters: Parameters) -> str | None:
+    rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
+    if reason := _out_of_bounds(parameters, tile_rows=_MOST, tile_columns=_MOST, strip=1 << 20):
+        return reason
+    if parameters["stream"] and not _has_whole_lines(shape, parameters["lanes"]):
         return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
     if strip % rows:
         return "a strip is not made of whole tiles"
@@ -158,45 +94,34 @@ def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[st
     odd = columns % shape.stride[1] or (parameters["unroll"] and rows % shape.stride[0])
     if direction is Direction.INPUT_GRADIENT and odd:
         return "a tile is no multiple of the stride"
-    if gather_written_out(shape, direction, parameters) > 4 * MOST_WRITTEN_OUT:
+    if _gather_written_out(shape, direction, parameters) > 4 * MOST_WRITTEN_OUT:
         return "too much would be written out"
     return None
 
 
-def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_weight` cannot have these parameters, or None.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they are allowed.
-    """
-    del direction
+def _reject_weight(shape: ConvShape, parameters: Parameters) -> str | None:
     strips = -(-shape.out_height // max(parameters["strip"], 1))
     most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_columns": _MOST, "strip": 1 << 20}
     most |= {"parts": shape.batch * strips, "groups": -(-shape.channels // parameters["lanes"])}
     if reason := _out_of_bounds(parameters, **most):
         return reason
-    if parameters.get("sweep", 0) not in (0, 1):
-        return "sweep is 0 or 1"
     written = parameters["tap_rows"] * shape.kernel[1] * parameters["tile_columns"]
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
 
-def gather_written_out(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> int:
-    """Count the multiply-adds of one tile that are not in a loop.
+def _out_of_bounds(parameters: Parameters, **most: int) -> str | None:
+    for name, bound in most.items():
+        if not 1 <= parameters[name] <= bound:
+            return f"{name}={parameters[name]} is not between 1 and {bound}"
+    return None
 
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        parameters: By name.
 
-    Returns:
-        Their number, in vectors of all lanes.
-    """
+def _has_whole_lines(shape: ConvShape, lanes: int) -> bool:
+    return lanes % LINE == 0 and shape.channels % lanes == 0
+
+
+def _gather_written_out(shape: ConvShape, direction: Direction, parameters: Parameters) -> int:
+    """Multiply-adds of one tile that are not in a loop, in vectors of all lanes."""
     skipped = shape.stride[0] * shape.stride[1] if direction is Direction.INPUT_GRADIENT else 1
     rows = parameters["tile_rows"] * shape.kernel[0] if parameters["unroll"] else 1
     return rows * parameters["tile_columns"] * shape.kernel[1] // skipped
@@ -205,105 +130,75 @@ def gather_written_out(shape: ConvShape, direction: Direction, parameters: Mappi
 # ---------------------------------------------------------------------------------------------------- what is tried
 
 
-def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_turned`: those of `cpu_gather` that have neither `columns_outer` nor `stream`.
+def candidates(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Parameters that fit the registers of a CPU and give each thread enough to do, for images in channels_last.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
-        threads: That share the work.
+        threads: That will share the work.
         machine: The CPU.
 
     Yields:
         Parameters by name.
     """
-    for own in gather(shape, direction, threads, machine):
-        if not own["columns_outer"] and not own["stream"] and "sweep" not in own:
-            del own["columns_outer"], own["stream"]
-            yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
+    if outside(shape, direction) is not None:
+        return
+    if direction is Direction.WEIGHT_GRADIENT:
+        found = _weight(shape, threads, machine)
+    else:
+        found = _gather(shape, direction, threads, machine)
+    yield from (one for one in found if reject(shape, direction, Layout.CHANNELS_LAST, one) is None)
 
 
 def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
-    wanted = [machine.lanes, 2 * machine.lanes, 4 * machine.lanes]
-    fitting = [lanes for lanes in wanted if lanes <= min(shape.channels, _MOST_TRIED)]
-    return fitting or [1 << (shape.channels.bit_length() - 1)]
+    """One vector of the CPU, two, and a cache line."""
+    wanted = sorted({machine.lanes, 2 * machine.lanes, LINE})
+    return [lanes for lanes in wanted if lanes <= shape.channels] or [1 << (shape.channels.bit_length() - 1)]
 
 
-def _is_swept(shape: ConvShape, height: int, strip: int, machine: Machine) -> bool:
-    """Whether reading a strip in order first may be of use: it comes from memory, and stays in L2."""
-    rows_bytes = shape.least_bytes / shape.batch / height * strip
-    return machine.is_far(shape.least_bytes) and rows_bytes <= machine.level2 / 2
+def _orders(shape: ConvShape, height: int, strip: int) -> list[dict[str, int]]:
+    """Reading a strip in order first may be of use where it comes from memory and stays in the second cache."""
+    is_swept = shape.least_bytes > FAR and shape.least_bytes / shape.batch / height * strip <= _NEAR
+    return [{}, {"sweep": 1}] if is_swept else [{}]
 
 
-def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_gather`; some of them may not be allowed.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        threads: That share the work.
-        machine: The CPU.
-
-    Yields:
-        Parameters by name.
-    """
+def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
     height, width = (axis(shape, direction, which).out for which in (0, 1))
     # Of such a result most has left the caches before it is read again, however it was written.
-    large = machine.is_far(4 * shape.batch * shape.channels * height * width)
-    orders = [{"stream": 0}, *([{"stream": 1}] if large else [])]
-    swept = [{**orders[-1], "sweep": 1}]
-    tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
-    for lanes, rows, columns, columns_outer, unroll in tiles:
-        own = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns}
-        own |= {"columns_outer": columns_outer, "unroll": unroll}
+    large = 4 * shape.batch * shape.channels * height * width > FAR
+    tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1))
+    for lanes, rows, columns, unroll in tiles:
+        one = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns, "columns_outer": 0, "unroll": unroll}
+        one |= {"stream": int(large and _has_whole_lines(shape, lanes))}
         vectors = -(-lanes // machine.lanes)
         sums = rows * columns * vectors
         # At least one register is for an input and one for a tap; too few sums wait for each other.
         if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
             continue
-        if gather_written_out(shape, direction, own) > MOST_WRITTEN_OUT:
+        if _gather_written_out(shape, direction, one) > MOST_WRITTEN_OUT:
             continue
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
             units = shape.batch * -(-height // strip)
-            if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
-                for order in orders + swept * _is_swept(shape, height, strip, machine):
-                    yield own | {"strip": strip} | order
+            if strip < height + rows and (units >= threads or strip == rows):
+                yield from (one | {"strip": strip} | order for order in _orders(shape, height, strip))
 
 
-def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_weight`; some of them may not be allowed.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        threads: That share the work.
-        machine: The CPU.
-
-    Yields:
-        Parameters by name.
-    """
-    del direction
+def _weight(shape: ConvShape, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
     tall, wide = shape.kernel
     most = machine.registers - 2
     for lanes in _lanes(shape, machine):
         vectors = -(-lanes // machine.lanes)
+        tap_columns = min(wide, most // vectors)  # all of a row, where they fit into registers
         blocks = -(-shape.channels // lanes)
-        wides = [wide] if wide * vectors <= most else sorted({max(1, most // vectors), -(-wide // 2)})
-        for tap_rows, tap_columns in itertools.product(range(1, min(tall, 4) + 1), wides):
-            if tap_rows * tap_columns * vectors > most or tap_columns > wide:
+        for tap_rows, columns in itertools.product(range(1, min(tall, 4) + 1), range(1, min(shape.out_width, 14) + 1)):
+            if tap_rows * tap_columns * vectors > most or tap_rows * columns * tap_columns > MOST_WRITTEN_OUT:
                 continue
-            for columns in range(1, min(shape.out_width, 14) + 1):
-                if tap_rows * columns * tap_columns > MOST_WRITTEN_OUT:
-                    continue
-                for strip in sorted({1, 2, 4, 8, 16, shape.out_height}):
-                    own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
-                    own |= {"tile_columns": columns, "strip": strip}
-                    most_parts = shape.batch * -(-shape.out_height // strip)
-                    for parts, groups in _units(threads, most_parts, blocks):
-                        if strip <= shape.out_height:
-                            yield (one := own | {"parts": parts, "groups": groups})
-                            if _is_swept(shape, shape.out_height, strip, machine):
-                                yield one | {"sweep": 1}
+            one = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns, "tile_columns": columns}
+            for strip in sorted({one for one in (1, 2, 4, 8, 16) if one < shape.out_height} | {shape.out_height}):
+                for parts, groups in _units(threads, shape.batch * -(-shape.out_height // strip), blocks):
+                    cut = {"strip": strip, "parts": parts, "groups": groups}
+                    yield from (one | cut | order for order in _orders(shape, shape.out_height, strip))
 
 
 def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
@@ -314,103 +209,11 @@ def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
     return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
 
 
-def _row_lanes(columns: int, machine: Machine) -> list[int]:
-    """Widths of vectors that fit into a row; a narrower one where it leaves fewer lanes of the last vector idle."""
-    found = [lanes for lanes in (machine.lanes, machine.lanes // 2) if _LEAST_LANES <= lanes <= columns]
-    if len(found) == 2 and -(-columns // found[0]) * found[0] <= -(-columns // found[1]) * found[1]:
-        found.pop()
-    return found
-
-
-def strips_of(height: int, whole: int, least: int) -> list[int]:
-    """Heights of strips that divide an image about evenly.
-
-    Args:
-        height: Rows of the image.
-        whole: What strips are multiples of.
-        least: Rows of the lowest strip.
-
-    Returns:
-        Heights, in rising order.
-    """
-    found = {height, *(-(-height // pieces) for pieces in (2, 3, 4, 7, 8, 14))}
-    return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
-
-
-def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_rows`; some of them may not be allowed.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        threads: That share the work.
-        machine: The CPU.
-
-    Yields:
-        Parameters by name.
-    """
-    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
-    height = -(-vertical.out // vertical.whole) * vertical.whole
-    phases = horizontal.whole
-    for lanes in _row_lanes(horizontal.out // phases, machine):
-        count = -(-horizontal.out // (lanes * phases))
-        tiles = itertools.product(range(vertical.whole, _TALLEST + 1, vertical.whole), range(1, min(count, 8) + 1))
-        for rows, vectors in tiles:
-            own = {"lanes": lanes, "tile_rows": rows, "tile_vectors": vectors}
-            sums = rows * vectors * phases
-            if sums + 2 > machine.registers or (sums < 4 and vectors < count) or rows > height:
-                continue
-            if rows_written_out(shape, own) > MOST_WRITTEN_OUT:
-                continue
-            for strip in strips_of(height, vertical.whole, rows):
-                yield own | {"strip": strip, "parts": min(threads, shape.batch * shape.channels)}
-
-
-def rows_weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_rows_weight`; some of them may not be allowed.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        threads: That share the work.
-        machine: The CPU.
-
-    Yields:
-        Parameters by name.
-    """
-    del direction
-    tall, wide = shape.kernel
-    most = machine.registers - 2
-    wides = [wide] if wide <= most else sorted({most, -(-wide // 2)})
-    for lanes, tap_rows, tap_columns in itertools.product(
-        _row_lanes(shape.out_width, machine), range(1, min(tall, 5) + 1), wides
-    ):
-        if tap_rows * tap_columns > most:
-            continue
-        for rows in _PASSING:
-            if rows > shape.out_height or 4 * tap_rows * tap_columns * rows > MOST_WRITTEN_OUT:
-                continue
-            for strip in strips_of(shape.out_height, 1, rows):
-                own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
-                for parts, groups in _row_units(threads, shape):
-                    yield own | {"tile_rows": rows, "strip": strip, "parts": parts, "groups": groups}
-
-
-def _row_units(threads: int, shape: ConvShape) -> list[tuple[int, int]]:
-    """Parts and groups: channels are shared out where there are enough, since images then need no adding up."""
-    if threads == 1:
-        return [(1, 1)]
-    ways = [(1, threads), (threads, 1)]
-    return [way for way in ways if way[0] <= shape.batch and way[1] <= shape.channels] or [(1, 1)]
-
-
-def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
+def neighbours(one: Parameters, among: list[dict[str, int]]) -> list[dict[str, int]]:
     """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
 
-    Only candidates of the same schedule are compared; others have other parameters. One that is not named is 0.
-
     Args:
-        one: A candidate.
+        one: A candidate; a parameter that is not named is 0.
         among: The space.
 
     Returns:
@@ -429,3 +232,20 @@ def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict
             if before in values and abs(values.index(before) - values.index(after)) == 1:
                 found.append(other)
     return found
+
+
+def nearest(wanted: Parameters, among: list[dict[str, int]]) -> dict[str, int]:
+    """The candidate that is most like some parameters, which may be of another shape, or of other vectors.
+
+    Args:
+        wanted: By name; what a candidate has besides does not count.
+        among: The space, which is not empty.
+
+    Returns:
+        One of the candidates.
+    """
+
+    def distance(one: dict[str, int]) -> float:
+        return sum(abs(math.log2((one.get(name, 0) + 1) / (value + 1))) for name, value in wanted.items())
+
+    return min(among, key=distance)

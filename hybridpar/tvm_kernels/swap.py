@@ -14,15 +14,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.tvm_kernels.call_plan import layout_of
-from hybridpar.tvm_kernels.choice import Choices, active_choices, choose_norm, use_choices
+from hybridpar.codegen.cache import wanted
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding, step_keys
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.moments import behind, set_behind
 from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
-from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.op import depthwise_conv2d, layout_of
 from hybridpar.tvm_kernels.shapes import Layout
 
 _log = logging.getLogger(__name__)
@@ -53,11 +52,7 @@ class DepthwiseConv2d(nn.Conv2d):
         Returns:
             (N, C, OH, OW).
         """
-        padding = number_padding(self)
-        if not torch.compiler.is_compiling() and type(input) is Tensor and (norm := behind(self)) is not None:
-            numbers = self.stride, padding, self.dilation
-            return depthwise_conv2d(input, self.weight, self.bias, *numbers, norm_act=norm.wants)
-        return depthwise_conv2d(input, self.weight, self.bias, self.stride, padding, self.dilation)
+        return depthwise_conv2d(input, self.weight, self.bias, self.stride, number_padding(self), self.dilation)
 
 
 def optimize(
@@ -68,8 +63,7 @@ def optimize(
 ) -> _Model:
     """Let a model's depthwise convolutions run tuned kernels, wherever a record says that they are faster.
 
-    BatchNorm layers and the activations behind them run as one operation where a record says so, and take their
-    statistics from a depthwise convolution in front of them where a record of both says so.
+    BatchNorm layers and the activations behind them run as one operation where there are kernels for them.
 
     The database is used by the whole process from then on.
 
@@ -98,18 +92,14 @@ def optimize(
     elif not isinstance(database, Database):
         database = read_database(database)
     use_choices(Choices(database))
-    pairs = fuse_norms(model, choose_norm)
+    if wanted():
+        fuse_norms(model)
     layers = [module for module in model.modules() if is_depthwise(module)]
     for layer in layers:
         layer.__class__ = DepthwiseConv2d
-    for pair in pairs:
-        convolution = None if pair.convolution is None else model.get_submodule(pair.convolution)
-        if type(convolution) is DepthwiseConv2d:
-            set_behind(convolution, model.get_submodule(pair.norm))
     if report:
-        norms = len(fused_norms(model))
-        told = "%d depthwise convolution(s) and %d BatchNorm layer(s) choose from %d and %d record(s)"
-        _log.warning(told, len(layers), norms, database.count("depthwise_conv2d"), database.count("batch_norm_act"))
+        told = "%d depthwise convolution(s) choose from %d record(s), and %d BatchNorm layer(s) are fused"
+        _log.warning(told, len(layers), len(database.records), len(fused_norms(model)))
     return model
 
 
@@ -129,5 +119,4 @@ def restore(model: _Model) -> _Model:
     for module in model.modules():
         if type(module) is DepthwiseConv2d:
             module.__class__ = nn.Conv2d  # type: ignore[assignment]
-            set_behind(module, None)
     return model

@@ -12,17 +12,18 @@ from benchmarks.kernels import norms, training
 from benchmarks.kernels.parts import measure_parts
 from benchmarks.rig.paired import Paired
 from hybridpar.errors import HybridparError
-from hybridpar.tvm_kernels import Database
+from hybridpar.tvm_kernels import Database, norm_swap
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.shapes import ConvNormShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 from tests.small_nets import separable
-from tests.tvm_kernels.standin import NormStandIn, conv_norm_record, norm_record, record_of
+from tests.tvm_kernels.standin import NormStandIn, all_records, record_of, tuned
 
 SHAPE = NormShape(4 * 64, 8, "relu")
 
 
-def test_a_network_is_the_sum_of_its_layers_as_chosen() -> None:
+def test_a_network_is_the_sum_of_its_layers_as_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "LEAST_VALUES", 1024)
     slow, fast = NormShape(16, 8, "none"), NormShape(1024, 8, "relu6")
 
     def times(stock: float, fused: float, compiled: float, *, loaded: bool) -> Paired:
@@ -60,15 +61,22 @@ def test_a_step_is_taken_apart() -> None:
     assert measure_parts(lambda: step_of(without), 2) == {"depthwise": 0.0, "norm+activation": 0.0}
 
 
-def test_fused_norms_are_counted_as_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_on_kernels_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    monkeypatch.setattr(norm_swap, "LEAST_VALUES", 0)
     made = NormStandIn(monkeypatch)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    net = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    records = all_records("4x8x8x8 k3x3 s1x1 p1x1 d1x1", Layout.CHANNELS_LAST)
     before = use_choices(None)
     try:
-        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        net.to(memory_format=torch.channels_last)
-        method = training.Method(net, Layout.CHANNELS_LAST, Database("", [norm_record(SHAPE)]))
-        assert measure_parts(lambda: step_of(method.model), 1)["norm+activation"] > 0
+        method = training.Method(net, Layout.CHANNELS_LAST, Database("", records))
+        with tuned(records) as kernels:
+            assert min(measure_parts(lambda: step_of(method.model), 1).values()) > 0
+        assert made.calls["backward"] == {SHAPE: 1}
+        assert kernels.calls == dict.fromkeys(Direction, 1)
+        plain = training.Method(net, Layout.CHANNELS_LAST, Database("", records), norms=False)
+        step_of(plain.model)
         assert made.calls["backward"] == {SHAPE: 1}
     finally:
         use_choices(before)
@@ -76,13 +84,8 @@ def test_fused_norms_are_counted_as_norms(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_records_promise() -> None:
     record = record_of("4x8x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST, ms=1.0, stock_ms=3.0)
-    database = Database("", [record, norm_record(SHAPE, ms=1.0, stock_ms=1.5)])
-    norm = norm_key(SHAPE, 1, record.device)
-    other = norm_key(NormShape(9, 9, "relu"), 1, record.device)
-    assert training.promised(database, {record.key: 2, norm: 4, other: 1}) == (pytest.approx(6.0), 6)
-    both = conv_norm_record(ConvNormShape(record.key.shape, "relu"), ms=1.0, apart_ms=1.25)
-    database.add([both])
-    assert training.promised(database, {record.key: 2, norm: 4, both.key: 2}) == (pytest.approx(6.5), 6)
+    other = KernelKey(Direction.FORWARD, ConvShape.parse("4x9x8x8 k3x3 s1x1 p1x1 d1x1"), Layout.CHANNELS_LAST, 1, "x")
+    assert training.promised(Database("", [record]), {record.key: 2, other: 1}) == (pytest.approx(4.0), 2)
 
 
 class Wrong(nn.Module):

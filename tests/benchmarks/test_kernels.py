@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import depthwise, epilogue, overhead
+from benchmarks.kernels import depthwise, overhead
 from benchmarks.kernels.depthwise import Row, named_shapes, operations, report
+from benchmarks.kernels.roofline import measure_speed
 from benchmarks.rig.records import append_dicts
-from hybridpar.errors import HybridparError
-from hybridpar.tvm_kernels import Database, norm_kernels
-from hybridpar.tvm_kernels.choice import active_choices, use_choices
-from hybridpar.tvm_kernels.machine import cpu_fingerprint
-from hybridpar.tvm_kernels.measure import torch_threads
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.tvm_kernels import Database
+from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
-from tests.tvm_kernels.standin import all_records
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.tvm_kernels.standin import all_records, tuned
 
 
 def row(**values: Any) -> Row:
@@ -42,15 +41,20 @@ def test_seventeen_shapes_are_listed_and_random_ones_are_always_the_same() -> No
     assert not {shape for _, shape in drawn} & {shape for _, shape in listed}
 
 
+@pytest.mark.parametrize("on_kernels", [True, False])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_all_sides_of_a_row_compute_the_same(direction: Direction) -> None:
+def test_all_sides_of_a_row_compute_the_same(
+    direction: Direction, on_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
     shape = ConvShape.parse("2x8x9x9 k5x5 s2x2 p2x2 d1x1")
-    with torch.no_grad():
+    with tuned(all_records(shape) if on_kernels else []) as kernels, torch.no_grad():
         own, stock, error = operations(KernelKey(direction, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()))
         place = {Direction.FORWARD: None, Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}[direction]
         results = [side() for side in (own, *stock.values())]
     results = [one if isinstance(one, torch.Tensor) else one[place] for one in results]  # type: ignore[index]
     assert error < 1e-5
+    assert (kernels.calls[direction] > 0) is on_kernels
     for result in results[1:]:
         assert torch.allclose(results[0], result, rtol=1e-4, atol=1e-4)
 
@@ -91,29 +95,9 @@ def test_overheads_are_of_the_directions_that_are_named() -> None:
         assert all(record.wins for record in chosen.records)
 
 
-def test_the_pairs_sides_run_as_they_are_called_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    norm_kernels.table.cache_clear()
-    shape = ConvNormShape(ConvShape.parse("2x20x9x10 k3x3 s2x2 p1x1 d1x1"), "relu6")
-    tile = {"lanes": 8, "tile_rows": 1, "tile_columns": 2, "strip": 4, "columns_outer": 0, "unroll": 1, "stream": 0}
-    before = active_choices()
-    given: list[bool] = []
-    compute = norm_kernels.forward
-
-    def forward(*args: Any) -> Any:
-        given.append(args[9] is not None)
-        return compute(*args)
-
-    monkeypatch.setattr(norm_kernels, "forward", forward)
-    try:
-        with torch_threads(1), torch.no_grad():
-            pair = epilogue.Pair(shape, tile, tile)
-            results = [side() for side in (pair.plain, pair.plain, pair.summed, pair.summed, pair.free)]
-    finally:
-        use_choices(before)
-    assert given == [False, False, True, True, True]
-    for plain, summed in zip(results[:2], results[2:4], strict=True):
-        torch.testing.assert_close(summed, plain)
-    assert results[4].isfinite().all()
-    with pytest.raises(HybridparError, match="no tile is known"):
-        epilogue.tile_of(shape.convolution)
+def test_speed_is_measured() -> None:
+    with Builder() as builder:
+        speed = measure_speed(builder, Machine(4, 16))
+    assert speed.multiply_adds > 1e8
+    assert all(rate > 1e7 for _, rate in speed.copies)
+    assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)

@@ -61,12 +61,6 @@ def test_what_is_printed_does_no_harm(builder: Builder, source: Path) -> None:
     assert times(builder.build(Request((source,), {"noise": True})), 4) == 8
 
 
-def test_the_code_can_be_read(builder: Builder, source: Path) -> None:
-    built = builder.build(Request((source,), text="ll"))
-    assert "define" in built.text
-    assert built.names == ("times",)
-
-
 def test_an_error_leaves_nothing_half_written(builder: Builder, source: Path) -> None:
     with pytest.raises(KernelsUnavailable, match="not that way"):
         builder.build(Request((source,), {"wrong": True}))

@@ -27,11 +27,9 @@ from hybridpar.run.kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
-from tests.tvm_kernels.standin import all_records, norm_record
-from tests.tvm_kernels.test_conv_norm_measure import MeasureBoth
-from tests.tvm_kernels.test_norm_measure import Measure
+from tests.tvm_kernels.standin import all_records
 from tests.tvm_kernels.test_search import Tuner
 
 SHAPE = "2x8x9x9 k3x3 s1x1 p1x1 d1x1"
@@ -42,14 +40,8 @@ def call(tmp_path, capsys, monkeypatch):
     """Run the command in this process, in an empty directory, with a tuner that finds candidates at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    tuner, norms, pairs = Tuner(), Measure(), MeasureBoth()
-    of = {"depthwise_conv2d": tuner, "batch_norm_act": norms, "depthwise_batch_norm_act": pairs}
-    defaults = {
-        **search.search_all.__kwdefaults__,
-        "tuner": lambda key, *given, **told: of[key.op](key, *given, **told),
-    }
-    monkeypatch.setattr(search.search_all, "__kwdefaults__", defaults)
-    monkeypatch.setattr(search, "make_kernels", lambda records: ["a kernel"] * len(records))
+    tuner = Tuner()
+    monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -59,20 +51,19 @@ def call(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    run.tuner, run.norms, run.pairs = tuner, norms, pairs
+    run.tuner = tuner
     return run
 
 
 def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
     (tmp_path / "shapes.txt").write_text(f"# a comment\n\n{SHAPE}  # and one more\n")
     options = ("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
-    code, table, said = call(*options, "--draw", "k.png")
+    code, table, said = call(*options)
     assert code == 0
     assert table.count(SHAPE) == 3
     assert "3.00x" in table
     assert "forward: 1 of 1 tuned, 3.00x torch as chosen" in table
     assert "3 searches done, 0 were done before" in said
-    assert (tmp_path / "k.png").exists()
     code, _, said = call(*options)
     assert (code, len(call.tuner.asked)) == (0, 3)
     assert "0 searches done, 3 were done before" in said
@@ -86,47 +77,11 @@ def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
     assert code == 0
     assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
     assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1" in table
-    assert len(call.norms.asked) == len(set(call.norms.asked)) == 19
-    assert "2048x32 relu6" in table
-    assert "batch_norm_act: 19 of 19 tuned, 2.00x torch as chosen" in table
-    assert len(call.pairs.asked) == len(set(call.pairs.asked)) == 10
-    assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1 relu6" in table
-    assert "depthwise_batch_norm_act: 10 of 10 together, 1.25x both apart as chosen" in table
-
-
-def test_a_model_of_norms_alone_has_them_measured(call, tmp_path):
-    options = ("resnet18", "--input", "3x32x32", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
-    code, _, said = call(*options, "--draw", "k.png")
-    assert code == 0
-    assert NormShape(2 * 16 * 16, 64, "relu") in call.norms.asked
-    assert not call.tuner.asked
-    assert f"{len(call.norms.asked)} searches done, 0 were done before" in said
-    assert f"0 searches done, {len(call.norms.asked)} were done before" in call(*options)[2]
-    code, text, _ = call("--show", "k.jsonl", "--json")
-    assert {row["direction"] for row in json.loads(text)} == {"batch_norm_act"}
-
-
-def test_shapes_of_norms_may_stand_among_others(call, tmp_path):
-    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6 # a norm\n")
-    code, table, _ = call("--shapes", "shapes.txt", "--threads", "1", "--draw", "k.png", "-o", "k.jsonl")
-    assert code == 0
-    assert call.norms.asked == [NormShape(25088, 96, "relu6")]
-    assert table.count(SHAPE) == 3
-    assert max(call.norms.seconds) <= 1.5
-
-
-def test_who_stops_at_norms_begins_no_search(call, tmp_path):
-    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6\n")
-    call.norms.stop_at = 0
-    code, _, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
-    assert code == 130
-    assert not call.tuner.asked
-    assert "4 left: the same command goes on" in said
 
 
 @pytest.mark.parametrize(
     "options",
-    ["--workers 1 --batch-size 16", "--workers 2 --micro-batches 2 --batch-size 32", "--memory-format contiguous"],
+    ["--workers 1 --batch-size 16", "--workers 2 --micro-batches 2 --batch-size 32"],
 )
 def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     small = "--data synthetic --image-size 8 --synthetic-samples 64"
@@ -148,12 +103,9 @@ def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert use is not None
-    norms = {decision.key for layer, decision in use.norms if layer.layout is Layout.CHANNELS_LAST}
-    pairs = {decision.key for _, decision in use.pairs}
-    assert {decision.key for _, decision in use.operations} | norms | pairs == set(work)
-    assert len(work) == (6 if "contiguous" in options else 8)
-    expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
-    assert {key.layout for key in work} == {expected}
+    assert {decision.key for _, decision in use.operations} == set(work)
+    assert len(work) == 6
+    assert {key.layout for key in work} == {Layout.CHANNELS_LAST}
 
 
 def test_the_users_database_is_the_default(call, tmp_path, monkeypatch):
@@ -222,10 +174,10 @@ def test_without_a_compiler_it_says_so(tmp_path):
             ["--shapes", "small", "-o", "no_database"],
             ["is not a kernel database", "or a new one for"],
         ),
-        (["--shapes", "small", "--draw", "k.txt"], ["--draw k.txt"]),
+        (["--shapes", "small", "--memory-format", "contiguous"], ["--memory-format contiguous on the CPU"]),
+        (["mobilenet_v2", "--for", "--data digits --memory-format contiguous"], ["contiguous on the CPU"]),
         (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
-        (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution, and no BatchNorm", "mobilenet_v2"]),
-        (["--shapes", "norm"], ["norm, line 1", "'4x4 gelu' is no shape of a norm"]),
+        (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution", "mobilenet_v2"]),
         (["mobilenet_v3"], ["unknown model 'mobilenet_v3'"]),
         (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
         (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
@@ -237,7 +189,6 @@ def test_without_a_compiler_it_says_so(tmp_path):
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
     (tmp_path / "no_database").write_text("no shape\n")
     (tmp_path / "small").write_text(SHAPE)
-    (tmp_path / "norm").write_text("4x4 gelu")
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     code, _, error = call(*arguments)
@@ -263,7 +214,7 @@ def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):
     x, keys = torch.randn(2, 3, 8, 8), []
     monkeypatch.setattr(choice, "_active", None)
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    for records, norms in (([], []), (all_records(SHAPE), []), ([], [norm_record(NormShape(128, 8, "relu"))])):
-        model = optimize(separable(), Database("", [*records, *norms]))
+    for records in (None, [], all_records(SHAPE)):
+        model = separable() if records is None else optimize(separable(), Database("", records))
         keys.append(profile_key(find_units(trace_model(model, (x,)), (x,)), (x,), 1, 2))
     assert len({json.dumps(key, sort_keys=True) for key in keys}) == 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
@@ -17,19 +15,17 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.plan import read_plan
-from hybridpar.planner.resolve import lane_threads, resolve
 from hybridpar.run import kernels as kernels_of_run
 from hybridpar.run.kernels import prepare_kernels
-from hybridpar.tvm_kernels import choice, optimize
+from hybridpar.tvm_kernels import choice, norm_swap
 from hybridpar.tvm_kernels.database import Database, append_records
-from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
 from tests.ranks import run_ranks
 from tests.runs import check_run, small_arguments, train
 from tests.small_nets import separable
 from tests.test_cli import assert_one_error, call  # noqa: F401 - a fixture
-from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records, conv_norm_record, norm_record, record_of
+from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records
 
 SHAPES = [f"{{batch}}x8x8x8 k{taps}x{taps} s1x1 p{taps // 2}x{taps // 2} d1x1" for taps in (3, 5)]
 
@@ -43,13 +39,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Kernels that numpy computes, until the test ends."""
     made = StandIn()
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    inner = choice.make_kernels
-
-    def make(records: Sequence[Any]) -> list[Any]:
-        """Norms have a stand-in of their own."""
-        return [(made if one.op == "depthwise_conv2d" else inner)([one])[0] for one in records]
-
-    monkeypatch.setattr(choice, "make_kernels", make)
+    monkeypatch.setattr(choice, "make_kernels", made)
     monkeypatch.setattr(choice, "_active", None)
     monkeypatch.setattr(kernels_of_run, "confirm_kernels", lambda *_: "")
     return made
@@ -57,6 +47,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.fixture
 def norms(monkeypatch: pytest.MonkeyPatch) -> NormStandIn:
+    monkeypatch.setattr(norm_swap, "LEAST_VALUES", 16 * 64 * 8)
     return NormStandIn(monkeypatch)
 
 
@@ -71,8 +62,7 @@ def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
     train(tmp_path / "plain", "separable", memory_format="channels_last")
     assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
     summary = check_run(tmp_path / "tuned", steps=12)
-    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (6, 2), "two norms have no record"
-    assert isinstance(summary["kernels"]["saved_ms"], float)
+    assert summary["kernels"] == {"tuned": 6, "stock": 2, "saved_ms": 6.0}, "two norms are small"
     assert min(kernels.calls.values()) >= 24
     losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "tuned")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -91,32 +81,34 @@ def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
     }
     assert {one.kernel for one in plan.kernels.choices} == {
         "stock: its record is for batch 4",
-        "stock: there is no record",
+        "stock: kernels gain nothing below 65,536 values",
     }
     assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 8, "saved_ms": None}
     shown = " ".join(capsys.readouterr().out.split())
     assert "0 of 6 depthwise operations run on tuned kernels" in shown
     assert "torch, as its record is for batch 4: body.3 forward" in shown
-    assert "0 of 2 norms run fused with their activations torch, as there is no record: body.1, body.6" in shown
+    assert "0 of 2 norms run fused with their activations torch, as kernels gain nothing below" in shown
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "batch_size": 32}], ids=["whole", "pooled"])
-def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys, options):
+def test_norms_run_fused_where_they_are_large_enough(tmp_path, kernels, norms, capsys, options):
     train(tmp_path / "plain", "separable", memory_format="channels_last", **options)
     file = database(tmp_path / "k.jsonl", 16)
-    append_records(file, [norm_record(NormShape(16 * 64, 8, "relu"))])
     capsys.readouterr()
     assert train(tmp_path / "fused", "separable", kernels=file, **options) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 norms run fused with their activations torch, as its record is for 1024 rows: body.6" in shown
+    assert (
+        "1 of 2 norms run fused with their activations torch, as kernels gain nothing below 8,192 values: body.6"
+        in shown
+    )
     summary = check_run(tmp_path / "fused")
-    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (7, 1)
-    assert isinstance(summary["kernels"]["saved_ms"], float)
+    saved = 6.0 * options.get("micro_batches", 1)
+    assert summary["kernels"] == {"tuned": 7, "stock": 1, "saved_ms": saved}
     plan = read_plan(tmp_path / "fused" / "plan.json")
     assert plan.kernels is not None
     assert [(one.layer, one.kernel) for one in plan.kernels.choices if one.direction == "batch_norm_act"] == [
         ("body.1", "tuned"),
-        ("body.6", "stock: its record is for 1024 rows"),
+        ("body.6", "stock: kernels gain nothing below 8,192 values"),
     ]
     assert set(norms.calls["backward"]) == {NormShape(16 * 64, 8, "relu")}
     assert norms.calls["backward"].total() >= summary["steps"]
@@ -126,29 +118,6 @@ def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys
     assert list(states[0]) == list(states[1])
     for key in states[0]:
         torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, monkeypatch):
-    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, memory_format="channels_last")
-    both = ConvNormShape(ConvShape.parse("4x8x8x8 k3x3 s1x1 p1x1 d1x1"), "relu")
-    threads = lane_threads(resolve(config, 1).placement, torch.device("cpu"))
-    records = Database()
-    own = record_of(both.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, threads=threads)
-    records.add([own, norm_record(both.norm, threads=threads)])
-    if known:
-        records.add([conv_norm_record(both, threads=threads)])
-    monkeypatch.setattr(choice, "make_kernels", lambda found: [TunedKernel((), 0, 4, 1) for _ in found])
-    saved = {"depthwise_conv2d": 1.0, "batch_norm_act": 2.0, "depthwise_batch_norm_act": 5.0}
-    monkeypatch.setattr(choice.Choices, "measure_saving", lambda _, keys: sum(saved[key.op] for key in keys))
-    layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
-    use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, resolve(config, 1), World(), (3, 8, 8))
-    assert use is not None
-    said = "1 of 1 convolutions sum up their results for norms" in "\n".join(use.notes())
-    assert said is known
-    (made,) = [one for one in use.section().choices if one.direction == "depthwise_batch_norm_act"]
-    assert (made.layer, made.kernel) == ("1", "tuned" if known else "apart: there is no record")
-    assert use.measured(World())["saved_ms"] == (8.0 if known else 3.0)
 
 
 def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkeypatch):
@@ -166,10 +135,12 @@ def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkey
             assert torch.equal(buffer, before[name])
 
 
-def test_kernels_follow_the_memory_format_that_was_asked_for(tmp_path, kernels):
+def test_contiguous_images_are_left_to_torch(tmp_path, kernels, capsys):
     file = database(tmp_path / "k.jsonl", 16, layout=Layout.CONTIGUOUS)
     train(tmp_path / "run", "separable", kernels=file, memory_format="contiguous", epochs=1)
-    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
+    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 8, "saved_ms": None}
+    assert "as there are kernels for channels_last alone" in " ".join(capsys.readouterr().out.split())
+    assert not any(kernels.calls.values())
 
 
 def _rank(world: World, place: Path, file: str, options: dict[str, object]) -> int:
@@ -220,7 +191,7 @@ def _confirming(patch: pytest.MonkeyPatch, cache: Path, batch: int) -> None:
 
     def confirm(keys: Mapping[KernelKey, int], _: Database, seconds: float) -> str:
         assert 0 < seconds <= 30
-        assert {key.op for key in keys} >= {"depthwise_conv2d", "batch_norm_act"}
+        assert len(keys) == 6
         database(cache / "kernels.jsonl", batch)
         with (cache / "asked").open("a") as file:
             file.write("once\n")

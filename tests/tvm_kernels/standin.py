@@ -26,11 +26,9 @@ from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import operations
-from hybridpar.tvm_kernels.operations.batch_norm import NormRecord
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord
 from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 
 
 class NormStandIn:
@@ -60,9 +58,7 @@ class NormStandIn:
         momentum: float,
         eps: float,
         act: str,
-        moments: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        del moments  # torch finds them itself
         self._note("forward", x, act)
         with torch.no_grad():
             y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
@@ -106,43 +102,9 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "parameters": {"tile": 2},
         "ms": 1.0,
         "stock_ms": 2.0,
-        "floor_ms": 0.5,
         "error": 1e-7,
     }
     return KernelRecord(**{**known, **fields})
-
-
-def norm_record(shape: NormShape, **fields: Any) -> NormRecord:
-    """A record of this device, twice as fast as torch unless told otherwise."""
-    known: dict[str, Any] = {
-        "rows": shape.rows,
-        "channels": shape.channels,
-        "activation": shape.act,
-        "device": cpu_fingerprint(),
-        "threads": 1,
-        "versions": dict(operations()["batch_norm_act", "cpu"].versions),
-        "ms": 1.0,
-        "stock_ms": 2.0,
-        "floor_ms": 0.5,
-        "error": 1e-7,
-    }
-    return NormRecord(**{**known, **fields})
-
-
-def conv_norm_record(shape: ConvNormShape, **fields: Any) -> ConvNormRecord:
-    """A record of this device, twice as fast together as apart unless told otherwise."""
-    known: dict[str, Any] = {
-        "shape": shape.convolution.text,
-        "activation": shape.act,
-        "device": cpu_fingerprint(),
-        "threads": 1,
-        "versions": dict(operations()["depthwise_batch_norm_act", "cpu"].versions),
-        "parameters": {"tile": 2},
-        "ms": 1.0,
-        "apart_ms": 2.0,
-        "error": 1e-7,
-    }
-    return ConvNormRecord(**{**known, **fields})
 
 
 def all_records(shape: ConvShape | str, *layouts: Layout, **fields: Any) -> list[KernelRecord]:

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import batch_norm_act as module
 from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError, stock_batch_norm_act
+from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act as norm_act
+from hybridpar.tvm_kernels.batch_norm_act import kernels_fit
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, CHUNK
 from tests.tvm_kernels.norms import EPS, error, images, parameters, truth
 
 pytestmark = pytest.mark.usefixtures("kernels")
-
-OP = torch.ops.hybridpar.batch_norm_act
 
 #: Odd sizes, channels that fill no vector, one channel, less than a wide row, a wide row and a rest, several segments.
 SHAPES = [
@@ -39,8 +37,8 @@ def fused(
     x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor, act: str, running: tuple[Tensor, Tensor] | None = None
 ) -> list[Tensor]:
     own = [one.detach().requires_grad_() for one in (x, weight, bias)]
-    y = OP(*own, *(running or (None, None)), running is None, 0.0, EPS, act)
-    assert type(y.grad_fn).__name__ == "_BatchNormThenBackward", "the kernels did not run"
+    y = norm_act(*own, *(running or (None, None)), running is None, 0.0, EPS, act)
+    assert type(y.grad_fn).__name__ == "_BatchNormActBackward", "the kernels did not run"
     return [y.detach(), *torch.autograd.grad(y, own, gradient)]
 
 
@@ -115,7 +113,7 @@ def test_results_past_the_caches_are_the_same(size: int, monkeypatch: pytest.Mon
     for act in ACTIVATIONS:
         near = fused(x, gradient, weight, bias, act)
         with monkeypatch.context() as patch:
-            patch.setattr(norm_kernels, "_STREAM", size)
+            patch.setattr(norm_kernels, "FAR", size)
             for one, other in zip(near, fused(x, gradient, weight, bias, act), strict=True):
                 assert torch.equal(one, other)
 
@@ -133,7 +131,7 @@ def test_views_that_are_not_aligned() -> None:
 def test_a_gradient_without_memory_of_its_own() -> None:
     x = images(2, 8, 4, 4).requires_grad_()
     weight, bias = parameters(8)
-    OP(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
+    norm_act(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
     assert x.grad is not None
     expected = truth(x, torch.ones_like(x), weight, bias, "relu")[1]
     # Of a sum the gradient is zero but for the rectifier, so it is small.
@@ -148,7 +146,7 @@ def test_running_statistics_move_as_torchs(momentum: float) -> None:
     mine, theirs = ([torch.full((24,), 0.5), torch.full((24,), 2.0)] for _ in range(2))
     for _ in range(3):
         x = images(3, 24, 5, 5, mean=2)
-        OP(x, None, None, *mine, True, momentum, EPS, "none")
+        norm_act(x, None, None, *mine, True, momentum, EPS, "none")
         functional.batch_norm(x, *theirs, None, None, True, momentum, EPS)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
@@ -164,16 +162,16 @@ def test_evaluation_and_frozen_statistics(act: str) -> None:
     assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
     assert all(map(torch.equal, running, kept))
     with torch.no_grad():
-        assert torch.equal(OP(x, weight, bias, *running, False, 0.1, EPS, act), results[0])
+        assert torch.equal(norm_act(x, weight, bias, *running, False, 0.1, EPS, act), results[0])
 
 
 def test_frozen_parameters_and_none() -> None:
     x = images(2, 16, 5, 5).requires_grad_()
     weight, bias = parameters(16)
     gradient = images(2, 16, 5, 5)
-    (frozen,) = torch.autograd.grad(OP(x, weight, bias, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    (frozen,) = torch.autograd.grad(norm_act(x, weight, bias, None, None, True, 0.0, EPS, "relu"), x, gradient)
     assert error(frozen, truth(x, gradient, weight, bias, "relu")[1]) < 2e-6
-    (plain,) = torch.autograd.grad(OP(x, None, None, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    (plain,) = torch.autograd.grad(norm_act(x, None, None, None, None, True, 0.0, EPS, "relu"), x, gradient)
     assert error(plain, truth(x, gradient, torch.ones(16), torch.zeros(16), "relu")[1]) < 2e-6
 
 
@@ -192,7 +190,7 @@ def test_nan_and_infinity_as_torch(value: float, place: int, act: str) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
         if training:
-            OP(x, weight, bias, *mine, True, 0.1, EPS, act)
+            norm_act(x, weight, bias, *mine, True, 0.1, EPS, act)
             functional.batch_norm(x, *theirs, weight, bias, True, 0.1, EPS)
             for one, other in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(one, other, equal_nan=True)
@@ -201,11 +199,7 @@ def test_nan_and_infinity_as_torch(value: float, place: int, act: str) -> None:
 # ------------------------------------------------------------------------------------------------------ falling back
 
 
-def test_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("a kernel ran")
-
-    monkeypatch.setattr(norm_kernels, "forward", never)
+def test_what_kernels_cannot_do() -> None:
     weight, bias = parameters(4)
     cases = [
         (torch.randn(2, 4, 3, 3), weight, bias),  # another layout
@@ -215,94 +209,32 @@ def test_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.randn(5, 4), weight, bias),
         (images(2, 8, 3, 3), torch.rand(16)[::2], None),
         (torch.randn(0, 4, 3, 3), weight, bias),
+        (images(1, 4, 1, 1), weight, bias),  # one value per channel
     ]
+    assert kernels_fit(images(2, 4, 3, 3), weight, bias, None, None, True)
     for x, *own in cases:
-        running = torch.zeros(x.shape[1], dtype=own[0].dtype), torch.ones(x.shape[1], dtype=own[0].dtype)
-        arguments = (*own, *running, True, 0.1, EPS, "relu")
-        torch.testing.assert_close(OP(x, *arguments), stock_batch_norm_act(x, *arguments))
+        assert not kernels_fit(x, own[0], own[1], None, None, True)
+    assert not kernels_fit(images(2, 4, 3, 3), weight, bias, None, None, False), "no statistics to normalise by"
 
 
-def test_refused_as_torch_refuses() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        OP(images(1, 4, 1, 1), None, None, None, None, True, 0.1, EPS, "relu")
-    with pytest.raises(UsageError, match="'gelu' is no activation"):
-        OP(images(2, 4, 3, 3), None, None, None, None, True, 0.1, EPS, "gelu")
-
-
-def test_the_inner_operations_check_what_they_get() -> None:
-    ops = torch.ops.hybridpar
-    with pytest.raises(UsageError, match=r"cannot take torch\.float32"):
-        ops.batch_norm_act_forward(torch.randn(2, 4, 3, 3), None, None, None, None, EPS, "relu")
-    x = images(2, 4, 3, 3)
-    _, statistics = ops.batch_norm_act_forward(x, None, None, None, None, EPS, "relu")
-    for gradient, table in ((x[:1], statistics), (x.contiguous(), statistics), (x, statistics[:, :4])):
-        with pytest.raises(UsageError, match="batch_norm_act_backward cannot take"):
-            ops.batch_norm_act_backward(gradient, x, table, "relu", False)
-
-
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "table", dict)
+def test_second_derivatives_are_refused() -> None:
     x = images(2, 4, 3, 3).requires_grad_()
-    y = OP(x, None, None, None, None, True, 0.1, EPS, "silu")
-    assert torch.equal(y, functional.silu(functional.batch_norm(x, None, None, training=True)))
-
-
-def test_second_derivatives_are_refused_by_name() -> None:
-    x = images(2, 4, 3, 3).requires_grad_()
-    y = OP(x, None, None, None, None, True, 0.1, EPS, "silu")
+    y = norm_act(x, None, None, None, None, True, 0.1, EPS, "silu")
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(SecondDerivativeError, match="batch_norm_act has no second derivative"):
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
 
 
 def test_changing_the_input_in_between_is_noticed() -> None:
     x = images(2, 4, 3, 3).requires_grad_()
     inner = x * 1
-    y = OP(inner, None, None, None, None, True, 0.1, EPS, "relu")
+    y = norm_act(inner, None, None, None, None, True, 0.1, EPS, "relu")
     inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
 # -------------------------------------------------------------------------------------------------- torch's machinery
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_opcheck(training: bool) -> None:
-    x = images(2, 24, 3, 3).requires_grad_()
-    weight, bias = (one.requires_grad_() for one in parameters(24))
-    running = torch.zeros(24), torch.ones(24)
-    torch.library.opcheck(OP, (x, weight, bias, *running, training, 0.1, EPS, "silu"))
-    inner = (None, None) if training else running
-    forward = torch.ops.hybridpar.batch_norm_act_forward
-    torch.library.opcheck(forward.default, (x, weight, bias, *inner, EPS, "silu"))
-    _, statistics = forward(x.detach(), weight.detach(), bias.detach(), *inner, EPS, "silu")
-    backward = torch.ops.hybridpar.batch_norm_act_backward.default
-    torch.library.opcheck(backward, (images(2, 24, 3, 3), x.detach(), statistics, "silu", not training))
-
-
-def test_gradcheck_of_the_fallback() -> None:
-    x = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
-    own = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    assert torch.autograd.gradcheck(lambda *given: OP(*given, None, None, True, 0.1, EPS, "silu"), (x, *own))
-
-
-def test_compiled_and_exported() -> None:
-    class Net(torch.nn.Module):
-        def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-            y: Tensor = OP(x, None, None, mean, variance, True, 0.1, EPS, "relu6")
-            return y
-
-    x, net = images(2, 16, 4, 4), Net()
-    mine, theirs = ([torch.zeros(16), torch.ones(16)] for _ in range(2))
-    compiled = torch.compile(net, backend="aot_eager")
-    assert torch.equal(compiled(x, *mine), net(x, *theirs))
-    assert torch.allclose(mine[0], theirs[0])
-    assert torch.allclose(mine[1], theirs[1])
-    exported = torch.export.export(net, (x, *theirs))
-    assert "hybridpar.batch_norm_act" in exported.graph_module.code
-    traced = torch.fx.symbolic_trace(net)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [OP]
 
 
 def test_bytes_kept_for_backward() -> None:
@@ -314,7 +246,7 @@ def test_bytes_kept_for_backward() -> None:
         return one
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-        OP(x, None, None, None, None, True, 0.1, EPS, "silu")
+        norm_act(x, None, None, None, None, True, 0.1, EPS, "silu")
     assert sorted(kept) == [6 * 16, x.numel()]
 
 

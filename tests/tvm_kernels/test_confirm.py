@@ -16,27 +16,25 @@ from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
 from hybridpar.tvm_kernels.database import Database, append_records, default_database, read_database, user_database
 from hybridpar.tvm_kernels.kernel import TunedKernel, make_kernels
-from hybridpar.tvm_kernels.machine import cpu_fingerprint, this_machine
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
-from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.search import search_all
-from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.swap import optimize
-from hybridpar.tvm_kernels.tuner import Tuned, first_candidate
-from tests.tvm_kernels.standin import norm_record, record_of
+from hybridpar.tvm_kernels.tuner import Tuned, first_candidates
+from tests.tvm_kernels.standin import record_of
 
 OTHER = "a CPU that nobody tuned for"
-SHAPE = ConvNormShape(ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1"), "relu")
+SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
 
 
-def keys_of(device: str) -> tuple[KernelKey, KernelKey, KernelKey]:
-    """A convolution, a norm, and both together."""
-    forward = KernelKey(Direction.FORWARD, SHAPE.convolution, Layout.CHANNELS_LAST, 1, device)
-    return forward, norm_key(SHAPE.norm, 1, device), conv_norm_key(SHAPE, 1, device)
+def keys_of(device: str) -> list[KernelKey]:
+    """Forward and the weight gradient of a convolution."""
+    directions = (Direction.FORWARD, Direction.WEIGHT_GRADIENT)
+    return [KernelKey(direction, SHAPE, Layout.CHANNELS_LAST, 1, device) for direction in directions]
 
 
-CONV, NORM, BOTH = keys_of(cpu_fingerprint())
+CONV, WEIGHT = keys_of(cpu_fingerprint())
 
 
 @pytest.fixture(autouse=True)
@@ -48,44 +46,48 @@ def test_kernels_are_confirmed_once_and_recorded_for_this_cpu(monkeypatch: pytes
     keys = keys_of(OTHER)
     said = confirm_kernels(dict.fromkeys(keys, 3), default_database(), 60.0)
     found = default_database()
-    for key in keys[:2]:
+    for key in keys:
         record = found.best(key, current=False)
         assert record is not None, said
-        assert (record.device, record.quick, record.floor_ms, record.layout_ms) == (OTHER, True, None, None)
+        assert (record.device, record.quick, record.layout_ms) == (OTHER, True, None)
         assert record.noise is not None
         assert f"kept in {user_database()}" in said
         assert found.best(KernelKey(key.direction, key.shape, key.layout, 1, "another", op=key.op)) is None
     records = [record for record in found.records if record.device == OTHER]
     assert f"confirmed {sum(one.wins for one in records)} of {len(records)} kernels on this CPU in" in said
     monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("its machine code is there already"))
-    assert all(isinstance(one, TunedKernel) for one in make_kernels([one for one in records if one.op == CONV.op]))
+    assert all(isinstance(one, TunedKernel) for one in make_kernels(records))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was done before"))
-    assert confirm_kernels(dict.fromkeys(keys[:2], 3), found) == ""
+    assert confirm_kernels(dict.fromkeys(keys, 3), found) == ""
 
 
-def test_the_first_candidate_is_what_is_known_where_vectors_are_as_wide() -> None:
-    lanes = this_machine().lanes
-    space = operation_of(CONV).space(CONV, ())
-    liked = min(space, key=lambda one: one[1])[0]
-    known = next(one for one, _ in space if one != liked)
-    assert first_candidate(CONV) == liked
-    assert first_candidate(CONV, [{**known, "lanes": 8 * lanes}, known]) == known
-    assert first_candidate(CONV, [{**known, "lanes": 8 * lanes}]) == liked
-    assert first_candidate(NORM) == {}
-    far = ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1")
-    assert first_candidate(KernelKey(Direction.FORWARD, far, Layout.CHANNELS_LAST, 1, OTHER)) is None
+def test_the_first_candidate_is_like_what_is_known() -> None:
+    operation = operation_of(CONV)
+    space = operation.space(CONV)
+    (default,) = first_candidates(CONV, space)
+    assert default in space
+    known = next(one for one in space if one != default)
+    assert first_candidates(CONV, space, [known]) == [known]
+    elsewhere = {**known, "strip": 10 * known["strip"]}
+    assert first_candidates(CONV, space, [elsewhere])[0].keys() == known.keys(), "of a higher image"
+    assert len(first_candidates(CONV, space, [known, known, space[-1]], 3)) == 2
+    assert first_candidates(CONV, [], [known]) == []
 
 
 def test_what_another_cpu_knows_of_the_very_shape_comes_first() -> None:
+    other = ConvShape.parse("4x16x9x9 k5x5 s1x1 p2x2 d1x1")
     batch = ConvShape.parse("4x16x9x9 k3x3 s1x1 p1x1 d1x1")
-    of_batch = record_of(batch, Direction.FORWARD, Layout.CHANNELS_LAST, device="x", parameters={"tile": 5}, ms=0.1)
-    same = record_of(SHAPE.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, device="x", parameters={"tile": 6})
-    assert search._known(Database("", [of_batch, same]), CONV) == [{"tile": 6}, {"tile": 5}]
+    told = [(other, 0.1, 4), (batch, 0.1, 5), (SHAPE, 1.0, 6)]
+    records = [
+        record_of(one, Direction.FORWARD, Layout.CHANNELS_LAST, device="x", parameters={"tile": tile}, ms=ms)
+        for one, ms, tile in told
+    ]
+    assert search._known(Database("", records), CONV, []) == [{"tile": 6}, {"tile": 5}, {"tile": 4}]
 
 
 def quick_tuner(*given: Any, only: dict[str, int] | None, **_: Any) -> list[Tuned]:
     noise = 0.9 if given[0].direction is Direction.FORWARD else 0.1
-    return [Tuned(only or {}, 1.0, 1.1, None, 1e-7, final=True, noise=noise)]
+    return [Tuned(only or {}, 1.0, 1.1, 1e-7, final=True, noise=noise)]
 
 
 def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
@@ -101,7 +103,7 @@ def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
 
     def tuner(key: KernelKey, *_: object, **__: object) -> list[Tuned]:
         asked.append(key)
-        return [Tuned({"tile": 1}, 1.0, 3.0, 0.5, 1e-7, final=True)]
+        return [Tuned({"tile": 1}, 1.0, 3.0, 1e-7, final=True)]
 
     for _ in range(2):
         search_all(keys, file, 60.0, tuner=tuner, weigher=lambda counts, _: dict.fromkeys(counts, 1.0))
@@ -109,19 +111,19 @@ def test_whatever_comes_out_is_recorded_and_a_tune_searches_all_the_same(
 
 
 def test_only_what_is_not_known_is_missing() -> None:
-    own = record_of(SHAPE.convolution, Direction.FORWARD, Layout.CHANNELS_LAST)
-    norm = norm_record(SHAPE.norm)
+    own, weight = (record_of(SHAPE, key.direction, Layout.CHANNELS_LAST) for key in (CONV, WEIGHT))
 
     def missing(*records: Any) -> list[KernelKey]:
         database = Database("", records)
-        return [key for key in (CONV, NORM, BOTH) if confirm._is_missing(key, database)]
+        return [key for key in (CONV, WEIGHT) if confirm._is_missing(key, database)]
 
-    assert missing() == [CONV, NORM], "pairs are left to a tune"
-    assert missing(own) == [NORM]
-    assert missing(own.model_copy(update={"ms": 5.0})) == [NORM]
-    assert missing(own.model_copy(update={"noise": 9.0})) == [NORM], "what was too unsteady is not tried again"
-    assert missing(own.model_copy(update={"versions": {"tvm": "0.1"}}), norm) == [CONV]
-    assert not confirm._is_missing(replace(CONV, device="NVIDIA H200 sm_90"), Database())
+    assert missing() == [CONV, WEIGHT]
+    assert missing(own) == [WEIGHT]
+    assert missing(own.model_copy(update={"ms": 5.0})) == [WEIGHT]
+    assert missing(own.model_copy(update={"noise": 9.0})) == [WEIGHT], "what was too unsteady is not tried again"
+    assert missing(own.model_copy(update={"versions": {"tvm": "0.1"}}), weight) == [CONV]
+    for other in ({"device": "NVIDIA H200 sm_90"}, {"layout": Layout.CONTIGUOUS}):
+        assert not confirm._is_missing(replace(CONV, **other), Database())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["off", "strict"])
@@ -133,8 +135,8 @@ def test_who_wants_no_kernels_or_all_of_them_gets_nothing_confirmed(mode: str, m
 
 def test_without_tvm_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it began"))
-    monkeypatch.setitem(vars(operation_of(NORM)), "versions", (("tvm", "none"),))
-    assert confirm_kernels({NORM: 1}, Database()) == ""
+    monkeypatch.setitem(vars(operation_of(WEIGHT)), "versions", (("tvm", "none"),))
+    assert confirm_kernels({WEIGHT: 1}, Database()) == ""
 
 
 @pytest.mark.parametrize(
@@ -157,9 +159,9 @@ def test_what_goes_wrong_is_a_line(outcome: Any, why: str, monkeypatch: pytest.M
         return outcome
 
     monkeypatch.setattr(subprocess, "run", run)
-    keys = {CONV: 1, NORM: 1}
+    keys = {CONV: 1, WEIGHT: 1}
     assert confirm_kernels(keys, Database()) == f"no kernel could be confirmed on this CPU: {why}"
-    kept.append(norm_record(SHAPE.norm))
+    kept.append(record_of(SHAPE, Direction.FORWARD, Layout.CHANNELS_LAST))
     said = confirm_kernels(keys, Database())
     assert said.startswith("confirmed 1 of 1 kernels on this CPU in ")
     assert said.endswith(f"; 1 are left to torch: {why}")
@@ -167,7 +169,7 @@ def test_what_goes_wrong_is_a_line(outcome: Any, why: str, monkeypatch: pytest.M
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").touch()
-    said = confirm_kernels({NORM: 1}, Database())
+    said = confirm_kernels({WEIGHT: 1}, Database())
     assert said.startswith(f"no kernel could be confirmed on this CPU: cannot write {user_database()}: ")
 
 
@@ -178,7 +180,7 @@ def test_optimize_confirms_what_an_example_runs(
 
     def confirmed(keys: dict[KernelKey, int], _: Database) -> str:
         asked.extend(keys)
-        append_records(user_database(), [norm_record(SHAPE.norm)])
+        append_records(user_database(), [record_of(SHAPE, Direction.FORWARD, Layout.CHANNELS_LAST)])
         return "confirmed"
 
     monkeypatch.setattr("hybridpar.tvm_kernels.swap.confirm_kernels", confirmed)
@@ -189,8 +191,8 @@ def test_optimize_confirms_what_an_example_runs(
         optimize(nn.Sequential(*layers), example=example)
         choices = active_choices()
         assert choices is not None
-        assert choices.database.best(NORM) is not None
+        assert choices.database.best(CONV) is not None
     finally:
         use_choices(before)
-    assert {CONV, NORM, BOTH} < set(asked)
+    assert {CONV, WEIGHT} == set(asked)
     assert "confirmed" in caplog.text

@@ -18,16 +18,17 @@ from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.nvrtc import CONTRACTED, compiler
-from hybridpar.tvm_kernels import Database, call_plan, choice, op
-from hybridpar.tvm_kernels.choice import Choices
+from hybridpar.tvm_kernels import Database, choice
+from hybridpar.tvm_kernels.choice import Choices, Decision
 from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
-from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled
-from hybridpar.tvm_kernels.cuda_space import candidates, reject
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates, reject
 from hybridpar.tvm_kernels.machine import KNOWN
+from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.tuner import first_candidates
 from tests.emulated.convolutions import emulated_kernels, write_sources
 
 CPU = torch.device("cpu")
@@ -160,24 +161,22 @@ def test_the_op_runs_them_through_the_launcher(
     """Forward and weight gradient are of one shape; as tensors of the CPU stand for those of a GPU."""
     found_for: dict[Direction, None] = {}
 
-    def find(device: torch.device, dtype: torch.dtype, direction: Direction, *rest: Any) -> CudaKernel | None:
-        found = [one for one in kernels if (one.variant.direction, *rest[-1:]) == (direction, one.variant.layout)]
-        found = [one for one in found if (one.variant.shape.text, one.variant.dtype) == (ONE, "float32")]
-        if not found:
-            return None
-        found_for[direction] = None
-        return found[0]
+    def decide(key: KernelKey) -> Decision:
+        own = (key.direction, key.layout, key.shape.text, key.dtype)
+        found = [one for one in kernels if (one.variant.direction, *_rest_of(one)) == own]
+        found_for.update(dict.fromkeys([one.variant.direction for one in found]))
+        return Decision(key, found[0] if found else None, None)
 
-    for module in (op, call_plan):
-        monkeypatch.setattr(module, "kernel_for", find)
-    monkeypatch.setattr(choice, "_active", Choices(Database()))
+    choices = Choices(Database())
+    monkeypatch.setattr(choices, "decide", decide)
+    monkeypatch.setattr(choice, "_active", choices)
     shape = ConvShape.parse(ONE)
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(2, 10, 9, 8 if changed else 7, generator=draw)[..., :7]
     x = x if changed else x.contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
     weight, bias = torch.randn(10, 1, 3, 3, generator=draw).requires_grad_(), torch.randn(10, generator=draw)
-    y = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, [1, 1], [1, 1], [1, 1])
+    y = depthwise_conv2d(x, weight, bias, 1, 1)
     y.square().sum().backward()
     assert list(found_for) == ([] if changed else [FORWARD, INPUT, WEIGHT][::2])
     own = weight.grad
@@ -186,6 +185,10 @@ def test_the_op_runs_them_through_the_launcher(
     expected.square().sum().backward()
     assert torch.allclose(y, expected, atol=1e-5)
     assert torch.allclose(own, weight.grad, rtol=1e-4, atol=1e-3)
+
+
+def _rest_of(kernel: CudaKernel) -> tuple[Layout, str, str]:
+    return kernel.variant.layout, kernel.variant.shape.text, kernel.variant.dtype
 
 
 # ------------------------------------------------------------------------------------------------------- the source
@@ -276,7 +279,7 @@ def test_what_would_be_measured_first_compiles_and_spills_nothing(builder: Build
     ):
         shape = ConvShape.parse("32x96x56x56 k3x3 s2x2 p1x1 d1x1")
         key = KernelKey(direction, shape, layout, 1, gpu.fingerprint, dtype)
-        own, _ = min(operation_of(key).space(key, ()), key=lambda one: one[1])
+        (own,) = first_candidates(key, operation_of(key).space(key))
         chosen.append((CudaVariant(shape, direction, layout, dtype, own), gpu.architecture))
     for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen], builder), strict=True):
         assert compile_unspilled(source.encode(), architecture)[:4] == b"\x7fELF", name(one)

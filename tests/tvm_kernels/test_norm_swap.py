@@ -62,6 +62,11 @@ def same(model: nn.Module, x: Tensor, change: Callable[[nn.Module], object], tol
     return other
 
 
+@pytest.fixture(autouse=True)
+def _every_norm_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_swap, "LEAST_VALUES", 0)
+
+
 # ------------------------------------------------------------------------------------------------------------ finding
 
 
@@ -84,8 +89,8 @@ def test_what_is_found(name: str) -> None:
 
 
 def with_silu(name: str) -> NormPair:
-    """A convolution, its norm and SiLU in a sequence."""
-    return NormPair(f"{name}.1", f"{name}.2", "silu", convolution=f"{name}.0")
+    """A norm and SiLU in a sequence."""
+    return NormPair(f"{name}.1", f"{name}.2", "silu")
 
 
 def test_only_what_nobody_else_sees() -> None:
@@ -94,20 +99,18 @@ def test_only_what_nobody_else_sees() -> None:
             y = self.a[1](self.a[0](x))
             return self.b(self.a[2](y) + y)  # the norm's own output is used twice
 
-    assert find_norms(Seen()) == [NormPair("a.1", convolution="a.0"), with_silu("b")]
+    assert find_norms(Seen()) == [NormPair("a.1"), with_silu("b")]
     hooked = Pairs()
     hooked.b[1].register_forward_hook(lambda *_: None)
     assert find_norms(hooked) == [with_silu("a"), NormPair("b.1")]
     hooked.a[2].register_full_backward_hook(lambda *_: None)
-    assert find_norms(hooked) == [NormPair("a.1", convolution="a.0"), NormPair("b.1")]
-    hooked.a[0].register_forward_hook(lambda *_: None)
     assert find_norms(hooked) == [NormPair("a.1"), NormPair("b.1")]
 
 
 def test_a_shared_activation_that_is_no_rectifier_stays() -> None:
     model = Shared()
     model.relu = nn.SiLU()  # type: ignore[assignment]
-    assert find_norms(model) == [NormPair("norm", convolution="conv")]
+    assert find_norms(model) == [NormPair("norm")]
 
 
 def test_a_model_that_cannot_be_traced() -> None:
@@ -118,7 +121,7 @@ def test_a_model_that_cannot_be_traced() -> None:
     assert find_norms(Branches()) == [with_silu("a"), with_silu("b")]
     shared = Branches()
     shared.b[2] = shared.a[2]
-    assert find_norms(shared) == [NormPair(f"{name}.1", convolution=f"{name}.0") for name in "ab"]
+    assert find_norms(shared) == [NormPair(f"{name}.1") for name in "ab"]
 
 
 def test_finding_leaves_no_trace() -> None:
@@ -169,15 +172,6 @@ def test_momentum_none_and_no_statistics_of_its_own() -> None:
     for options in ({"momentum": None}, {"affine": False}, {"track_running_stats": False}):
         model = nn.Sequential(nn.BatchNorm2d(3, **options), nn.ReLU())
         same(model, torch.randn(4, 3, 5, 5, requires_grad=True), fuse_norms)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_choice_decides_by_shape() -> None:
-    asked: list[tuple[int, int, str, int]] = []
-    model = Pairs(nn.ReLU6)
-    fuse_norms(model, lambda *given: bool(asked.append(given)))
-    model(images(2, 3, 9, 9))
-    assert asked == [(2 * 7 * 7, 3, "relu6", 1), (2 * 5 * 5, 3, "relu6", 1)]
 
 
 def test_an_activation_whose_norm_was_taken_out_works_again() -> None:

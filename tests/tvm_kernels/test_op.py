@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
@@ -19,12 +19,10 @@ from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import outside
 from tests.tvm_kernels.standin import StandIn, all_records, tuned
 
-OP = torch.ops.hybridpar.depthwise_conv2d.default
-INPUT = torch.ops.hybridpar.depthwise_conv2d_input_gradient.default
-WEIGHT = torch.ops.hybridpar.depthwise_conv2d_weight_gradient.default
-
+LAST = Layout.CHANNELS_LAST
 SHAPES = [
     "2x8x9x9 k3x3 s1x1 p1x1 d1x1",
     "1x5x7x10 k3x5 s2x1 p1x2 d1x1",
@@ -81,8 +79,9 @@ def close(found: list[Tensor], truth: list[Tensor]) -> None:
 def test_kernels_are_used_and_right(shape, layout):
     case = Case(shape, layout)
     with tuned(all_records(shape)) as kernels:
-        found = case.result(OP)
-    assert kernels.calls == dict.fromkeys(Direction, 1)
+        found = case.result(depthwise_conv2d)
+    covered = [one for one in Direction if layout is LAST and outside(case.shape, one) is None]
+    assert kernels.calls == dict.fromkeys(Direction, 0) | dict.fromkeys(covered, 1)
     close(found, case.truth)
     for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
         assert mine.stride() == torchs.stride()
@@ -93,7 +92,7 @@ def test_kernels_are_used_and_right(shape, layout):
 def test_without_records_it_is_torch_bit_by_bit(shape, layout):
     case = Case(shape, layout)
     with tuned([]) as kernels:
-        found = case.result(OP)
+        found = case.result(depthwise_conv2d)
     for mine, torchs in zip(found[:3], case.result(stock)[:3], strict=True):
         assert torch.equal(mine, torchs)
     assert not any(kernels.calls.values())
@@ -101,21 +100,21 @@ def test_without_records_it_is_torch_bit_by_bit(shape, layout):
 
 @pytest.mark.parametrize("direction", Direction)
 def test_each_direction_is_chosen_for_itself(direction):
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     records = [record for record in all_records(SHAPES[0]) if record.direction is direction]
     with tuned(records) as kernels:
-        close(case.result(OP), case.truth)
+        close(case.result(depthwise_conv2d), case.truth)
     assert kernels.calls == dict.fromkeys(Direction, 0) | {direction: 1}
 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_share_the_rows(threads):
     shape = "5x8x9x9 k3x3 s1x1 p1x1 d1x1"
-    case = Case(shape, Layout.CHANNELS_LAST)
+    case = Case(shape, LAST)
     with tuned(all_records(shape, threads=threads)) as kernels:
         torch.set_num_threads(threads)
         try:
-            found = case.result(OP)
+            found = case.result(depthwise_conv2d)
         finally:
             torch.set_num_threads(1)
     assert kernels.calls == dict.fromkeys(Direction, 1)
@@ -150,7 +149,7 @@ def test_views_are_right(layout, view, align):
     case = Case("2x8x6x9 k3x3 s1x1 p1x1 d1x1", layout)
     x = views(case.x)[view]
     with tuned(all_records(case.shape), StandIn(align=align)):
-        found = case.result(OP, x)
+        found = case.result(depthwise_conv2d, x)
     close(found, case.truth)
     torchs = case.result(stock, x)
     assert found[0].stride() == torchs[0].stride()
@@ -161,18 +160,18 @@ def test_the_layout_of_the_result_is_that_of_torch_whatever_the_weights_say(layo
     case = Case(SHAPES[0], layout)
     case.weight = case.weight.as_strided(case.weight.shape, (9, 1, 3, 1))  # as after model.to(channels_last)
     with tuned(all_records(SHAPES[0])) as kernels:
-        found = case.result(OP)
+        found = case.result(depthwise_conv2d)
     close(found, case.truth)
     for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
         assert mine.stride() == torchs.stride()
-    assert kernels.calls[Direction.FORWARD] == (layout is Layout.CHANNELS_LAST)
+    assert kernels.calls[Direction.FORWARD] == (layout is LAST)
 
 
 def test_misaligned_tensors_reach_only_kernels_that_take_them():
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     for align, times in ((4, 1), (64, 0)):
         with tuned(all_records(SHAPES[0]), StandIn(align=align)) as kernels, torch.no_grad():
-            OP(views(case.x)["one element behind"], case.weight, None, *case.numbers)
+            depthwise_conv2d(views(case.x)["one element behind"], case.weight, None, *case.numbers)
         assert kernels.calls[Direction.FORWARD] == times
 
 
@@ -183,8 +182,8 @@ def test_gradients_come_in_any_layout(layout):
     for gradient in (case.gradient.contiguous(memory_format=other), torch.tensor(0.5).expand(case.gradient.shape)):
         case.gradient = gradient
         with tuned(all_records(SHAPES[0])) as kernels:
-            close(case.result(OP), case.truth)
-        assert kernels.calls == dict.fromkeys(Direction, 1)
+            close(case.result(depthwise_conv2d), case.truth)
+        assert kernels.calls == dict.fromkeys(Direction, int(layout is LAST))
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 9, 9), (1, 1, 9, 9), (2, 8, 1, 1)])
@@ -192,7 +191,7 @@ def test_sizes_at_the_edge(sizes):
     x, weight = torch.randn(sizes, requires_grad=True), torch.randn(sizes[1], 1, 3, 3, requires_grad=True)
     records = all_records(ConvShape(max(1, sizes[0]), *sizes[1:], (3, 3), (1, 1), (1, 1), (1, 1)))
     with tuned(records):
-        found = OP(x, weight, None, [1, 1], [1, 1], [1, 1])
+        found = depthwise_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1])
         gradients = torch.autograd.grad(found.sum(), (x, weight))
     right = stock(x, weight, None, [1, 1], [1, 1], [1, 1])
     torch.testing.assert_close(found, right)
@@ -200,17 +199,12 @@ def test_sizes_at_the_edge(sizes):
 
 
 def test_what_is_not_a_number_stays_so():
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     case.x[0, 0, 4, 4], case.x[0, 1, 0, 0] = torch.nan, torch.inf
     with tuned(all_records(SHAPES[0])):
-        found = case.result(OP)
+        found = case.result(depthwise_conv2d)
     for mine, torchs in zip(found, case.result(stock), strict=True):
         assert torch.equal(mine.isnan(), torchs.isnan())
-
-
-def test_what_is_no_depthwise_convolution_is_refused():
-    with pytest.raises(ValueError, match=r"images \(N, C, H, W\)"):
-        OP(torch.randn(1, 4, 8, 8), torch.randn(8, 1, 3, 3), None, [1, 1], [1, 1], [1, 1])
 
 
 @pytest.mark.parametrize(("x", "weight"), [((4, 8, 8), (4, 1, 3, 3)), ((2, 4, 8, 8), (8, 1, 3, 3))])
@@ -223,10 +217,10 @@ def test_the_function_takes_what_torch_takes(x, weight):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torch(dtype):
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     x, weight = case.x.to(dtype), case.weight.to(dtype)
     with tuned(all_records(SHAPES[0])) as kernels:
-        assert torch.equal(OP(x, weight, None, *case.numbers), stock(x, weight, None, *case.numbers))
+        assert torch.equal(depthwise_conv2d(x, weight, None, *case.numbers), stock(x, weight, None, *case.numbers))
     assert not any(kernels.calls.values())
 
 
@@ -241,7 +235,7 @@ def test_gradients_of_gradients(shape):
     bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
 
     def run(*operands: Tensor) -> Tensor:
-        return OP(*operands, list(one.stride), list(one.padding), list(one.dilation))
+        return depthwise_conv2d(*operands, list(one.stride), list(one.padding), list(one.dilation))
 
     assert torch.autograd.gradcheck(run, (x, weight, bias))
     # Along random directions: all of them would be as many passes as there are values in pairs.
@@ -249,52 +243,34 @@ def test_gradients_of_gradients(shape):
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_second_gradients_by_kernels(layout):
-    case = Case(SHAPES[4], layout)
+@pytest.mark.parametrize("shape", SHAPES[:5:2])
+def test_second_gradients_are_torchs(shape, layout):
+    case = Case(shape, layout)
 
     def penalty(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        operands = [one.detach().requires_grad_() for one in (case.x, case.weight)]
-        first = torch.autograd.grad(run(*operands, None, *case.numbers), operands, case.gradient, create_graph=True)
-        return torch.autograd.grad(sum(one.square().sum() for one in first), operands)
+        operands = [one.detach().requires_grad_() for one in case.operands]
+        first = torch.autograd.grad(run(*operands, *case.numbers), operands, case.gradient, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), operands, allow_unused=True)
 
-    with tuned(all_records(SHAPES[4])) as kernels:
-        found = penalty(OP)
-    assert kernels.calls == {Direction.FORWARD: 1, Direction.INPUT_GRADIENT: 2, Direction.WEIGHT_GRADIENT: 2}
+    with tuned(all_records(shape)) as kernels:
+        found = penalty(depthwise_conv2d)
+    assert kernels.calls == dict.fromkeys(Direction, 0) | {Direction.FORWARD: int(layout is LAST)}
     for mine, torchs in zip(found, penalty(stock), strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_only_what_is_wanted_is_computed(frozen):
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     operands = [case.x, case.weight]
     operands[1 - frozen].requires_grad_()
     with tuned(all_records(SHAPES[0])) as kernels:
-        OP(*operands, None, *case.numbers).sum().backward()
+        depthwise_conv2d(*operands, None, *case.numbers).sum().backward()
     skipped = (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)[frozen]
     assert kernels.calls == dict.fromkeys(Direction, 1) | {skipped: 0}
 
 
 # ------------------------------------------------------------------------------------------------ torch's other parts
-
-
-@pytest.mark.parametrize(
-    ("layout", "records"),
-    [
-        pytest.param(Layout.CHANNELS_LAST, True, id="kernels in channels_last"),
-        pytest.param(Layout.CONTIGUOUS, False, id="torch in contiguous"),
-        pytest.param(Layout.CONTIGUOUS, True, id="kernels in contiguous", marks=pytest.mark.sweep),
-        pytest.param(Layout.CHANNELS_LAST, False, id="torch in channels_last", marks=pytest.mark.sweep),
-    ],
-)
-def test_torch_finds_nothing_wrong_with_the_ops(layout, records):
-    case = Case("2x4x7x8 k3x3 s2x2 p1x1 d1x1", layout)
-    with tuned(all_records(case.shape) if records else []):
-        operands = [one.requires_grad_() for one in case.operands]
-        torch.library.opcheck(OP, (*operands, *case.numbers))
-        gradient = case.gradient.requires_grad_()
-        torch.library.opcheck(INPUT, (gradient, case.weight, [7, 8], *case.numbers))
-        torch.library.opcheck(WEIGHT, (case.x, gradient, [3, 3], *case.numbers))
 
 
 class Net(nn.Module):
@@ -307,43 +283,33 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_it_compiles(layout):
+def test_compiled_it_is_torchs_own(layout):
     net, x = Net(), torch.randn(2, 8, 9, 9).contiguous(memory_format=FORMS[layout])
     with tuned(all_records(SHAPES[0])) as kernels:
-        compiled = torch.compile(net, fullgraph=True)
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
         found = compiled(x)
         (gradient,) = torch.autograd.grad(found.square().sum(), net.parameters())
-    assert kernels.calls == dict.fromkeys(Direction, 1) | {Direction.INPUT_GRADIENT: 0}
+    assert not any(kernels.calls.values())
     right = net(x)
-    torch.testing.assert_close(found, right)
+    assert torch.equal(found, right)
     assert found.stride() == right.stride()
     torch.testing.assert_close(gradient, *torch.autograd.grad(right.square().sum(), net.parameters()))
 
 
-def test_it_is_one_node_of_an_exported_program():
+def test_exported_and_traced_it_is_torchs_own():
     net, x = Net(), torch.randn(2, 8, 9, 9)
     with tuned(all_records(SHAPES[0])) as kernels:
         program = torch.export.export(net, (x,))
-        assert [node.target for node in program.graph.nodes].count(OP) == 1
-        found = program.module()(x)
-    assert kernels.calls[Direction.FORWARD] == 1
-    torch.testing.assert_close(found, net(x))
-
-
-def test_it_is_one_node_of_a_traced_graph():
-    graph = fx.symbolic_trace(_Calls())
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    assert names == ["hybridpar.depthwise_conv2d"]
-
-
-class _Calls(nn.Module):
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.ops.hybridpar.depthwise_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1])
+        assert [node.target for node in program.graph.nodes].count(torch.ops.aten.conv2d.default) == 1
+        found, traced = program.module()(x), torch.jit.trace(net, (x,))(x)
+    assert not any(kernels.calls.values())
+    for one in (found, traced):
+        torch.testing.assert_close(one, net(x))
 
 
 @pytest.mark.parametrize("tuned_one", [None, *Direction])
 def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     records = [record for record in all_records(SHAPES[0]) if record.direction is tuned_one]
     with tuned(records):
         out = depthwise_conv2d(case.x.requires_grad_(), case.weight.requires_grad_(), None, *case.numbers)
@@ -352,10 +318,10 @@ def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
 
 
 def test_autocast_is_that_of_torch():
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     case.gradient = case.gradient.bfloat16()
     with tuned(all_records(SHAPES[0])) as kernels, torch.autocast("cpu", dtype=torch.bfloat16):
-        found, right = case.result(OP), case.result(stock)
+        found, right = case.result(depthwise_conv2d), case.result(stock)
         called = depthwise_conv2d(*case.operands, *case.numbers)
     assert found[0].dtype is called.dtype is torch.bfloat16
     assert torch.equal(found[0], right[0])
@@ -368,13 +334,13 @@ def test_autocast_is_that_of_torch():
 
 def test_many_threads_call_at_once():
     shape = "4x8x9x9 k3x3 s1x1 p1x1 d1x1"
-    case = Case(shape, Layout.CHANNELS_LAST)
+    case = Case(shape, LAST)
     found: list[list[Tensor]] = []
     with tuned(all_records(shape, threads=2)):
 
         def work() -> None:
             torch.set_num_threads(2)
-            found.extend(case.result(OP) for _ in range(10))
+            found.extend(case.result(depthwise_conv2d) for _ in range(10))
 
         callers = [threading.Thread(target=work) for _ in range(3)]
         for caller in callers:
@@ -388,9 +354,8 @@ def test_many_threads_call_at_once():
         close(one, truth)
 
 
-@pytest.mark.parametrize("run", [OP, depthwise_conv2d], ids=["operation", "function"])
-def test_a_thousand_calls_leave_nothing_behind(run):
-    case = Case("1x2x5x5 k3x3 s1x1 p1x1 d1x1", Layout.CHANNELS_LAST)
+def test_a_thousand_calls_leave_nothing_behind():
+    case = Case("1x2x5x5 k3x3 s1x1 p1x1 d1x1", LAST)
 
     def idle(records):
         """Kernels that compute nothing: here their results are of no matter."""
@@ -403,10 +368,10 @@ def test_a_thousand_calls_leave_nothing_behind(run):
             gc.collect()
             return sum(isinstance(one, Tensor) for one in gc.get_objects())
 
-        case.result(run)
+        case.result(depthwise_conv2d)
         before = alive()
         for _ in range(1000):
-            case.result(run)
+            case.result(depthwise_conv2d)
         assert alive() == before
 
 
@@ -415,23 +380,23 @@ def test_a_thousand_calls_leave_nothing_behind(run):
 
 def test_strict_demands_kernels(monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     with tuned([]), pytest.raises(KernelError, match="there is no record"):
-        case.result(OP)
+        case.result(depthwise_conv2d)
     with tuned(all_records(SHAPES[0]), StandIn(broken=True)), pytest.raises(KernelError, match="on strike"):
-        case.result(OP)
+        case.result(depthwise_conv2d)
     with tuned(all_records(SHAPES[0], stock_ms=0.5)):
-        close(case.result(OP), case.truth)
+        close(case.result(depthwise_conv2d), case.truth)
 
 
 @pytest.mark.parametrize("reason", ["off", "broken", "slower"])
 def test_kernels_that_are_not_there_are_not_noticed(reason, monkeypatch):
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     if reason == "off":
         monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     records = all_records(SHAPES[0], **({"stock_ms": 0.5} if reason == "slower" else {}))
     with tuned(records, StandIn(broken=reason == "broken")) as kernels:
-        close(case.result(OP), case.truth)
+        close(case.result(depthwise_conv2d), case.truth)
     assert not any(kernels.calls.values())
 
 
@@ -442,12 +407,11 @@ def test_choices_are_given_back():
     assert use_choices(before) is mine
 
 
-@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_past_the_dispatcher_it_is_the_same(shape, layout, count):
-    case = Case(shape, layout)
-    chosen = list(Direction)[:count]
+@pytest.mark.parametrize("count", [1, 2])
+def test_some_directions_run_on_kernels(shape, count):
+    case = Case(shape, LAST)
+    chosen = [one for one in list(Direction)[:count] if outside(case.shape, one) is None]
     with tuned([one for one in all_records(shape) if one.direction in chosen]) as kernels:
         close(case.result(depthwise_conv2d), case.truth)
     assert kernels.calls == dict.fromkeys(Direction, 0) | dict.fromkeys(chosen, 1)
@@ -462,7 +426,7 @@ def test_gradients_of_torch_are_one_call(kept, calls, monkeypatch):
         return backward(*arguments)
 
     monkeypatch.setattr(torch.ops.aten, "convolution_backward", count)
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     records = [one for one in all_records(SHAPES[0]) if one.direction in (Direction.FORWARD, *kept)]
     with tuned(records):
         close(case.result(depthwise_conv2d), case.truth)
@@ -470,10 +434,10 @@ def test_gradients_of_torch_are_one_call(kept, calls, monkeypatch):
 
 
 def test_who_watches_sees_the_operation():
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case = Case(SHAPES[0], LAST)
     with tuned(all_records(SHAPES[0])):
         graph = make_fx(lambda x: depthwise_conv2d(x, case.weight, None, *case.numbers))(case.x).graph
-        assert OP in {node.target for node in graph.nodes}
+        assert torch.ops.aten.convolution.default in {node.target for node in graph.nodes}
         grads = torch.func.grad(lambda x: depthwise_conv2d(x, case.weight, None, *case.numbers).square().sum())(case.x)
         with torch.autocast("cpu", torch.bfloat16):
             assert depthwise_conv2d(case.x, case.weight, None, *case.numbers).dtype is torch.bfloat16
@@ -481,21 +445,6 @@ def test_who_watches_sees_the_operation():
     stock(wide, case.weight.double(), None, *case.numbers).square().sum().backward()
     assert wide.grad is not None
     close([grads], [wide.grad])
-
-
-def test_gradients_of_gradients_past_the_dispatcher():
-    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
-
-    def second(run: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        (first,) = torch.autograd.grad(run(x, weight, None, *case.numbers).pow(3).sum(), x, create_graph=True)
-        (found,) = torch.autograd.grad(first.square().sum(), weight)
-        return found
-
-    with tuned(all_records(SHAPES[0])):
-        found = second(depthwise_conv2d, case.x, case.weight)
-    right = second(stock, case.x.double(), case.weight.double())
-    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
 
 
 def test_a_result_that_lies_where_a_kernel_cannot_write_is_refused_by_name():

@@ -1,13 +1,8 @@
-"""Runs `hybridpar tune`: finds the layers of a model, searches kernels for them, prints and records the results.
-
-Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions,
-but for a small part in which convolutions are measured together with the norms behind them.
-"""
+"""Runs `hybridpar tune`: finds the layers of a model, searches kernels for them, prints and records the results."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections import Counter
@@ -34,24 +29,20 @@ from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model
 from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.layers import step_keys
-from hybridpar.tvm_kernels.machine import KNOWN, Gpu, cpu_fingerprint, gpu_at
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, gpu_at
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations.batch_norm import norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.search import Progress, SearchReport, compile_all, tune_all
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
-from hybridpar.tvm_kernels.table import draw_rows, rows_of, summary_lines, table_of
-
-#: How the line of a norm begins in a file of shapes.
-_NORM = re.compile(r"\d+x\d+\s")
+from hybridpar.tvm_kernels.search import Progress, SearchReport, search_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
 
 
-def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = None) -> int:
+def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
     """Tune, or show what was tuned.
 
     Args:
         config: The request.
-        search: Tunes keys of one operation; default: what suits the target and the machine.
+        search: Tunes the keys.
 
     Returns:
         0; 130 where the user stopped it, and what was found is kept.
@@ -63,8 +54,6 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
     if config.show is not None:
         _show(config, config.show, None)
         return 0
-    measured = config.target == "cpu" or _has_gpu(config)
-    search = search if search is not None or measured else compile_all
     path = config.output or user_database()
     if config.output is not None and config.output.is_file():
         read_database(path)  # refuses a file of something else, which records would be added to
@@ -72,7 +61,7 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
     options: dict[str, Any] = {"again": config.again, "seed": config.seed, "trials": config.trials}
     with ProgressBar() as bar:
         try:
-            report = tune_all(work, path, config.seconds, search, **options, on_progress=partial(_show_search, bar))
+            report = search(work, path, config.seconds, **options, on_progress=partial(_show_search, bar))
         except KernelsUnavailable as error:
             by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
             if config.target == "cuda":
@@ -82,48 +71,31 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
                 f"Tuning compiles kernels with {by}.",
                 f"Install {needed}; training works without.",
             ) from error
-    if path.exists() and measured:
+    if path.exists():
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
     said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
     said += f", {report.unsteady} too unsteady to be recorded, as the machine is busy" if report.unsteady else ""
     said += f", {report.left} left: the same command goes on with them" if report.left else ""
     print(f"{said}; records are in {path}", file=sys.stderr)
-    if not measured:
-        print(
-            "nothing was measured: these are candidates by the model, which run nowhere before they are tuned on "
-            f"{_gpu(config).name}; machine code is in {path.with_suffix('.cubins')}",
-            file=sys.stderr,
-        )
     return 130 if report.stopped else 0
 
 
-def _has_gpu(config: TuneConfig) -> bool:
-    return config.gpu is None and torch.cuda.is_available()
-
-
-def _gpu(config: TuneConfig) -> Gpu:
-    """The GPU that kernels are for."""
-    return gpu_at(torch.cuda.current_device()) if _has_gpu(config) else KNOWN[config.gpu or "h100"]
-
-
 def find_work(config: TuneConfig) -> Counter[KernelKey]:
-    """The convolutions, norms and pairs of both that a request asks for, and how often each one runs in a step.
+    """The convolutions that a request asks for in each direction, and how often each one runs in a step.
 
     Args:
         config: The options.
 
     Raises:
-        UsageError: There is none, or the model does not run on such an input.
+        UsageError: There is none, the model does not run on such an input, there are no kernels for the memory format,
+            or there is no GPU.
     """
     work: Counter[KernelKey] = Counter()
     if config.shapes is not None:
-        where = _place(config, config.threads)
+        layout, where = _checked(config, Layout(config.layout)), _place(config, config.threads)
         for shape in read_shapes(config.shapes):
-            if not isinstance(shape, NormShape):
-                work.update(KernelKey(direction, shape, Layout(config.layout), *where) for direction in Direction)
-            elif config.target == "cpu":
-                work[norm_key(shape, *where[:2])] += 1
+            work.update(KernelKey(direction, shape, layout, *where) for direction in Direction)
         return work
     assert config.model is not None
     sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
@@ -138,20 +110,32 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
     seed_everything(config.seed)
     model = configured_model(run, config.model, classes)
-    work = step_keys(model, (batch, *sample), layout, *_place(config, threads))
+    work = step_keys(model, (batch, *sample), _checked(config, layout), *_place(config, threads))
     if not work:
         raise UsageError(
-            f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
-            "These are what can be tuned.",
+            f"{config.model} has no depthwise convolution",
+            "These are what is tuned.",
             "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
         )
     return work
 
 
+def _checked(config: TuneConfig, layout: Layout) -> Layout:
+    if config.target == "cpu" and layout is Layout.CONTIGUOUS:
+        raise UsageError(
+            "--memory-format contiguous on the CPU",
+            "Kernels for the CPU are for channels_last, in which they are as fast or faster.",
+            "Leave --memory-format out, here and in the training.",
+        )
+    return layout
+
+
 def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
     """Threads, device and dtype of what is tuned."""
     if config.target == "cuda":
-        return 1, _gpu(config).fingerprint, config.dtype
+        if not torch.cuda.is_available():
+            raise UsageError("--target cuda without a GPU", "Kernels are measured on the GPU that they are for.")
+        return 1, gpu_at(torch.cuda.current_device()).fingerprint, config.dtype
     return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
 
 
@@ -172,10 +156,8 @@ def parse_train_options(text: str) -> TrainConfig:
     return config
 
 
-def read_shapes(path: Path) -> list[ConvShape | NormShape]:
+def read_shapes(path: Path) -> list[ConvShape]:
     """Shapes from a file with one per line; empty lines and what stands behind # do not count.
-
-    A line of a norm is rows x channels and an activation, all others are of convolutions.
 
     Args:
         path: The file.
@@ -184,12 +166,12 @@ def read_shapes(path: Path) -> list[ConvShape | NormShape]:
         UsageError: The file cannot be read, a line is no shape, or there is none.
     """
     lines = read_text(path, "the shapes in", UsageError, "Name a file of shapes.").splitlines()
-    shapes: list[ConvShape | NormShape] = []
+    shapes: list[ConvShape] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if text:
             try:
-                shapes.append(NormShape.parse(text) if _NORM.match(text) else ConvShape.parse(text))
+                shapes.append(ConvShape.parse(text))
             except UsageError as error:
                 raise UsageError(f"{path}, line {number}: {error.what}", error.why, error.fix) from error
     if not shapes:
@@ -201,8 +183,6 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
     database = read_database(path)
     rows = rows_of(database, only)
-    if config.draw is not None:
-        draw_rows(rows, config.draw)
     if config.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -210,11 +190,6 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     console.print(table_of(rows))
     for line in summary_lines(rows):
         console.print(line)
-    unmeasured = sum(record.ms is None for record in database.records if only is None or record.key in only)
-    if unmeasured:
-        console.print(f"{unmeasured} more were compiled for a GPU and not measured, so they are not used")
-    if config.draw is not None:
-        console.print(f"picture written to {config.draw}")
 
 
 def _show_search(bar: ProgressBar, progress: Progress) -> None:

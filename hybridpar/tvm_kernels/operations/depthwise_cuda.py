@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +13,11 @@ from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
-from hybridpar.tvm_kernels.cuda_space import candidates, reject
+from hybridpar.tvm_kernels.cuda_space import candidates, default, outside, reject
 from hybridpar.tvm_kernels.machine import gpu_of
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
-from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -32,20 +30,25 @@ class DepthwiseCuda(Operation):
     target = "cuda"
     shape = ConvShape
     limits: ClassVar[Mapping[str, float]] = CONV_LIMITS
-    record = KernelRecord
     own_versions: ClassVar[Mapping[str, str]] = Depthwise.own_versions
     required = False
-    pace = Pace(liked=8, glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
+    pace = Pace(glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
+
+    def without_kernels(self, key: KernelKey) -> str:
+        """Why there are no kernels for a convolution or type."""
+        return outside(key.shape, Direction(key.direction), key.dtype) or ""
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
         """Why parameters make no kernel, or None."""
         return reject(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
-    def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """Candidates that an SM can hold, each with its seconds."""
-        what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
-        found = [(one, estimate(*what, one, gpu)) for one in candidates(*what, gpu)]
-        return [(one, seconds) for one, seconds in found if seconds < float("inf")]
+    def space(self, key: KernelKey) -> list[dict[str, int]]:
+        """Candidates that keep an SM busy."""
+        return list(candidates(key.shape, Direction(key.direction), key.layout, key.dtype, gpu_of(key.device)))
+
+    def default(self, key: KernelKey) -> Parameters:
+        """What was the best most often."""
+        return default(key.shape, Direction(key.direction), key.layout)
 
     def variant(self, key: KernelKey, parameters: Parameters) -> CudaVariant:
         """A candidate as something to compile."""
@@ -62,18 +65,14 @@ class DepthwiseCuda(Operation):
         kernel.prepare(_current())
         return kernel
 
-    def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
+    def bench(self, key: KernelKey, seed: int) -> ConvBench:
         """Random images, weights and gradients on the current device."""
         what = key.shape, key.direction, key.layout
         return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
 
-    def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """What neither arithmetic nor memory can beat."""
-        return gpu_of(key.device).floor_ms(key.shape.multiply_adds, key.shape.least_bytes * ITEM[key.dtype] // 4)
-
     def weight(self, key: KernelKey) -> float:
-        """Its floor."""
-        return self.floor_ms(key, None) or 0.0
+        """What is read and written."""
+        return float(key.shape.least_bytes * ITEM[key.dtype])
 
 
 def _current() -> int:

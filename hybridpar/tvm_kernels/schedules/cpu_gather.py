@@ -17,7 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import PREPARED, ConvWriter, Span, by_input, functions_of, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import (
+    PREPARED,
+    ConvWriter,
+    Span,
+    axis,
+    by_input,
+    functions_of,
+    interior,
+    spans,
+)
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -40,23 +49,29 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
     return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
 
 
+def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """How far the ranges of the functions go, in the order in which these run, and the floats of scratch memory."""
+    units = shape.batch * -(-axis(shape, direction, 0).out // parameters["strip"])
+    ranges = {"prepare": -(-shape.channels // PREPARED), "rows": units}
+    return ranges, (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
+
+
 class Gather(ConvWriter):
-    """Writes one kernel. A subclass for another layout overrides how far apart pixels are, and where rows begin.
+    """Writes one kernel.
 
     Args:
         w: Writes statements.
         shape: The convolution.
         direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip and unroll; columns_outer, stream and sweep are 0 by default.
+        parameters: As `hybridpar.tvm_kernels.space` describes them.
     """
 
     def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
         super().__init__(w, shape, direction, parameters["lanes"])
         self.strip, self.tile_rows, tile_columns = (parameters[one] for one in ("strip", "tile_rows", "tile_columns"))
-        self.stream, self.sweep, self.columns_outer = (
-            parameters.get(one, 0) for one in ("stream", "sweep", "columns_outer")
-        )
-        #: Elements from one pixel to the next, where the tiles read and write.
+        self.stream, self.columns_outer = parameters["stream"], parameters["columns_outer"]
+        self.sweep = parameters.get("sweep", 0)
+        #: Elements from one pixel to the next.
         self.pixel = shape.channels
         self.columns = spans(self.horizontal, tile_columns)
         self.shift = self.horizontal.shift(tile_columns)

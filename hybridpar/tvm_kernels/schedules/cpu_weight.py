@@ -42,13 +42,21 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
     return functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
 
 
+def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """How far the ranges of the functions go, in the order in which these run, and the floats of scratch memory."""
+    del direction
+    blocks = -(-shape.channels // parameters["lanes"])
+    ranges = {"rows": parameters["parts"] * parameters["groups"], "merge": blocks}
+    return ranges, parameters["parts"] * shape.kernel[0] * shape.kernel[1] * blocks * parameters["lanes"]
+
+
 class Weight(ConvWriter):
-    """Writes one kernel. A subclass for another layout overrides how far apart pixels are, and where rows begin.
+    """Writes one kernel.
 
     Args:
         w: Writes statements.
         shape: The convolution.
-        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups; sweep is 0 by default.
+        parameters: As `hybridpar.tvm_kernels.space` describes them.
     """
 
     def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
@@ -56,7 +64,7 @@ class Weight(ConvWriter):
         self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
         self.strip, self.parts, self.groups = parameters["strip"], parameters["parts"], parameters["groups"]
         self.sweep = parameters.get("sweep", 0)
-        #: Elements from one pixel to the next, where images are read.
+        #: Elements from one pixel to the next.
         self.pixel = shape.channels
         self.columns = spans(self.horizontal, parameters["tile_columns"])
         self.shift = self.horizontal.shift(parameters["tile_columns"])
@@ -96,7 +104,7 @@ class Weight(ConvWriter):
                     self._sweep(self.input, *(w.keep(self._input_at(image, row, none)) for row in rows))
                     self._sweep(self.gradient, *(w.keep(self._gradient_at(image, row, none)) for row in (top, bottom)))
                 with t.serial(low, high) as block:
-                    self._strip(image, top, bottom, block, own, item)
+                    self._strip(image, top, bottom, block, own)
 
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Add the sums of all parts.
@@ -123,9 +131,8 @@ class Weight(ConvWriter):
 
     # -------------------------------------------------------------------------------------------------------- a strip
 
-    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any, item: Any) -> None:
+    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any) -> None:
         """All taps of one strip and one block of lanes."""
-        del item  # for layouts that need memory of their own for each
         tall, wide = self.shape.kernel
         channel = self._channel(block)
         for start in range(0, wide, self.tap_columns):

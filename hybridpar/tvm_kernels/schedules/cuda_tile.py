@@ -1,4 +1,4 @@
-"""Tiles of a GPU: what follows from a candidate's parameters, for schedule, space, cost model and launcher.
+"""Tiles of a GPU: what follows from a candidate's parameters, for schedule, space and launcher.
 
 A block of threads computes a tile of one image: some channels, rows and columns of the result. Its input, with the halo
 that taps reach, lies in shared memory (level 1). Each thread computes `rows` x `columns` x `vector` results at a time

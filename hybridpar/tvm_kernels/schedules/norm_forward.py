@@ -49,27 +49,12 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
 
             w.when(extent.phase(norm_rows.TRACK), track)
 
-        def from_known() -> None:
-            known, places = w.local(2, "float64"), (t.int64(0), t.int64(1))
+        def take_running() -> None:
             with t.serial(0, extent.channels) as channel:
-
-                def take_running() -> None:
-                    for place, one in zip(places, running, strict=True):
-                        w.store(known, place, t.cast(one[channel], "float64"))
-
-                def take_given() -> None:
-                    for place in places:
-                        w.store(known, place, extent.doubles[extent.channels * place + channel])
-
-                w.either(extent.phase(norm_rows.FIXED), take_running, take_given)
-                learn(channel, *(known[place] for place in places))
+                learn(channel, *(t.cast(one[channel], "float64") for one in running))
 
         def join() -> None:
-            w.either(
-                extent.phase(norm_rows.FIXED | norm_rows.GIVEN),
-                from_known,
-                lambda: _from_moments(w, extent, values, learn),
-            )
+            w.either(extent.phase(norm_rows.FIXED), take_running, lambda: _from_moments(w, extent, values, learn))
 
         w.when(extent.phase(norm_rows.REDUCE), lambda: _moments(w, extent, values))
         w.when(extent.phase(norm_rows.JOIN), join)

@@ -31,9 +31,8 @@ CHUNK = 128
 ROWS = 4
 
 #: Phases of a call, added up. REDUCE and APPLY run over segments; JOIN runs once in between. With TRACK it moves the
-#: running statistics; with FIXED it takes them in place of the batch's, and backward takes them as constants. With
-#: GIVEN scratch holds what replaces REDUCE: 2 x C float64, mean and biased variance.
-REDUCE, JOIN, APPLY, FIXED, TRACK, GIVEN = 1, 2, 4, 8, 16, 32
+#: running statistics; with FIXED it takes them in place of the batch's, and backward takes them as constants.
+REDUCE, JOIN, APPLY, FIXED, TRACK = 1, 2, 4, 8, 16
 
 #: Rows of the table that forward leaves for backward, each repeated to a wide row of float32. REST is what the float32
 #: of MEAN lacks; VARIANCE is the unbiased one.
@@ -100,7 +99,7 @@ class Extent:
         """Whether a bit of the call's `phases` is set.
 
         Args:
-            bit: `REDUCE`, `JOIN`, `APPLY`, `FIXED`, `TRACK` or `GIVEN`, or several of them for any.
+            bit: `REDUCE`, `JOIN`, `APPLY`, `FIXED` or `TRACK`.
 
         Returns:
             A condition.

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils import _python_dispatch
 
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels import call_plan
+from hybridpar.tvm_kernels import op
 from hybridpar.tvm_kernels.choice import Choices, active_choices
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -42,8 +42,8 @@ def test_a_form_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def never(*_: object) -> None:
             raise AssertionError("decided again")
 
-        monkeypatch.setattr(Choices, "find", never)
-        monkeypatch.setattr(call_plan, "_made", never)
+        monkeypatch.setattr(Choices, "decide", never)
+        monkeypatch.setattr(op, "_made", never)
         for _ in range(3):
             depthwise_conv2d(x * 1, weight, None, (1, 1), [1, 1]).sum().backward()
         assert len(in_use().plans) == 1
@@ -163,7 +163,7 @@ def test_addresses_are_looked_at_in_every_call(align: int) -> None:
 
 
 def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_plan, "_MOST_PLANS", 3)
+    monkeypatch.setattr(op, "_MOST_PLANS", 3)
     weight = torch.randn(8, 1, 3, 3)
     with tuned([]), torch.no_grad():
         for size in range(4, 14):
