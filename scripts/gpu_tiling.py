@@ -1,0 +1,194 @@
+"""Shows what the second level of tiling is worth on a GPU: virtual threads, and phases that lie apart.
+
+    python scripts/gpu_tiling.py --prebuild DIR --gpu h100    # anywhere with TVM: compile
+    python scripts/gpu_tiling.py --prebuilt DIR               # with a GPU; needs neither TVM nor a compiler
+
+A block's tile is the same in every row: `columns` results side by side in a thread, `virtual` times, are 4. With one
+virtual thread a thread has all 4 side by side, so that neighbouring threads begin 4 columns apart, and a warp's lanes
+wait for each other's banks of shared memory. With 4, each has a result in four places. At stride 2 every other column
+is read; where phases lie apart in shared memory, columns that are read together lie side by side.
+
+Conflicts are predicted from the schedule's own index expressions: accesses of shared memory for each one without.
+Rows are added to `benchmarks/gpu/results/tiling.csv`, times as medians of alternating pairs against one virtual thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.rig.rows import commit  # noqa: E402
+from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_unspilled, load_cubin  # noqa: E402
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts, reject  # noqa: E402
+from hybridpar.tvm_kernels.machine import KNOWN, gpu_at  # noqa: E402
+from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
+from hybridpar.tvm_kernels.record import most_error  # noqa: E402
+from hybridpar.tvm_kernels.schedules import cuda_tile  # noqa: E402
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "tiling.csv"
+LIST = "tiling.jsonl"
+NO_GPU = 3
+SECONDS = 0.1
+
+#: Layers of MobileNetV2 with the threads of a block along columns: one with stride 1, and one with stride 2, whose
+#: phases may lie apart.
+SHAPES = {"64x32x112x112 k3x3 s1x1 p1x1 d1x1": 32, "64x96x112x112 k3x3 s2x2 p1x1 d1x1": 16}
+DIRECTIONS = Direction.FORWARD, Direction.WEIGHT_GRADIENT
+#: Columns of a thread and how often it has them: the same tile.
+SPLITS = (4, 1), (2, 2), (1, 4)
+
+COLUMNS = (
+    *("date", "commit", "device", "torch", "shape", "direction", "layout", "dtype", "columns", "virtual", "phases"),
+    *("conflicts", "ms", "time_over_one_virtual", "error"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table: a kernel, and whether its phases lie apart."""
+
+    shape: str
+    direction: Direction
+    columns: int
+    virtual: int
+    apart: bool
+
+    @property
+    def variant(self) -> CudaVariant:
+        """The kernel."""
+        common = {"vector": 1, "threads_c": 1, "threads_x": SHAPES[self.shape], "threads_y": 8, "rows": 2, "skew": 0}
+        further = {"tap_rows": 3, "parts": 64} if self.direction is Direction.WEIGHT_GRADIENT else {"hold": 1}
+        parameters = common | further | {"columns": self.columns, "virtual": self.virtual}
+        return CudaVariant(ConvShape.parse(self.shape), self.direction, Layout.CONTIGUOUS, "float32", parameters)
+
+    @property
+    def file(self) -> str:
+        """The name of its machine code."""
+        return (
+            f"{self.shape.partition(' ')[0]}-{self.direction}-{self.virtual}-{'apart' if self.apart else 'mixed'}.cubin"
+        )
+
+
+def cases() -> list[Case]:
+    """Every case; phases lie apart or not only where there are several."""
+    return [
+        Case(shape, direction, columns, virtual, apart)
+        for shape, direction, (columns, virtual), apart in itertools.product(SHAPES, DIRECTIONS, SPLITS, (True, False))
+        if apart or " s2x2 " in shape
+    ]
+
+
+@contextmanager
+def phases_of(case: Case) -> Iterator[None]:
+    """Inside, tiles have their phases as the case says."""
+    made = cuda_tile._side
+
+    @functools.cache
+    def side(*arguments: Any) -> cuda_tile.Side:
+        return made(*arguments) if case.apart else replace(made(*arguments), split=False)
+
+    cuda_tile._side = side  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        cuda_tile._side = made
+
+
+def prebuild(folder: Path, architecture: str) -> None:
+    """Compile all cases in this process, with TVM."""
+    import tvm  # noqa: TID251
+
+    from hybridpar.codegen.cuda_writer import CudaWriter, source_of
+    from hybridpar.tvm_kernels.schedules import cuda_gather, cuda_weight
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host={"kind": "llvm"})
+    with (folder / LIST).open("w") as file:
+        for case in cases():
+            variant = case.variant
+            if reason := reject(variant.shape, variant.direction, variant.layout, variant.dtype, variant.parameters):
+                raise SystemExit(f"{case}: {reason}")
+            schedule = cuda_weight if case.direction is Direction.WEIGHT_GRADIENT else cuda_gather
+            with phases_of(case):
+                functions = schedule.define(CudaWriter(tvm, target), **variant.arguments)
+                conflicts = bank_conflicts(variant.tile)
+            code = compile_unspilled(source_of(tvm, functions, target).encode(), architecture)
+            (folder / case.file).write_bytes(code)
+            file.write(json.dumps({"file": case.file, "conflicts": conflicts}) + "\n")
+            print(case.file, f"{conflicts:.2f}", flush=True)
+
+
+def measure(folder: Path, path: Path) -> int:
+    """Check and time all cases on the GPU of this machine, and add rows to the table."""
+    device = torch.device("cuda", 0)
+    gpu = gpu_at(0)
+    notes = [json.loads(line) for line in (folder / LIST).read_text().splitlines()]
+    conflicts = {one["file"]: float(one["conflicts"]) for one in notes}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, wrong = not path.exists(), 0
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(COLUMNS)
+        for (shape, direction), group in itertools.groupby(cases(), key=lambda case: (case.shape, case.direction)):
+            bench = ConvBench(ConvShape.parse(shape), direction, Layout.CONTIGUOUS, 1, 0, "float32", device)
+            kernels: dict[Case, CudaKernel] = {}
+            for case in group:
+                with phases_of(case):
+                    kernels[case] = load_cubin(case.variant, (folder / case.file).read_bytes(), 0)
+            for case, kernel in kernels.items():
+                baseline = kernels[replace(case, columns=4, virtual=1)]
+                error = bench.error(kernel)
+                wrong += error > most_error(direction, "float32")
+                pairs = time_pairs(
+                    lambda bench=bench, kernel=kernel: bench.run(kernel),  # type: ignore[misc]
+                    lambda bench=bench, baseline=baseline: bench.run(baseline),  # type: ignore[misc]
+                    SECONDS,
+                    9,
+                    device=device,
+                )
+                found = (f"{conflicts[case.file]:.3f}", f"{pairs.ms:.5f}", f"{pairs.ms / pairs.stock_ms:.3f}")
+                of = (shape, str(direction), "contiguous", "float32", case.columns, case.virtual, case.phases)
+                writer.writerow([date, commit(), gpu.name, torch.__version__, *of, *found, f"{error:.2e}"])
+                print(shape, direction, case.virtual, case.phases, *found, f"{error:.1e}", flush=True)
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """See the module header."""
+    parser = argparse.ArgumentParser(description="Time virtual threads and phases of the depthwise kernels on a GPU.")
+    parser.add_argument("--prebuild", type=Path, metavar="DIR", help="compile into DIR, and do nothing else")
+    parser.add_argument("--gpu", choices=sorted(KNOWN), default="h100", help="what --prebuild compiles for")
+    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="use machine code from DIR")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="the table that rows are added to")
+    options = parser.parse_args()
+    if options.prebuild is not None:
+        prebuild(options.prebuild, KNOWN[options.gpu].architecture)
+        return 0
+    if options.prebuilt is None or not torch.cuda.is_available():
+        print("there is no GPU here, or no --prebuilt: nothing was timed")
+        return NO_GPU
+    return measure(options.prebuilt, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
