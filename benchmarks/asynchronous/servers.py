@@ -212,8 +212,8 @@ def measure_cost(quick: bool, rounds: int, output: str | None) -> None:
             own_trainer = trainer
             methods["allreduce"] = lambda: own_trainer.step((images, labels)) if own_trainer is not None else None
             for kind, config, hosts in (
-                ("masters", TrainConfig(lr=1e-3, sync="ps", servers=0), list(range(WORKERS))),
-                ("servers", TrainConfig(lr=1e-3, sync="ps", servers=SERVERS), list(range(WORKERS, WORKERS + SERVERS))),
+                ("masters", TrainConfig(lr=1e-3, sync="ps,servers=0"), list(range(WORKERS))),
+                ("servers", TrainConfig(lr=1e-3, sync=f"ps,servers={SERVERS}"), list(range(WORKERS, WORKERS + SERVERS))),
             ):
                 made = Party(kind, config, WORKERS, hosts, build())
                 stack.callback(made.close)
@@ -280,7 +280,7 @@ def measure_codecs(quick: bool, model: str, rounds: int, steps: int, output: str
         def party(name: str, number: int) -> Party:
             seed_everything(number)
             made = build_model(_TINY, 10) if quick else small_vgg16() if model == "vgg16" else build_model(model, 10)
-            config = TrainConfig(lr=5e-3, sync="ps", servers=SERVERS, compress=PUSHES[name])
+            config = TrainConfig(lr=5e-3, sync=f"ps,servers={SERVERS}", compress=PUSHES[name])
             return Party(f"{name} {number}", config, WORKERS, list(range(WORKERS, ranks)), made)
 
         rows = (

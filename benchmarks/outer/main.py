@@ -105,7 +105,7 @@ def rate(options: Options) -> dict[str, Any]:
     batch = torch.randn(BATCH // 2, 3, 32, 32), torch.randint(0, 10, (BATCH // 2,))
     common: dict[str, Any] = {"plan": "none", "lr": 0.005}
     outer = TrainConfig(
-        **common, sync=f"outer:{every}", compress=options.codec, outer_fragments=fragments, outer_delay=delay
+        **common, sync=f"outer:{every},fragments={fragments},delay={delay}", compress=options.codec
     )
     times: dict[str, list[float]] = {"outer": [], "alone": []}
     counted, declared = [], []

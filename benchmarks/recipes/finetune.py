@@ -30,7 +30,7 @@ WAYS = {
     "all layers": "--weights {weights}",
     "small rates near the inputs": "--weights {weights} --layer-decay 0.8 --head-lr-scale 3",
     "adamw": "--weights {weights} --optimizer adamw --lr 1e-3 --weight-decay 0.05 --layer-decay 0.8",
-    "moving average": "--weights {weights} --model-ema --model-ema-decay 0.9 --model-ema-warmup",
+    "moving average": "--weights {weights} --model-ema 0.9,warmup",
 }
 
 
