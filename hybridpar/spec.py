@@ -13,7 +13,6 @@ without their key, in order; a key alone means `on`. What a number must be stand
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import types
 import typing
@@ -60,7 +59,7 @@ def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
     Raises:
         UsageError: There is no such name or key, or a value is not what it must be.
     """
-    name, *rest = re.split("[:,]", text.strip(), maxsplit=1)
+    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
     if name not in choices:
         raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", nearest(name, choices))
     return read_fields(f"{option} {shortened(text)}", "".join(rest), choices[name])
@@ -86,7 +85,6 @@ def read_fields(label: str, text: str, kind: type[_T]) -> _T:
     return kind(**values)
 
 
-@functools.cache
 def fields_of(kind: type) -> Mapping[str, Any]:
     """Names and types of the fields of a dataclass, in order.
 

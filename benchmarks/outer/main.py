@@ -104,9 +104,7 @@ def rate(options: Options) -> dict[str, Any]:
     every, fragments, delay = (8, 2, 1) if options.quick else (options.every, options.fragments, options.delay)
     batch = torch.randn(BATCH // 2, 3, 32, 32), torch.randint(0, 10, (BATCH // 2,))
     common: dict[str, Any] = {"plan": "none", "lr": 0.005}
-    outer = TrainConfig(
-        **common, sync=f"outer:{every},fragments={fragments},delay={delay}", compress=options.codec
-    )
+    outer = TrainConfig(**common, sync=f"outer:{every},fragments={fragments},delay={delay}", compress=options.codec)
     times: dict[str, list[float]] = {"outer": [], "alone": []}
     counted, declared = [], []
     with (

@@ -77,13 +77,9 @@ class OptimizerConfig:
     """What the learning rate of a layer is multiplied with for the layer before it; 1: all layers learn alike."""
     head_lr_scale: float = 1.0
     """What the learning rate of the head, the last layer, is multiplied with."""
-    lr_schedule: str = "cosine"
-    """Learning-rate schedule after the warm-up: `cosine`, `poly:power=2`, `step:fractions=0.5/0.75`, `step:every=30`,
-    `multistep:at=30/60/90`, `exp:every=2.4`, `wsd:decay=0.2` (constant, then down), `plateau:patience=10` (by the test
-    accuracy), or `constant`. What the rate is multiplied with at a fall: `rate=0.1`; where it ends: `min=1e-6`; the
-    last epochs, at `min`: `cooldown=10`; the rate of the first step: `warmup_lr=1e-4`; counted from the first epoch,
-    the warm-up in place of the beginning, as timm's default: `warmup_prefix=off`; changed between epochs only, as timm
-    and torchvision do by default: `update=epoch`."""
+    lr_schedule: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "cosine"
+    """After the warm-up: `cosine:min=1e-6`, `step:every=30`, `multistep:at=30/60`, `exp`, `poly`, `wsd`, `plateau`,
+    `constant`."""
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up."""
     loss: Literal["auto", "ce", "bce"] = "auto"
@@ -97,7 +93,7 @@ class OptimizerConfig:
     clip_mode: Literal["norm", "value", "agc"] = "norm"
     """What --clip-norm limits: the global `norm`, each `value`, or the norm of a unit's gradient by that of its weights
     (`agc`)."""
-    model_ema: str | None = None
+    model_ema: Annotated[str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
     """Keep an exponential moving average of parameters and buffers; it is tested too, and saved as model_ema.pt.
     `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated every N steps."""
     select_batch: int = 0

@@ -87,7 +87,11 @@ class ParameterServers:
     pull: Literal["fp32", "fp16"] = "fp32"
 
     def split_count(self, workers: int) -> int:
-        """N of n-softsync, in which an update takes floor(workers / N) gradients: here one of each worker."""
+        """N of n-softsync, in which an update takes floor(workers / N) gradients: here one of each worker.
+
+        Args:
+            workers: Number of workers.
+        """
         return 1
 
 
@@ -106,7 +110,11 @@ class AsyncServers(ParameterServers):
     max_staleness: Annotated[int | None, AT_LEAST_0] = None
 
     def split_count(self, workers: int) -> int:
-        """The number of workers: an update takes one gradient."""
+        """The number of workers: an update takes one gradient.
+
+        Args:
+            workers: Number of workers.
+        """
         return workers
 
 
@@ -121,7 +129,14 @@ class SoftSync(AsyncServers):
     split: Annotated[int, AT_LEAST_1]
 
     def split_count(self, workers: int) -> int:
-        """N, which the number of workers must allow."""
+        """N of `softsync:N`.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            UsageError: N is more than the number of workers.
+        """
         if self.split > workers:
             raise UsageError(
                 f"--sync softsync:{self.split} with {workers} worker{'' if workers == 1 else 's'}",

@@ -26,12 +26,9 @@ from hybridpar.schedule.schedules import SCHEDULES
 class SyncConfig:
     """How workers exchange gradients."""
 
-    sync: str = "allreduce"
-    """How replicas are kept in step. `allreduce`: sum the gradients of every step. `outer:H`: train alone for H steps,
-    then exchange the progress with the codec of --compress, and take its mean, or with `opt=nesterov` momentum of it
-    (DiLoCo): `outer:16,opt=nesterov,lr=0.7,momentum=0.9,qsr=2,fragments=4,delay=2`. `local:H`: the plain mean, without
-    a codec. Parameter servers: `ps` waits for all workers, `ps-async` for none, `softsync:N` for W/N of W workers:
-    `ps,servers=2,pull=fp16`, `ps-async,servers=0,staleness=mean,max_staleness=4`. The guide explains the keys."""
+    sync: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "allreduce"
+    """Replicas meet by `allreduce`, `outer:H,opt=nesterov`, `local:H`, or at servers: `ps,servers=2`,
+    `ps-async`, `softsync:N`."""
     compress: str = "none"
     """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; rules
     such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but `none` changes the

@@ -102,6 +102,7 @@ class ServedState:
 
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
+        assert config.parameter_servers is not None
         links = []
         for number, (address, stripe) in enumerate(zip(place.find(config.timeout), self._stripes, strict=True)):
             options = LinkOptions(
@@ -111,7 +112,7 @@ class ServedState:
                 policy=str(policy),
                 token=place.token,
                 timeout=config.timeout,
-                half=config.pull == "fp16",
+                half=config.parameter_servers.pull == "fp16",
                 returns=not self._barrier,
             )
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
