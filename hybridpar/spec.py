@@ -6,8 +6,8 @@
 
 The keys are the fields of the dataclass, and their types say how a value is read: text, whole numbers, numbers, `on`
 and `off`, a choice (`Literal`), or numbers with `/` between them (a tuple). Fields without a default may be given
-without their key, in order; a key alone means `on`. What a number must be stands beside its type, as in
-`Annotated[float, POSITIVE]`.
+without their key, in order; a key alone means `on`; `auto` is None, where the type allows it. What a number
+must be stands beside its type, as in `Annotated[float, POSITIVE]`.
 """
 
 from __future__ import annotations
