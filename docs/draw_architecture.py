@@ -23,6 +23,7 @@ from tests.structure import PACKAGE, code_lines, floors, layers  # noqa: E402
 CAPTIONS = {
     "errors": ("imported by all", "base"),
     "registry": ("names with descriptions", "base"),
+    "spec": ("name:key=value as a dataclass", "base"),
     "config": ("options of a run", "base"),
     "models": ("models by name, fingerprint", "base"),
     "plan": ("plan.json", "base"),

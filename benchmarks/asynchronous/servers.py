@@ -195,8 +195,12 @@ def measure_cost(quick: bool, rounds: int, output: str | None) -> None:
             own_trainer = trainer
             methods["allreduce"] = lambda: own_trainer.step((images, labels)) if own_trainer is not None else None
             for kind, config, hosts in (
-                ("masters", TrainConfig(lr=1e-3, sync="ps", servers=0), list(range(WORKERS))),
-                ("servers", TrainConfig(lr=1e-3, sync="ps", servers=SERVERS), list(range(WORKERS, WORKERS + SERVERS))),
+                ("masters", TrainConfig(lr=1e-3, sync="ps,servers=0"), list(range(WORKERS))),
+                (
+                    "servers",
+                    TrainConfig(lr=1e-3, sync=f"ps,servers={SERVERS}"),
+                    list(range(WORKERS, WORKERS + SERVERS)),
+                ),
             ):
                 made = Party(kind, config, WORKERS, hosts, build())
                 stack.callback(made.close)

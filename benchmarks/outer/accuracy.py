@@ -190,13 +190,9 @@ def configuration(run: Run) -> TrainConfig:
         return TrainConfig(**given, micro_batches=run.workers)
     if run.method == "codec":
         return TrainConfig(**given, compress=run.codec)
-    if run.method == "qsr":
-        given["outer_qsr"] = 2.0
-    elif run.method == "streamed":
-        given |= {"outer_fragments": 4, "outer_delay": run.every // 8}
-    elif run.method != "mean":
-        given["outer_optimizer"] = run.method
-    return TrainConfig(**given, sync=f"outer:{run.every}", compress=run.codec)
+    options = {"mean": "", "qsr": ",qsr=2", "streamed": f",fragments=4,delay={run.every // 8}"}
+    sync = f"outer:{run.every}" + options.get(run.method, f",opt={run.method}")
+    return TrainConfig(**given, sync=sync, compress=run.codec)
 
 
 def fold_data(fold: int) -> ImageData:

@@ -33,6 +33,7 @@ from benchmarks.rig.records import write_dicts
 from hybridpar import TrainConfig, Trainer
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train
+from hybridpar.config.rates import Cosine
 from hybridpar.data import TrainBatches, load_dataset
 from hybridpar.data.mix import draw_mix
 from hybridpar.models import build_model
@@ -45,14 +46,14 @@ IMAGES, TESTED = 200, 16
 #: Both recipes on small images and batches, in float32, with rates by step, so that they run on a laptop.
 SMALL = (
     "--batch-size 16 --image-size 64 --test-image-size 96 --epochs 5 --plan none --amp none "
-    "--warmup-epochs 1 --warmup-lr 1e-5 --set warmup-prefix=true --lr-update step"
+    "--warmup-epochs 1 --lr-schedule cosine:min=1e-6,warmup_lr=1e-5"
 )
 
 RECIPES = {
     "a3": f"timm/resnet18 --preset a3 {SMALL} --lr 7e-4",
-    "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --label-smoothing 0.1 --min-lr 1e-6 "
+    "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --label-smoothing 0.1 "
     "--augment timm/rand-m9-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 "
-    "--model-ema --model-ema-decay 0.99 --model-ema-warmup",
+    "--model-ema 0.99,warmup",
 }
 
 
@@ -120,12 +121,14 @@ def timms(
         weight_decay=options.weight_decay,
         momentum=options.momentum,
     )
+    schedule = options.rate_schedule
+    assert isinstance(schedule, Cosine)
     scheduler = CosineLRScheduler(
         optimizer,
         t_initial=(options.epochs * per_epoch) - round(options.warmup_epochs * per_epoch),
-        lr_min=options.min_lr,
+        lr_min=schedule.min,
         warmup_t=round(options.warmup_epochs * per_epoch),
-        warmup_lr_init=options.warmup_lr or 0.0,
+        warmup_lr_init=schedule.warmup_lr or 0.0,
         warmup_prefix=True,
         t_in_epochs=False,
     )
@@ -135,7 +138,7 @@ def timms(
     loss_fn: nn.Module = SoftTargetCrossEntropy()
     if options.loss == "bce":
         loss_fn = BinaryCrossEntropy(target_threshold=options.bce_threshold)
-    ema = ModelEmaV3(model, decay=options.model_ema_decay, use_warmup=True) if options.model_ema else None
+    ema = ModelEmaV3(model, decay=options.ema.decay, use_warmup=True) if options.ema is not None else None
     model.train()
     losses = []
     for step, (images, labels) in enumerate(batches):
@@ -208,7 +211,7 @@ def main() -> None:
             apart = max(
                 float((my_state[name].double() - tensor.double()).abs().max()) for name, tensor in their_state.items()
             )
-            kind = "moving average" if options.model_ema else "model"
+            kind = "moving average" if options.ema is not None else "model"
             worst = max(abs(one - two) for one, two in pairs)
             print(
                 f"{recipe} in {precision}: {len(pairs)} steps, {per_epoch} in an epoch; loss {other[0]:.4f} to "

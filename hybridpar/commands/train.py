@@ -102,10 +102,10 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         _announce(command, workers, str(expected_directory(place)))
         workers = workers or default_workers()
         servers, patient = 0, True
-        if command.uses_servers:
-            command.split_count(workers)
-            servers = command.server_processes
-            patient = command.waits_for_all or not servers
+        if (sync := command.parameter_servers) is not None:
+            sync.split_count(workers)
+            servers = sync.servers
+            patient = sync.waits_for_all or not servers
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
     elif os.environ["RANK"] == "0" and not launched_here():
@@ -138,7 +138,10 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
     own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
     if command.slurm is not None:
         script = slurm_script(
-            command.model.rpartition("/")[2], command.workers or gpu_count() or None, own, servers=command.uses_servers
+            command.model.rpartition("/")[2],
+            command.workers or gpu_count() or None,
+            own,
+            servers=command.parameter_servers is not None,
         )
         try:
             command.slurm.write_text(script, encoding="utf-8")

@@ -23,10 +23,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import functools
 import re
-import types
-import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +35,13 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
-from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.errors import UsageError, shortened
+from hybridpar.spec import fields_of, read_values, split_fields
 
 #: Characters of a codec with all its options.
 _LONGEST = 500
 
 _TWICE = "The codec keeps the momentum itself; twice would be too much."
-_WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
 def parse_codec(text: str) -> Codec:
@@ -60,13 +57,9 @@ def parse_codec(text: str) -> Codec:
         raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
     kind = CODECS.get(name)
-    given = _split(text, tail)
-    wrapping = {"feedback": bool, "cast": str, **_options(ErrorFeedback)}
     own = _options(kind)
-    for option in given:
-        if option not in own and option not in wrapping:
-            raise UsageError(f"codec {name!r} has no option {option!r}", fix=nearest(option, {*own, *wrapping}))
-    values = {option: _read(option, value, {**wrapping, **own}[option]) for option, value in given.items()}
+    types_of = {"feedback": bool, "cast": str, **_options(ErrorFeedback), **own}
+    values = read_values(f"codec {name!r}", split_fields(repr(text), tail), types_of)
     codec: Codec = kind(**{option: value for option, value in values.items() if option in own})
     if "cast" in values:
         codec = Cast(codec, values["cast"])
@@ -141,39 +134,10 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
             raise UsageError(f"codec {name!r} with momentum={group['momentum']:g} in {kind}", _TWICE, fix)
 
 
-def _split(text: str, tail: str) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for part in tail.split(",") if tail.strip() else ():
-        option, equals, value = (piece.strip() for piece in part.partition("="))
-        if not option or not equals or not value:
-            raise UsageError(f"{part!r} in {text!r}", "Options are option=value, separated by commas.")
-        if option in given:
-            raise UsageError(f"option {option!r} is given twice in {text!r}", fix="Give it once.")
-        given[option] = value
-    return given
-
-
-@functools.cache
 def _options(kind: type[Codec]) -> Mapping[str, Any]:
     """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
-    types_of = typing.get_type_hints(kind)
-    names = [entry.name for entry in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list[str]()
-    return {name: types_of[name] for name in names if name != "inner"}
-
-
-def _read(option: str, value: str, kind: Any) -> Any:
-    """A value as the type of its option."""
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if types.NoneType in allowed and value == "auto":
-        return None
-    (kind,) = (one for one in allowed if one is not types.NoneType)
-    try:
-        if kind is int and len(value) > 20:
-            raise ValueError
-        return _WORDS[value.lower()] if kind is bool else kind(value)
-    except (ValueError, KeyError):
-        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"{option}={value}", f"The value of {option} is {wanted}.") from None
+    types_of = fields_of(kind) if dataclasses.is_dataclass(kind) else dict[str, Any]()
+    return {name: one for name, one in types_of.items() if name != "inner"}
 
 
 def _write(value: Any) -> str:

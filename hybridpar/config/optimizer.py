@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hybridpar.config.data import unless
+from hybridpar.config.rates import Average, Schedule, read_average, read_schedule
 from hybridpar.errors import UsageError, nearest, not_installed, shortened
 
 #: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
@@ -77,39 +77,11 @@ class OptimizerConfig:
     """What the learning rate of a layer is multiplied with for the layer before it; 1: all layers learn alike."""
     head_lr_scale: float = 1.0
     """What the learning rate of the head, the last layer, is multiplied with."""
-    lr_schedule: Literal["cosine", "step", "multistep", "poly", "exp", "wsd", "plateau", "constant"] = "cosine"
-    """Learning-rate schedule after the warm-up; `wsd`: constant, then down; `plateau`: by the test accuracy."""
-    min_lr: float = 0.0
-    """Learning rate that schedules fall to, and not below."""
-    step_epochs: tuple[float, ...] = (0.5, 0.75)
-    """Fractions of the run at which `--lr-schedule step` lowers the rate, without --decay-epochs."""
-    decay_epochs: float | None = None
-    """Epochs from one fall of the rate to the next (`step`; `exp`: 1), or of the way down (`wsd`: below 1 a fraction;
-    default 0.2)."""
-    decay_rate: float = 0.1
-    """What the rate is multiplied with where it falls: `step`, `multistep`, `exp`, `plateau`."""
-    milestones: tuple[float, ...] = ()
-    """Epochs after which `--lr-schedule multistep` lowers the rate."""
-    lr_power: float = 1.0
-    """Exponent of `--lr-schedule poly`."""
-    patience_epochs: int = 10
-    """Epochs without a better test accuracy after which `--lr-schedule plateau` lowers the rate."""
+    lr_schedule: Annotated[str, tyro.conf.arg(metavar="NAME[:KEY=VALUE,...]")] = "cosine"
+    """After the warm-up: `cosine:min=1e-6`, `step:every=30`, `multistep:at=30/60`, `exp`, `poly`, `wsd`, `plateau`,
+    `constant`."""
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up."""
-    warmup_lr: float | None = None
-    """Learning rate of the first step; default: the first of equal steps from zero to --lr."""
-    warmup_prefix: Annotated[
-        bool,
-        unless(
-            "Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
-            "they begin after the warm-up",
-        ),
-    ] = True
-    """Whether schedules begin after the warm-up; else they are counted from the start of the run."""
-    cooldown_epochs: float = 0.0
-    """Last epochs of the run, at --min-lr: `cosine`, `poly` and `wsd` end before them."""
-    lr_update: Literal["step", "epoch"] = "step"
-    """Change the learning rate before every step, or between epochs only, as timm and torchvision do by default."""
     loss: Literal["auto", "ce", "bce"] = "auto"
     """Loss: cross-entropy, or binary cross-entropy of each class; auto: bce where samples have several labels."""
     label_smoothing: float = 0.0
@@ -121,17 +93,22 @@ class OptimizerConfig:
     clip_mode: Literal["norm", "value", "agc"] = "norm"
     """What --clip-norm limits: the global `norm`, each `value`, or the norm of a unit's gradient by that of its weights
     (`agc`)."""
-    model_ema: bool = False
-    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved as model_ema.pt."""
-    model_ema_decay: float = 0.9998
-    """Part of the average that a step keeps."""
-    model_ema_warmup: bool = False
-    """Let the decay of the average grow from 0 to --model-ema-decay."""
-    model_ema_steps: int = 1
-    """Steps from one update of the average to the next."""
+    model_ema: Annotated[str | None, tyro.conf.arg(metavar="DECAY[,KEY=VALUE,...]")] = None
+    """Keep an exponential moving average of parameters and buffers; it is tested too, and saved as model_ema.pt.
+    `0.9998`: what a step keeps of it; `0.9998,warmup`: that grows from 0; `0.9998,every=N`: updated every N steps."""
     select_batch: int = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
     well; 0: never."""
+
+    @property
+    def rate_schedule(self) -> Schedule:
+        """What `lr_schedule` stands for."""
+        return read_schedule(self.lr_schedule)
+
+    @property
+    def ema(self) -> Average | None:
+        """What `model_ema` stands for."""
+        return None if self.model_ema is None else read_average(self.model_ema)
 
     @property
     def scales_rates(self) -> bool:
@@ -148,6 +125,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
     Raises:
         UsageError: There is no such optimizer, timm is not installed, or options contradict each other.
     """
+    _ = config.rate_schedule, config.ema
     name = config.optimizer
     names = set(TORCH_OPTIMIZERS)
     if name.startswith(TIMM):
@@ -160,19 +138,6 @@ def check_optimizer(config: OptimizerConfig) -> None:
             raise UsageError(
                 f"--opt-arg {shortened(text)}", "It must be NAME=VALUE.", "Write for instance --opt-arg amsgrad=True."
             )
-    if config.lr_schedule == "multistep" and not config.milestones:
-        raise UsageError(
-            "--lr-schedule multistep without --milestones",
-            "The rate falls after the epochs that they name.",
-            "Add for instance --milestones 30 60 90.",
-        )
-    for option, given in (
-        ("--model-ema-decay", config.model_ema_decay != OptimizerConfig.model_ema_decay),
-        ("--model-ema-warmup", config.model_ema_warmup),
-        ("--model-ema-steps", config.model_ema_steps != OptimizerConfig.model_ema_steps),
-    ):
-        if given and not config.model_ema:
-            raise UsageError(f"{option} without --model-ema", "It says how the average is kept.", "Add --model-ema.")
     if config.clip_mode != "norm" and config.clip_norm is None:
         raise UsageError(
             f"--clip-mode {config.clip_mode} without --clip-norm",
@@ -210,7 +175,7 @@ def state_copies(config: OptimizerConfig) -> int:
     Args:
         config: The options.
     """
-    name, average = config.optimizer, int(config.model_ema)
+    name, average = config.optimizer, int(config.model_ema is not None)
     if name.startswith(TIMM):
         return average + _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
     _, copies = TORCH_OPTIMIZERS.get(name, ("", 2))

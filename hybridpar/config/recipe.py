@@ -21,7 +21,7 @@ class RecipeConfig:
     """Recipes that train with less communication."""
 
     recipe: Literal["none", "onebit-sgd"] = "none"
-    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes."""
+    """`onebit-sgd`: 1-bit SGD, AdaGrad, momentum at owners of stripes."""
     double_buffer: Literal["off", "delay", "half"] = "off"
     """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), or by half a batch
     (`half`)."""

@@ -15,10 +15,9 @@ import tyro
 
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
-from hybridpar.config.outer import OuterConfig
 from hybridpar.config.ranges import check_ranges, numbers_of
 from hybridpar.config.recipe import RecipeConfig, refuse
-from hybridpar.config.server import LOCAL
+from hybridpar.config.sync import Local, Outer, ParameterServers, read_sync
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
 
@@ -27,6 +26,9 @@ from hybridpar.schedule.schedules import SCHEDULES
 class SyncConfig:
     """How workers exchange gradients."""
 
+    sync: Annotated[str, tyro.conf.arg(metavar="NAME[,KEY=VALUE,...]")] = "allreduce"
+    """Replicas meet by `allreduce`, `outer:H,opt=nesterov`, `local:H`, or at servers: `ps,servers=2`,
+    `ps-async`, `softsync:N`."""
     compress: str = "none"
     """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; rules
     such as `layer4.* -> powersgd; *.weight -> onebit`; or `auto`, which measures. Anything but `none` changes the
@@ -50,6 +52,20 @@ class SyncConfig:
     """Lanes that gradients are sent on: CUDA streams, or threads with a process group each."""
     bucket_mb: float = 8.0
     """Size of the buckets that gradients are sent in, in MiB."""
+
+    @property
+    def outer(self) -> Outer | None:
+        """The outer loop of `outer:H`, or of `local:H`, which is one with the plain mean; None otherwise."""
+        sync = read_sync(self.sync)
+        if isinstance(sync, Outer):
+            return sync
+        return Outer(every=sync.every) if isinstance(sync, Local) else None
+
+    @property
+    def parameter_servers(self) -> ParameterServers | None:
+        """The parameter servers that gradients go to; None otherwise."""
+        sync = read_sync(self.sync)
+        return sync if isinstance(sync, ParameterServers) else None
 
     @property
     def chooses(self) -> bool:
@@ -248,7 +264,6 @@ class TrainConfig(
     PlanningConfig,
     KernelConfig,
     RecipeConfig,
-    OuterConfig,
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
@@ -298,10 +313,9 @@ class TrainConfig(
         check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
-        self.check_sync()
         _refuse(self, CONFLICTS)
-        if self.uses_servers and self.workers is not None:
-            self.split_count(self.workers)
+        if (servers := self.parameter_servers) is not None and self.workers is not None:
+            servers.split_count(self.workers)
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
             if self.resume and named:
                 raise UsageError(
@@ -349,7 +363,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "Model and data": (ModelConfig, DataConfig, AugmentConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, OuterConfig, RecipeConfig),
+    "Gradient exchange": (SyncConfig, RecipeConfig),
     "Kernels and precision": (KernelConfig,),
     "Planning": (PlanningConfig,),
     "Run directory and checkpoints": (RunConfig,),
@@ -369,9 +383,8 @@ def check_recipe(config: TrainConfig) -> None:
     check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
     if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
-    config.check_outer()
     _refuse(config, RECIPE_CONFLICTS)
-    if config.warm_start_steps and config.recipe == "none" and config.outer_steps is None:
+    if config.warm_start_steps and config.recipe == "none" and config.outer is None:
         why = "Only recipes, and --sync outer:H and local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
 
@@ -386,7 +399,6 @@ def _refuse(config: TrainConfig, conflicts: tuple[tuple[str, str, str], ...]) ->
 def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
     """What the tables below name: an option as users type it, and whether it is given."""
     recipe, kron = config.recipe, config.optimizer.startswith("timm/kron")
-    outer, served = config.outer_steps is not None, config.uses_servers
     sync, optimizer, shares = f"--sync {config.sync}", f"--optimizer {config.optimizer}", f"--shares {config.shares}"
     coded = f"--compress {config.compress}" if recipe == "none" else f"--recipe {recipe}"
     another_codec = config.compress.strip() != "none" and not config.compress.startswith(recipe.replace("-", "_"))
@@ -400,19 +412,19 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
         "cuda graph": ("--cuda-graph", config.cuda_graph),
-        "ema": ("--model-ema", config.model_ema),
+        "ema": (f"--model-ema {config.model_ema}", config.model_ema is not None),
         "fp16": ("--amp fp16", config.amp == "fp16"),
         "half": ("--double-buffer half", config.double_buffer == "half"),
         "homes": (f"--placement {config.placement}", config.placement not in (None, "linear", "loop", "v")),
         "kernels": (f"--kernels {config.kernels}", config.uses_kernels),
         "kron": (optimizer, kron),
         "late": (f"--double-buffer {config.double_buffer}", config.double_buffer != "off"),
-        "local": (sync, outer and config.sync.startswith(LOCAL)),
+        "local": (sync, type(read_sync(config.sync)) is Local),
         "nesterov": ("--nesterov", config.nesterov),
         "no guard": ("--no-guard", not config.guard),
         "no share": (shares, 0 in (config.share_list or ())),
         "not sgd": (optimizer, config.optimizer != "sgd"),
-        "outer": (sync, outer),
+        "outer": (sync, config.outer is not None),
         "plan file": (f"--plan {config.plan}", config.plan_file is not None),
         "profile": ("--profile", config.profile),
         "recipe": (f"--recipe {recipe}", recipe != "none"),
@@ -422,7 +434,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         ),
         "resume from": (f"--resume-from {config.resume_from}", config.resume_from is not None),
         "select batch": (f"--select-batch {config.select_batch}", bool(config.select_batch)),
-        "servers": (sync, served),
+        "servers": (sync, config.parameter_servers is not None),
         "shard optimizer": ("--shard-optimizer", config.shard_optimizer),
         "shares auto": (shares, config.shares.strip() == "auto"),
         "staged": (f"--stages {config.stages}", config.stages > 1),

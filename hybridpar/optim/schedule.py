@@ -20,9 +20,18 @@ from typing import Any
 import torch
 
 from hybridpar.config import OptimizerConfig
-
-#: Part of the stable and the last phase of `wsd` that the way down takes (Hägele et al. 2024, section 3).
-_WAY_DOWN = 0.2
+from hybridpar.config.rates import (
+    Cosine,
+    Counted,
+    Exponential,
+    Falling,
+    MultiStep,
+    OnPlateau,
+    Poly,
+    Schedule,
+    StableThenDown,
+    Steps,
+)
 
 
 def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
@@ -30,14 +39,14 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
 
     A linear warm-up over `warmup_epochs` (at most half of the run), then what `lr_schedule` says. With `t` counted from
     the end of the warm-up (from the start of the run without `warmup_prefix`), `T` the length from there to the
-    cool-down, `low` the rate `min_lr` and `high` the peak:
+    cool-down, `low` the rate `min` and `high` the peak:
 
     - `cosine`: low + (high - low) (1 + cos(pi t / T)) / 2 (Loshchilov and Hutter 2017, equation 5);
-    - `poly`: low + (high - low) (1 - t / T)^lr_power;
+    - `poly`: low + (high - low) (1 - t / T)^power;
     - `wsd`: high, then at the end low + (high - low) (1 - sqrt(progress)) (Hägele et al. 2024, equation 1);
-    - `step`: high decay_rate^floor(t / decay_epochs), or a fall at each fraction of the run in `step_epochs`;
-    - `multistep`: high decay_rate^(milestones that have passed), as torch's MultiStepLR;
-    - `exp`: high decay_rate^(t / decay_epochs);
+    - `step`: high rate^floor(t / every), or a fall at each of the `fractions` of the run;
+    - `multistep`: high rate^(epochs of `at` that have passed), as torch's MultiStepLR;
+    - `exp`: high rate^(t / every);
     - `plateau` and `constant`: high.
 
     Args:
@@ -46,26 +55,29 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
         steps_per_epoch: Steps in an epoch.
         config: The schedule.
     """
+    schedule = config.rate_schedule
     epoch: float = steps_per_epoch  # in units of what the rate changes with
-    if config.lr_update == "epoch":
+    if schedule.update == "epoch":
         step, total, epoch = math.floor(step / steps_per_epoch), math.ceil(total / steps_per_epoch), 1.0
     warmup = warmup_length(total, epoch, config)
     if step < warmup:
-        if config.warmup_lr is None:
+        if schedule.warmup_lr is None:
             return (step + 1) / warmup
-        start = config.warmup_lr / config.lr
+        start = schedule.warmup_lr / config.lr
         return start + step * (1.0 - start) / warmup
-    low = config.min_lr / config.lr
-    since = step - warmup if config.warmup_prefix else step
-    if config.lr_schedule in ("cosine", "poly", "wsd"):
-        end = total - round(config.cooldown_epochs * epoch)
-        if config.lr_schedule == "wsd":
-            return low + (1.0 - low) * _stable_then_down(step - warmup, end - warmup, epoch, config.decay_epochs)
-        progress = min(1.0, since / max(1, end - (warmup if config.warmup_prefix else 0)))
-        if config.lr_schedule == "poly":
-            return low + (1.0 - low) * math.pow(1.0 - progress, config.lr_power)
+    if not isinstance(schedule, Falling):
+        return 1.0
+    low = schedule.min / config.lr
+    if isinstance(schedule, StableThenDown):
+        length = total - round(schedule.cooldown * epoch) - warmup
+        return low + (1.0 - low) * _stable_then_down(step - warmup, length, epoch, schedule.decay)
+    first = warmup if isinstance(schedule, Counted) and schedule.warmup_prefix else 0
+    if isinstance(schedule, Cosine):
+        progress = min(1.0, (step - first) / max(1, total - round(schedule.cooldown * epoch) - first))
+        if isinstance(schedule, Poly):
+            return low + (1.0 - low) * math.pow(1.0 - progress, schedule.power)
         return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(low, math.pow(config.decay_rate, _falls(step, since, total, epoch, config)))
+    return max(low, _after_falls(step, step - first, total, epoch, schedule))
 
 
 def warmup_length(total: int, epoch: float, config: OptimizerConfig) -> int:
@@ -79,45 +91,45 @@ def warmup_length(total: int, epoch: float, config: OptimizerConfig) -> int:
     return min(round(config.warmup_epochs * epoch), total // 2)
 
 
-def _stable_then_down(since: float, length: float, epoch: float, decay_epochs: float | None) -> float:
-    decay = _WAY_DOWN if decay_epochs is None else decay_epochs
+def _stable_then_down(since: float, length: float, epoch: float, decay: float) -> float:
     down = round(decay * length if decay < 1 else decay * epoch)
     progress = (since - (length - down)) / max(1, down)
     return 1.0 - math.sqrt(min(1.0, max(0.0, progress)))
 
 
-def _falls(step: float, since: float, total: int, epoch: float, config: OptimizerConfig) -> float:
-    """How often the rate has been multiplied with `decay_rate`."""
-    if config.lr_schedule == "exp":
-        return since / ((config.decay_epochs or 1.0) * epoch)
-    if config.lr_schedule == "multistep":
-        return sum(since >= milestone * epoch for milestone in config.milestones)
-    if config.lr_schedule == "step":
-        if config.decay_epochs is not None:
-            return since // (config.decay_epochs * epoch)
-        return sum(step >= fraction * total for fraction in config.step_epochs)
-    return 0
+def _after_falls(step: float, since: float, total: int, epoch: float, schedule: Schedule) -> float:
+    """What is left of the peak rate after all falls."""
+    if isinstance(schedule, Exponential):
+        return math.pow(schedule.rate, since / (schedule.every * epoch))
+    if isinstance(schedule, MultiStep):
+        return math.pow(schedule.rate, sum(since >= one * epoch for one in schedule.at))
+    if isinstance(schedule, Steps):
+        if schedule.every is not None:
+            return math.pow(schedule.rate, since // (schedule.every * epoch))
+        return math.pow(schedule.rate, sum(step >= fraction * total for fraction in schedule.fractions))
+    return 1.0
 
 
 class Plateau:
     """Lowers the learning rate when a metric has stopped rising: torch's ReduceLROnPlateau without an optimizer.
 
     Args:
-        config: `decay_rate`, `patience_epochs`, `min_lr` and `lr`.
+        peak: The learning rate to begin with.
+        schedule: When to lower it, and to what.
 
     Attributes:
         factor: The learning rate as a fraction of the peak rate.
     """
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._peak = config.lr
-        self._holder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+    def __init__(self, peak: float, schedule: OnPlateau) -> None:
+        self._peak = peak
+        self._holder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
         self._scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
             self._holder,
             mode="max",
-            factor=config.decay_rate,
-            patience=config.patience_epochs,
-            min_lr=config.min_lr,
+            factor=schedule.rate,
+            patience=schedule.patience,
+            min_lr=schedule.min,
         )
 
     @property

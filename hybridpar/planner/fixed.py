@@ -11,6 +11,7 @@ from typing import Literal
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
+from hybridpar.config.sync import AllReduce, read_sync
 from hybridpar.schedule.schedules import SCHEDULES
 
 
@@ -75,7 +76,7 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
     """
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
-        f"--sync {config.sync}": "sync" in named and config.outer_steps is not None,
+        f"--sync {config.sync}": "sync" in named and config.outer is not None,
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
         "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,
     }
@@ -158,7 +159,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--batch-norm sync": config.batch_norm == "sync",
         f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",
-        f"--sync {config.sync}": config.sync != "allreduce",
+        f"--sync {config.sync}": not isinstance(read_sync(config.sync), AllReduce),
         f"--double-buffer {config.double_buffer}": config.double_buffer != "off",
         f"--select-batch {config.select_batch}": bool(config.select_batch),
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),

@@ -152,7 +152,7 @@ class Question:
             fixed,
             config.amp,
             state_copies(config),
-            int(config.model_ema),
+            int(config.model_ema is not None),
             True,  # what is measured for a run is its model, which all workers have built
             config.bucket_bytes,
             config.sync_lanes,

@@ -146,7 +146,7 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
         bucket_bytes=config.bucket_bytes,
         policy=(SyncRule(codec=config.compress),),
         batch_norm=config.batch_norm,
-        outer=config.outer_steps,
+        outer=None if config.outer is None else config.outer.every,
         shard_optimizer=config.shard_optimizer,
     )
     if plan is None or plan.sync is None:

@@ -59,7 +59,9 @@ class MetricRule:
             )
         if metric.startswith("ema_") and not average:
             raise UsageError(
-                f"{option} {text} without --model-ema", "There is no moving average to test.", "Add --model-ema."
+                f"{option} {text} without --model-ema",
+                "There is no moving average to test.",
+                "Add for instance --model-ema 0.9998.",
             )
         return cls(metric, int(number))
 
@@ -117,7 +119,7 @@ def keep_rule(config: TrainConfig) -> MetricRule:
     Raises:
         UsageError: The option cannot be read.
     """
-    return MetricRule.parse("--keep-best", config.keep_best, average=config.model_ema)
+    return MetricRule.parse("--keep-best", config.keep_best, average=config.model_ema is not None)
 
 
 def stop_rule(config: TrainConfig) -> MetricRule | None:
@@ -134,4 +136,4 @@ def stop_rule(config: TrainConfig) -> MetricRule | None:
     """
     if config.stop_early is None:
         return None
-    return MetricRule.parse("--stop-early", config.stop_early, average=config.model_ema)
+    return MetricRule.parse("--stop-early", config.stop_early, average=config.model_ema is not None)

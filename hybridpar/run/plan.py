@@ -12,7 +12,6 @@ import torch
 from hybridpar.comm.clocks import clock_identity
 from hybridpar.compress import format_codec
 from hybridpar.config import TrainConfig
-from hybridpar.config.server import OUTER
 from hybridpar.machine.process import available_cores
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.engine import PipelineEngine
@@ -91,8 +90,8 @@ def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:
         config: The user's request.
         plan: What is followed, which may have chosen an outer loop.
     """
-    outer = plan.sync.outer is not None and config.outer_steps is None
-    return f"{OUTER}:{plan.sync.outer}" if outer else config.sync.strip()
+    outer = plan.sync.outer is not None and config.outer is None
+    return f"outer:{plan.sync.outer}" if outer else config.sync.strip()
 
 
 def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:

@@ -108,7 +108,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         if not in_job():
             raise
         problem, changes = error, ()  # told once the workers have joined: another host may have no such run
-    if problem is None and config.uses_servers:
+    if problem is None and config.parameter_servers is not None:
         from hybridpar.run.served_run import run_served
 
         return run_served(with_images_of_model(config, model_name), model_name, changes)
@@ -517,7 +517,7 @@ class Run(RunLoop):
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""
-        if not self.config.model_ema:
+        if self.config.model_ema is None:
             return None
         with self.trainer.averaged():
             return self.trainer.evaluate(self.test)

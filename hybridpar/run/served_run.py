@@ -81,7 +81,8 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
         config = expand(config, total_steps=None, replicas=1)  # learning rates per sample; recipes are refused
         place = find_own_place(config, config.timeout)
         with contextlib.ExitStack() as stack:
-            config.split_count(place.workers)
+            assert config.parameter_servers is not None
+            config.parameter_servers.split_count(place.workers)
             if not place.is_worker:
                 # Signals are for workers: until they have left, they need the servers to save.
                 stack.callback(StopRequest().release)

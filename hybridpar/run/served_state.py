@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
+from hybridpar.config.rates import OnPlateau
 from hybridpar.models import model_fingerprint
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.observe.metrics import read_metrics
@@ -92,7 +93,8 @@ class ServedState:
         #: What losses are multiplied with (`--amp fp16`): the same on all workers where they are in step, else its own.
         self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
         # What workers in step decide alike of `--lr-schedule plateau`, else worker 0 for all.
-        self._plateau = Plateau(config) if config.lr_schedule == "plateau" else None
+        schedule = config.rate_schedule
+        self._plateau = Plateau(config.lr, schedule) if isinstance(schedule, OnPlateau) else None
         self._told: float | None = None
         #: The moving average (`--model-ema`), on all workers where they are in step, else on worker 0; from `begin` on.
         self.average: ModelAverage | None = None
@@ -100,6 +102,7 @@ class ServedState:
 
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
+        assert config.parameter_servers is not None
         links = []
         for number, (address, stripe) in enumerate(zip(place.find(config.timeout), self._stripes, strict=True)):
             options = LinkOptions(
@@ -109,7 +112,7 @@ class ServedState:
                 policy=str(policy),
                 token=place.token,
                 timeout=config.timeout,
-                half=config.pull == "fp16",
+                half=config.parameter_servers.pull == "fp16",
                 returns=not self._barrier,
             )
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
@@ -154,7 +157,7 @@ class ServedState:
             checkpoint = latest_checkpoint(at.checkpoints) or checkpoint
         elif checkpoint is not None:
             self._load_own(checkpoint)
-        if self._config.model_ema and (main or self._barrier):
+        if self._config.model_ema is not None and (main or self._barrier):
             self._begin_average(checkpoint)
         if self._plateau is not None and checkpoint is not None:
             with usable(checkpoint):
@@ -272,10 +275,9 @@ class ServedState:
 
     def _begin_average(self, checkpoint: Path | None) -> None:
         """Begin with the average of a checkpoint, or where it has none with the weights as they are."""
-        config = self._config
-        self.average = ModelAverage(
-            self.model, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
-        )
+        ema = self._config.ema
+        assert ema is not None
+        self.average = ModelAverage(self.model, ema.decay, warmup=ema.warmup, every=ema.every)
         self._averaged = self._at.step
         if checkpoint is None or (data := load_checkpoint(checkpoint)).average is None:
             return

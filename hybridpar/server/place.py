@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridpar.config.server import ServerConfig
+from hybridpar.config import SyncConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
 from hybridpar.machine.addresses import address_towards
 from hybridpar.machine.supervise import new_token
@@ -117,7 +117,7 @@ class Place:
         return [self.wait_for(f"shard/{number}", timeout) for number in range(self.shards)]
 
 
-def find_own_place(config: ServerConfig, timeout: float) -> Place:
+def find_own_place(config: SyncConfig, timeout: float) -> Place:
     """What this process is, from the environment that a launcher made.
 
     Args:
@@ -129,12 +129,13 @@ def find_own_place(config: ServerConfig, timeout: float) -> Place:
         LaunchError: The launcher's store cannot be reached.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    servers = config.server_processes
+    assert config.parameter_servers is not None
+    servers = config.parameter_servers.servers
     if size <= servers:
         raise UsageError(
-            f"{size} process{'' if size == 1 else 'es'} and --servers {servers}",
+            f"{size} process{'' if size == 1 else 'es'} and servers={servers}",
             "The last processes of a job are the servers; at least one more has to train.",
-            "Start more processes, or --servers 0, with which every worker serves a stripe.",
+            "Start more processes, or say servers=0, with which every worker serves a stripe.",
         )
     joins = os.environ.get(JOINS_VARIABLE) == "1"
     if size == 1:

@@ -29,12 +29,13 @@ def make_server(config: TrainConfig, place: Place) -> ShardServer:
         UsageError: The options contradict the number of workers.
     """
     assert place.shard is not None
+    assert config.parameter_servers is not None
     options = ServerOptions(
         number=place.shard,
         rules=Rules.of(config, place.workers),
         optimizer=optimizer_of(config),
         policy=read_policy(config.compress),
-        half=config.pull == "fp16",
+        half=config.parameter_servers.pull == "fp16",
         token=place.token,
         timeout=config.timeout,
     )

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hybridpar.config.server import SERVER_SYNC, ServerConfig
+from hybridpar.config import SyncConfig
+from hybridpar.config.sync import AsyncServers
 from hybridpar.errors import UsageError
 from hybridpar.server.staleness import SCALES, Scale, full_weight
 
@@ -78,7 +79,7 @@ class Rules:
         return cls.soft(learners, learners, scale, bound)
 
     @classmethod
-    def of(cls, config: ServerConfig, workers: int) -> Rules:
+    def of(cls, config: SyncConfig, workers: int) -> Rules:
         """What the options of a run ask for.
 
         A run's learning rate is for its batch, one gradient of every worker. With fewer gradients to an update there
@@ -92,7 +93,8 @@ class Rules:
         Raises:
             UsageError: N of softsync:N is not between 1 and the number of workers.
         """
-        if config.sync == SERVER_SYNC:
+        options = config.parameter_servers
+        if not isinstance(options, AsyncServers):
             return cls.synchronous(workers)
-        rules = cls.soft(workers, config.split_count(workers), config.staleness or "inverse", config.max_staleness)
+        rules = cls.soft(workers, options.split_count(workers), options.staleness, options.max_staleness)
         return replace(rules, rate=rules.collect / workers)

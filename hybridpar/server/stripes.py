@@ -124,7 +124,7 @@ def cut_model(
         raise UsageError(
             f"{shards} shards for a model with {len(parameters)} trained parameter tensors",
             "Every shard must have something to hold, so there are at most as many as parameters.",
-            f"Use --servers {max(1, len(parameters))} or fewer.",
+            f"Use servers={max(1, len(parameters))} or fewer.",
         )
     sizes = [math.prod(shape) for _, shape, _ in parameters]
     total = sum(sizes)

@@ -245,9 +245,9 @@ class OuterLoop:
         trained = [(name, one) for name, one in parameters.items() if one.is_floating_point() and one.requires_grad]
         if len(trained) < fragments:
             raise UsageError(
-                f"--outer-fragments {fragments} of {len(trained)} parameters",
+                f"fragments={fragments} of {len(trained)} parameters",
                 "A fragment holds one parameter at least.",
-                f"Use --outer-fragments {max(1, len(trained))}, or fewer.",
+                f"Use fragments={max(1, len(trained))}, or fewer.",
             )
         self._trained = [one for _, one in trained]
         cuts = divide([one.numel() * one.element_size() for _, one in trained], fragments) if trained else [[]]

@@ -187,7 +187,7 @@ class Engine:
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
-            after_step=self._after_step_of if config.model_ema or config.amp == "fp16" else None,
+            after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
         )
 
     def _sync_options(self) -> SyncOptions:
@@ -267,10 +267,8 @@ class Engine:
         """What keeps the moving average and the loss scale of a stage or of the model."""
         config = self._config
         average = scale = None
-        if config.model_ema:
-            average = ModelAverage(
-                module, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
-            )
+        if (ema := config.ema) is not None:
+            average = ModelAverage(module, ema.decay, warmup=ema.warmup, every=ema.every)
             self.averages.append(average)
         if config.amp == "fp16":
             scale = LossScale(next((one.device for one in module.parameters()), self._world.device))
@@ -480,7 +478,7 @@ class Engine:
         Returns:
             It, on every worker, or with `own_only` what the worker holds of it; None without `model_ema`.
         """
-        if not self._config.model_ema:
+        if self._config.model_ema is None:
             return None
         if self.own_only and self.plan.sync.batch_norm != "local":
             self.pipeline.wait()

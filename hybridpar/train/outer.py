@@ -24,6 +24,7 @@ from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
+from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
@@ -140,7 +141,7 @@ class OuterEngine(Engine):
     """Trains each party on its own share, and exchanges the progress now and then.
 
     Args:
-        parts: As of `Engine`. `outer_steps` of the options says how often parties exchange, the `outer_` options how.
+        parts: As of `Engine`. `outer` of the options says how often parties exchange, and how.
         total_steps: Steps of the run, of which the last ends with an exchange; None where that is not known.
         warmup_steps: First steps, in which the learning rate rises.
 
@@ -154,24 +155,25 @@ class OuterEngine(Engine):
 
     def __init__(self, parts: EngineParts, *, total_steps: int | None = None, warmup_steps: int = 0) -> None:
         config, world = parts.config, parts.world
-        every = config.outer_steps
-        assert every is not None
+        assert config.outer is not None
+        loop, every = config.outer, config.outer.every
+        self._delay = loop.delay
         self._together = config.warm_start_steps or 0
         self._job = world
         self._steps = 0
         self._flags = [False, False]
         self._equal = False  # parties on their own have the same weights for the moment
         self._trained = 0  # samples since parties parted, in steps that counted
-        self._marks = [0] * config.outer_fragments  # those at the last exchange of each fragment
+        self._marks = [0] * loop.fragments  # those at the last exchange of each fragment
         self._unread: list[tuple[StepOutcome, int]] = []  # steps whose decision is not known yet
         self._made: dict[tuple[str, int], Any] = {}
         check_length(config, every, total_steps)
-        self._timetable = Timetable(every, self._together, total_steps, config.outer_qsr, warmup_steps)
+        self._timetable = Timetable(every, self._together, total_steps, loop.qsr, warmup_steps)
         self._round: Round | None = None
         self._worlds: list[World | NodeWorlds] = []
         self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
         try:
-            self._open(parts)
+            self._open(parts, loop)
         except BaseException:
             self._leave()
             raise
@@ -181,7 +183,7 @@ class OuterEngine(Engine):
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
 
-    def _open(self, parts: EngineParts) -> None:
+    def _open(self, parts: EngineParts, loop: Outer) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
         nodes = None
         if parts.stages is None:
@@ -204,17 +206,17 @@ class OuterEngine(Engine):
         buffers = {id(one) for module in modules for one in module.buffers()}
         total = self._timetable.total
         steps = None if total is None else max(0, total - self._together) // self._timetable.every
-        step = OuterStep(*config.outer_rates(steps))
+        step = OuterStep(*loop.rates(steps))
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             {name: one for name, one in model.named_buffers() if id(one) in buffers},
-            *(self._team, parts.lanes, step, config.outer_fragments, config.outer_delay > 0),
+            *(self._team, parts.lanes, step, loop.fragments, loop.delay > 0),
             policy=policy,
             seed=config.seed,
             nodes=nodes,
             bucket_bytes=plan.sync.bucket_bytes,
         )
-        agree = plan.pipeline.micro_batches, self._timetable, step, config.outer_delay, self.outer.fingerprint
+        agree = plan.pipeline.micro_batches, self._timetable, step, loop.delay, self.outer.fingerprint
         replicate(model, self._team, agree=agree)
         self._pipelines[bool(self._together)] = self.pipeline
         if not self._together:
@@ -263,7 +265,7 @@ class OuterEngine(Engine):
         """
         assert self._round is not None
         arrival, waited = None, 0.0
-        for one in self._round.transfers(len(self._marks), self._config.outer_delay):
+        for one in self._round.transfers(len(self._marks), self._delay):
             if self._steps not in (one.sent, one.arrives):
                 continue
             self.pipeline.wait()  # parameters are looked at
@@ -352,7 +354,7 @@ class OuterEngine(Engine):
 
     def average_state(self) -> dict[str, Tensor] | None:
         """The mean of the parties' moving averages; a collective. Each keeps its own."""
-        if not self._config.model_ema or not self._differs:
+        if self._config.model_ema is None or not self._differs:
             return super().average_state()
         with self.averaged():
             return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
@@ -521,5 +523,5 @@ def check_length(config: TrainConfig, every: int, total: int | None) -> None:
     raise UsageError(
         f"{given} in a run of {total} step{'' if total == 1 else 's'}",
         "The run would end before the first exchange is due.",
-        f"Use --sync {config.sync.replace(str(every), str(max(1, (total - together) // 4)), 1)}, or a longer run.",
+        f"Use --sync {config.sync.replace(f':{every}', f':{max(1, (total - together) // 4)}', 1)}, or a longer run.",
     )

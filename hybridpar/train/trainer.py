@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
+from hybridpar.config.rates import OnPlateau
 from hybridpar.config.recipe import refuse
-from hybridpar.config.server import OUTER
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
@@ -144,7 +144,7 @@ class Trainer:
         given = plan if isinstance(plan, Plan) else None
         #: The options as they were given; where a plan says otherwise, `plan` counts.
         self.config = config or TrainConfig()
-        if self.config.uses_servers:
+        if self.config.parameter_servers is not None:
             raise UsageError(
                 f"Trainer with sync={self.config.sync!r}",
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
@@ -188,7 +188,8 @@ class Trainer:
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
-            self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
+            schedule = self.config.rate_schedule
+            self._plateau = Plateau(self.config.lr, schedule) if isinstance(schedule, OnPlateau) else None
             self._optimizer_factory = optimizer
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
         except BaseException as error:
@@ -227,8 +228,8 @@ class Trainer:
         options = expand(asked, total_steps=self.total_steps, replicas=replicas)
         if asked.recipe != "none":
             plan = plan.with_codec(options.compress)
-        if plan.sync.outer is not None and asked.outer_steps is None:
-            options = replace(options, sync=f"{OUTER}:{plan.sync.outer}")
+        if plan.sync.outer is not None and asked.outer is None:
+            options = replace(options, sync=f"outer:{plan.sync.outer}")
         #: The learning rate of which every step's is a fraction.
         self.peak_rate = options.lr
 
@@ -254,7 +255,7 @@ class Trainer:
             from hybridpar.train.delayed import DoubleBufferEngine
 
             kind = DoubleBufferEngine
-        if options.outer_steps is not None:
+        if options.outer is not None:
             kind = self._open_outer_engine
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
@@ -485,11 +486,11 @@ class Trainer:
         Raises:
             UsageError: There is no average.
         """
-        if not self.config.model_ema:
+        if self.config.model_ema is None:
             raise UsageError(
                 "Trainer.averaged without model_ema",
                 "An average is kept from the first step on, where it is asked for.",
-                "Use TrainConfig(model_ema=True).",
+                'Use for instance TrainConfig(model_ema="0.9998").',
             )
         with self.engine.averaged():
             self.engine.synchronize_buffers()

@@ -20,7 +20,7 @@ from tests.train.training import config, make_net, share
 
 OPTIONS: list[dict[str, Any]] = [
     {"sync": "outer:3", "compress": "onebit"},
-    {"sync": "outer:4", "outer_optimizer": "nesterov", "outer_fragments": 2, "outer_delay": 1},
+    {"sync": "outer:4,opt=nesterov,fragments=2,delay=1"},
 ]
 
 

@@ -16,7 +16,7 @@ from tests.runs import restored_modes, train
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("export") / "run"
-    assert train(run_dir, epochs=1, model_ema=True) == 0
+    assert train(run_dir, epochs=1, model_ema="0.9998") == 0
     return run_dir
 
 

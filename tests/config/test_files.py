@@ -48,11 +48,13 @@ def test_a_message_about_a_wrong_option_does_not_name_the_model(words: list[str]
 def test_every_kind_of_value(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        'model = "resnet18"\nguard = false\nnesterov = true\ndownload = false\nstep_epochs = [0.25, 0.5]\n'
+        'model = "resnet18"\nguard = false\nnesterov = true\ndownload = false\nbetas = [0.25, 0.5]\n'
+        'sync = "outer:4,delay=2"\nmodel-ema = 0.99\n'
         'data-root = "/x y"\nclip-norm = 1\nplan = "none"\nweight-decay = -0.0\n',
     )
     train = parsed("--config", file)
-    assert (train.guard, train.nesterov, train.download, train.step_epochs) == (False, True, False, (0.25, 0.5))
+    assert (train.guard, train.nesterov, train.download, train.betas) == (False, True, False, (0.25, 0.5))
+    assert (train.sync, train.model_ema) == ("outer:4,delay=2", "0.99")
     assert (train.data_root, train.clip_norm, train.plan) == (Path("/x y"), 1.0, "none")
 
 
@@ -67,10 +69,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_what_a_run_writes_is_what_it_was_given(tmp_path: Path) -> None:
-    config = TrainConfig(lr=0.3, step_epochs=(0.2,), data_root=Path('odd "name"\\x'), guard=False, clip_norm=2.0)
+    config = TrainConfig(
+        lr=0.3, betas=(0.2,), data_root=Path('odd "name"\\x'), guard=False, clip_norm=2.0, sync="ps,servers=2"
+    )
     file = write(tmp_path, config_text(config, "package.module:factory", named=["stages"]))
     assert {one.name for one in read_settings(Path(file))} == {
-        *("model", "lr", "step_epochs", "data_root", "guard", "clip_norm", "stages")
+        *("model", "lr", "betas", "data_root", "guard", "clip_norm", "stages", "sync")
     }
     train = parsed("--config", file)
     assert train.model == "package.module:factory"

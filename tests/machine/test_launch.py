@@ -218,7 +218,7 @@ def verdict(tmp_path, monkeypatch):
     ("options", "said"),
     [
         (["--workers", "100000"], "--workers 100000 on"),
-        (["--sync", "ps", "--servers", "90000"], "and --servers 90000 on"),
+        (["--sync", "ps,servers=90000"], "and servers=90000 on"),
     ],
 )
 def test_more_processes_than_a_machine_has_room_for_are_not_started(options, said, tmp_path):

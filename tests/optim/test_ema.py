@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.train.test_engine import assert_close, make_trainer, steps
 from tests.train.training import config, make_net, share
 
-EMA: dict[str, Any] = {"model_ema": True, "model_ema_decay": 0.8, "model_ema_warmup": True}
+EMA: dict[str, Any] = {"model_ema": "0.8,warmup"}
 
 
 def net() -> nn.Module:
@@ -193,7 +193,7 @@ def test_a_step_that_is_rolled_back_does_not_change_the_average(stages: int) -> 
 
 def test_the_average_is_evaluated_by_itself() -> None:
     x, y = torch.randn(8, 3, 4, 4), torch.randint(0, 5, (8,))
-    with Trainer(make_net(), config=TrainConfig(lr=0.5, model_ema=True)) as trainer:
+    with Trainer(make_net(), config=TrainConfig(lr=0.5, model_ema="0.9998")) as trainer:
         for _ in range(5):
             trainer.step((x, y))
         own = trainer.evaluate([(x, y)])
@@ -206,12 +206,13 @@ def test_the_average_is_evaluated_by_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"model_ema_decay": 0.9}, "without --model-ema"),
-        ({"model_ema": True, "model_ema_decay": 1.0}, "less than 1"),
-        ({"model_ema": True, "model_ema_steps": 0}, "at least 1"),
-        ({"model_ema": True, "double_buffer": "half"}, "half"),
-        ({"model_ema": True, "cuda_graph": True}, "--cuda-graph"),
-        ({"model_ema": True, "select_batch": 2}, "--select-batch"),
+        ({"model_ema": "warmup"}, "It needs decay."),
+        ({"model_ema": "0.9,warmpu=on"}, "Did you mean warmup?"),
+        ({"model_ema": "1.0"}, "less than 1"),
+        ({"model_ema": "0.9,every=0"}, "at least 1"),
+        ({"model_ema": "0.9998", "double_buffer": "half"}, "half"),
+        ({"model_ema": "0.9998", "cuda_graph": True}, "--cuda-graph"),
+        ({"model_ema": "0.9998", "select_batch": 2}, "--select-batch"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], said: str) -> None:

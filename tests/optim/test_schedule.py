@@ -10,6 +10,7 @@ from timm.scheduler import create_scheduler_v2
 from torch.optim import lr_scheduler
 
 from hybridpar.config import OptimizerConfig
+from hybridpar.config.rates import OnPlateau
 from hybridpar.optim.schedule import Plateau, rate_factor
 
 CONFIG = OptimizerConfig(warmup_epochs=2.0, lr_schedule="cosine")
@@ -35,7 +36,7 @@ def test_cosine_falls_from_the_peak_to_zero():
 
 
 def test_step_schedule_divides_by_ten_at_each_fraction():
-    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step", step_epochs=(0.5, 0.75)))
+    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step:fractions=0.5/0.75"))
     assert rates[:50] == [1.0] * 50
     assert rates[50:75] == [pytest.approx(0.1)] * 25
     assert rates[75:] == [pytest.approx(0.01)] * 25
@@ -62,7 +63,7 @@ TOTAL = EPOCHS * PER_EPOCH
 def ours(**options):
     """The rate of every step, or of the first step of every epoch."""
     config = OptimizerConfig(lr=LR, **options)
-    every = PER_EPOCH if config.lr_update == "epoch" else 1
+    every = PER_EPOCH if config.rate_schedule.update == "epoch" else 1
     rates = [LR * rate_factor(step, TOTAL, PER_EPOCH, config) for step in range(TOTAL)]
     for step in range(TOTAL):  # the same within an epoch
         assert rates[step] == rates[step - step % every]
@@ -82,29 +83,26 @@ def timms(sched, per_epoch, epochs=EPOCHS, **options):
 
 
 TIMM = [
-    ("cosine", {}, {}),
-    ("cosine", {"min_lr": 0.01, "cooldown_epochs": 3.0}, {"epochs": 17, "min_lr": 0.01}),
-    ("poly", {"lr_power": 0.9, "min_lr": 0.01}, {"decay_rate": 0.9, "min_lr": 0.01}),
-    ("step", {"decay_epochs": 6.0, "decay_rate": 0.5}, {"decay_epochs": 6, "decay_rate": 0.5}),
-    ("wsd", {"min_lr": 0.02}, {"min_lr": 0.02}),
-    ("wsd", {"decay_epochs": 5.0, "cooldown_epochs": 2.0}, {"epochs": 18, "decay_epochs": 5}),
-    ("constant", {}, {}),
+    ("cosine", {}),
+    ("cosine:min=0.01,cooldown=3", {"epochs": 17, "min_lr": 0.01}),
+    ("poly:power=0.9,min=0.01", {"decay_rate": 0.9, "min_lr": 0.01}),
+    ("step:every=6,rate=0.5", {"decay_epochs": 6, "decay_rate": 0.5}),
+    ("wsd:min=0.02", {"min_lr": 0.02}),
+    ("wsd:decay=5,cooldown=2", {"epochs": 18, "decay_epochs": 5}),
+    ("constant", {}),
 ]
 
 
 @pytest.mark.parametrize("per_epoch", [True, False], ids=["epochs", "steps"])
 @pytest.mark.parametrize("prefix", [True, False], ids=["prefix", "inside"])
-@pytest.mark.parametrize(("sched", "options", "other"), TIMM)
-def test_schedules_are_timms(sched, options, other, prefix, per_epoch):
+@pytest.mark.parametrize(("schedule", "other"), TIMM)
+def test_schedules_are_timms(schedule, other, prefix, per_epoch):
     warm = 4
-    rates = ours(
-        lr_schedule=sched,
-        warmup_epochs=float(warm),
-        warmup_lr=1e-3,
-        warmup_prefix=prefix,
-        lr_update="epoch" if per_epoch else "step",
-        **options,
-    )
+    sched = schedule.partition(":")[0]
+    keys = f"warmup_lr=1e-3,update={'epoch' if per_epoch else 'step'}"
+    if sched not in ("constant", "wsd"):  # these begin after the warm-up
+        keys += f",warmup_prefix={'on' if prefix else 'off'}"
+    rates = ours(lr_schedule=f"{schedule},{keys}", warmup_epochs=float(warm))
     # timm adds the warm-up to the epochs where it is a prefix; here the number of epochs is that of the run.
     epochs = other.get("epochs", EPOCHS) - (warm if prefix else 0)
     given = {"warmup_lr": 1e-3, "warmup_epochs": warm, "warmup_prefix": prefix, **other, "epochs": epochs}
@@ -121,38 +119,38 @@ def torchs(scheduler):
 
 
 @pytest.mark.parametrize(
-    ("options", "make"),
+    ("schedule", "make"),
     [
-        ({"lr_schedule": "multistep", "milestones": (5.0, 9.0)}, lambda o: lr_scheduler.MultiStepLR(o, [5, 9], 0.1)),
-        ({"lr_schedule": "exp", "decay_rate": 0.9}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
-        ({"lr_schedule": "step", "decay_epochs": 4.0}, lambda o: lr_scheduler.StepLR(o, 4, 0.1)),
-        ({"lr_schedule": "cosine", "min_lr": 0.01}, lambda o: lr_scheduler.CosineAnnealingLR(o, 16, 0.01)),
-        ({"lr_schedule": "poly", "lr_power": 0.9}, lambda o: lr_scheduler.PolynomialLR(o, 16, 0.9)),
+        ("multistep:at=5/9", lambda o: lr_scheduler.MultiStepLR(o, [5, 9], 0.1)),
+        ("exp:rate=0.9", lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+        ("step:every=4", lambda o: lr_scheduler.StepLR(o, 4, 0.1)),
+        ("cosine:min=0.01", lambda o: lr_scheduler.CosineAnnealingLR(o, 16, 0.01)),
+        ("poly:power=0.9", lambda o: lr_scheduler.PolynomialLR(o, 16, 0.9)),
     ],
 )
-def test_schedules_are_torchs_after_torchvisions_warm_up(options, make):
+def test_schedules_are_torchs_after_torchvisions_warm_up(schedule, make):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     warm = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=4)
     both = lr_scheduler.SequentialLR(optimizer, [warm, make(optimizer)], milestones=[4])
-    mine = ours(warmup_epochs=4.0, warmup_lr=0.01 * LR, lr_update="epoch", **options)
+    mine = ours(warmup_epochs=4.0, lr_schedule=f"{schedule},warmup_lr={0.01 * LR},update=epoch")
     assert mine == pytest.approx(torchs(both), rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "poly", "wsd", "exp"])
+@pytest.mark.parametrize("schedule", ["cosine:min=0.05", "poly:min=0.05", "wsd:min=0.05", "exp:min=0.05,rate=0.5"])
 def test_no_rate_is_below_the_least(schedule):
-    rates = ours(lr_schedule=schedule, min_lr=0.05, warmup_epochs=0.0, decay_rate=0.5)
+    rates = ours(lr_schedule=schedule, warmup_epochs=0.0)
     assert min(rates) >= 0.05 - 1e-12
     assert rates[-1] < 0.1
 
 
 def test_a_plateau_lowers_the_rate_as_torchs_does_and_survives_a_checkpoint():
-    config = OptimizerConfig(lr=LR, lr_schedule="plateau", patience_epochs=1, min_lr=0.01)
+    schedule = OnPlateau(patience=1, min=0.01)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
     reference = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=1, factor=0.1, min_lr=0.01)
-    plateau = Plateau(config)
+    plateau = Plateau(LR, schedule)
     for metric in (0.1, 0.5, 0.5, 0.4, 0.4, 0.6, 0.5, 0.5, 0.5, 0.5):
         plateau.step(metric)
-        again = Plateau(config)
+        again = Plateau(LR, schedule)
         again.load_state_dict(plateau.state_dict())
         plateau = again
         reference.step(metric)

@@ -30,7 +30,7 @@ from tests.small_nets import SmallNet
 
 SAMPLES = 8
 #: Rates that float32 holds exactly, as those of a run without graphs are Python's own numbers.
-PLAIN = TrainConfig(lr=0.125, lr_schedule="step", step_epochs=(), warmup_epochs=4.0, micro_batches=2)
+PLAIN = TrainConfig(lr=0.125, lr_schedule="constant", warmup_epochs=4.0, micro_batches=2)
 GRAPH = replace(PLAIN, cuda_graph=True)
 STEPS = 7
 

@@ -59,7 +59,7 @@ def predicted_and_measured(
         cluster(world.size, kind="cuda" if world.size == 1 else "cpu"),
         BATCH,
         optimizer_copies=state_copies(config),
-        averages=int(config.model_ema),
+        averages=int(config.model_ema is not None),
         memory_margin=1.0,
         fixed=fixed,
     )
@@ -88,7 +88,7 @@ def predicted_and_measured(
 ALONE = [
     ({"micro_batches": 1}, False, {}),
     ({"micro_batches": 4}, False, {"optimizer": "adamw"}),
-    ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, False, {"optimizer": "adamw", "model_ema": True}),
+    ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, False, {"optimizer": "adamw", "model_ema": "0.9998"}),
     ({"micro_batches": 4, "stages": 2, "schedule": "1f1b"}, False, {}),
     ({"micro_batches": 4, "stages": 2, "schedule": "gpipe"}, True, {"momentum": 0.0}),
 ]

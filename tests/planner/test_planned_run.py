@@ -662,7 +662,7 @@ def found_later(world: World, run_dir: Path, parts: int, plan: Plan | None, opti
 def test_workers_begin_at_once_and_all_follow_a_plan_at_the_same_step(tmp_path):
     plan, options = (
         resolve(TrainConfig(**TWO_STAGES), 2),
-        {"steps": 12, "model_ema": True, "keep": 5, "checkpoint_every": "4"},
+        {"steps": 12, "model_ema": "0.9998", "keep": 5, "checkpoint_every": "4"},
     )
     first, later, stopped, after = (tmp_path / name for name in ("first", "later", "stopped", "after"))
     run_ranks(found_later, 2, first, 0, plan, options)

@@ -40,7 +40,7 @@ def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochR
     ],
 )
 def test_rules_are_read(text, rule):
-    config = TrainConfig(keep_best=text, stop_early=text, model_ema=True)
+    config = TrainConfig(keep_best=text, stop_early=text, model_ema="0.9998")
     assert keep_rule(config) == stop_rule(config) == rule
 
 
@@ -54,7 +54,7 @@ def test_other_rules_are_refused(text, said):
 
 
 def test_a_figure_of_an_average_needs_an_average():
-    with pytest.raises(UsageError, match="Add --model-ema"):
+    with pytest.raises(UsageError, match="Add for instance --model-ema"):
         keep_rule(TrainConfig(keep_best="ema_test_loss:1"))
     with pytest.raises(UsageError, match="--stop-early with --sync ps"):
         TrainConfig(stop_early="3", sync="ps").check()

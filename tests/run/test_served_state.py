@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.rates import OnPlateau
 from hybridpar.models.random_state import random_state
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.schedule import Plateau
@@ -56,7 +57,7 @@ def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(state)
 
 
 def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(state):
-    state._plateau = Plateau(TrainConfig(lr_schedule="plateau", patience_epochs=0, warmup_epochs=0.0))
+    state._plateau = Plateau(TrainConfig.lr, OnPlateau(patience=0))
     state._at.step = 3
     assert state.tells == (None if state._barrier else 1.0)
     for _ in range(2):

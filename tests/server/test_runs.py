@@ -37,11 +37,11 @@ def average(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
-    options = {"model_ema": True, "model_ema_decay": 0.9, "model_ema_warmup": True}
+    options = {"model_ema": "0.9,warmup"}
     options |= {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1}
     assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {**options, "plan": "none"}) == [0, 0]
     run(tmp_path / "served", 3, sync="ps", **options)
-    run(tmp_path / "masters", 2, sync="ps", servers=0, **options)
+    run(tmp_path / "masters", 2, sync="ps,servers=0", **options)
     for name, own in average(tmp_path / "plain").items():
         torch.testing.assert_close(average(tmp_path / "served")[name], own, rtol=1e-5, atol=1e-6)
         assert not torch.equal(own, saved_state(tmp_path / "plain")[name]) or "num_batches" in name
@@ -78,15 +78,15 @@ def test_servers_begin_with_the_weights_that_worker_0_reads(tmp_path):
 
 def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
     with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
-        train(tmp_path / "run", "fixed", sync="ps", servers=0)
+        train(tmp_path / "run", "fixed", sync="ps,servers=0")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
-    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau", "warmup_epochs": 0.0}
-    options |= {"patience_epochs": 0, "synthetic_samples": 32, "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
-    options |= {"model_ema": True, "model_ema_decay": 0.9, "amp": "fp16"}
+    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "plateau:patience=0", "warmup_epochs": 0.0}
+    options |= {"synthetic_samples": 32, "epochs": 6, "clip_norm": 1.0}  # two steps an epoch
+    options |= {"model_ema": "0.9", "amp": "fp16"}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
     run(tmp_path / "halves", 3, "dropping", resume=True, **options)
@@ -110,11 +110,11 @@ def test_any_layout_resumes_any_checkpoint(tmp_path):
     place, more = tmp_path / "run", {"resume": True}
     run(place, 3, sync="ps", steps=2)
     run_without_servers(place, 2, steps=4, **more)
-    run(place, 2, sync="softsync:1", servers=0, steps=6, **more)
+    run(place, 2, sync="softsync:1,servers=0", steps=6, **more)
     run_without_servers(place, 2, sync="local:2", steps=8, **more)
     run(place, 4, sync="ps-async", steps=10, **more)
     run_without_servers(place, 2, stages=2, micro_batches=2, steps=12, **more)
-    run(place, 3, sync="ps-async", servers=2, steps=14, **more)  # one worker
+    run(place, 3, sync="ps-async,servers=2", steps=14, **more)  # one worker
     assert train(place, steps=16, **more) == 0  # alone, with no servers at all
     steps = read_metrics(place).steps["step"]
     assert [int(step) for step in steps] == list(range(1, 17))
@@ -125,14 +125,12 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
     options = {
         "optimizer": "timm/lamb",
         "clip_norm": 0.5,
-        "lr_schedule": "plateau",
-        "patience_epochs": 0,
+        "lr_schedule": "plateau:patience=0",
         "synthetic_samples": 32,  # two steps an epoch
         "epochs": 3,
         "warmup_epochs": 0.0,
         "amp": "fp16",
-        "model_ema": True,
-        "model_ema_decay": 0.9,
+        "model_ema": "0.9",
     }
     run_without_servers(tmp_path / "whole", 2, steps=6, **options)
     run(tmp_path / "there", 3, sync="ps", steps=3, **options)
@@ -157,7 +155,7 @@ def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):
-    run(tmp_path / "run", 3, sync="ps-async", staleness="inverse", pull="fp16", checkpoint_every="4", model_ema=True)
+    run(tmp_path / "run", 3, sync="ps-async,staleness=inverse,pull=fp16", checkpoint_every="4", model_ema="0.9998")
     summary = check_run(tmp_path / "run", steps=12)
     assert all(one.ema_test_loss is not None for one in read_metrics(tmp_path / "run").epochs)
     assert average(tmp_path / "run")
@@ -178,7 +176,7 @@ def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
 
 
 def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
-    options = {"sync": "ps-async", "servers": 1, "checkpoint_every": "2", "timeout": 10}
+    options = {"sync": "ps-async,servers=1", "checkpoint_every": "2", "timeout": 10}
     with job(3, tmp_path / "run", **options, epochs=500) as answers:
         server = pids(answers, 3)[2]
         eventually(lambda: saved(tmp_path / "run"))

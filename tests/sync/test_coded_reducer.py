@@ -37,7 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"compress": "twobit", "optimizer": "rmsprop", "lr": 0.001},
     {"compress": "qsgd:bits=4", "clip_norm": 0.01, "clip_mode": "agc"},
     {"compress": "signsgd", "guard": False},
-    {"compress": "fp16", "model_ema": True},
+    {"compress": "fp16", "model_ema": "0.9998"},
     {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
     {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_norm": 0.1, "micro_batches": 2},
     {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},

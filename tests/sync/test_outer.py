@@ -186,7 +186,7 @@ def test_fragments_hold_every_parameter_once(parts):
 
 
 def test_more_fragments_than_parameters_are_refused():
-    with Lanes("cpu") as lanes, pytest.raises(UsageError, match="--outer-fragments 3 of 2 parameters"):
+    with Lanes("cpu") as lanes, pytest.raises(UsageError, match="fragments=3 of 2 parameters"):
         OuterLoop(parameters([1.0], [1.0]), {}, ALONE, lanes, NESTEROV, 3)
 
 

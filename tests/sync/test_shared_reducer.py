@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped norm": {"clip_norm": 0.1},
     "clipped adaptively": {"clip_norm": 0.01, "clip_mode": "agc"},
     "no guard": {"guard": False},
-    "average": {"model_ema": True},
+    "average": {"model_ema": "0.9998"},
 }
 
 

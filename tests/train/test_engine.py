@@ -172,7 +172,7 @@ SHARDED = [
     ("replicas", {}, True),
     ("replicas", {}, False),
     ("replicas", {"optimizer": "adamw", "lr": 0.01, "clip_norm": 0.1}, True),
-    ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": True, "clip_norm": 0.1}, False),
+    ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": "0.9998", "clip_norm": 0.1}, False),
     ("replicas of lanes", {"optimizer": "adagrad"}, True),
     ("replicas of lanes", {"optimizer": "rmsprop", "lr": 0.01}, False),
 ]

@@ -35,11 +35,7 @@ def _train(world, options, steps, more):
 
 
 STREAMED = {
-    "sync": "outer:4",
-    "outer_optimizer": "nesterov",
-    "outer_momentum": 0.5,
-    "outer_fragments": 2,
-    "outer_delay": 1,
+    "sync": "outer:4,opt=nesterov,momentum=0.5,fragments=2,delay=1",
     "compress": "onebit",
 }
 
@@ -116,11 +112,9 @@ def test_a_plan_that_says_it_is_followed():
 
 def test_local_is_the_plainest_outer_loop():
     local = run({"sync": "local:3", "warm_start_steps": 1}, norm=True)
-    outer = run({"sync": "outer:3", "warm_start_steps": 1, "outer_lr": 1.0}, norm=True)
-    nesterov = {"outer_optimizer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0}
-    still = run({"sync": "outer:3", "warm_start_steps": 1, **nesterov}, norm=True)
-    streamed = {"outer_fragments": 1, "outer_delay": 0}
-    stream = run({"sync": "outer:3", "warm_start_steps": 1, **streamed}, norm=True)
+    outer = run({"sync": "outer:3,lr=1", "warm_start_steps": 1}, norm=True)
+    still = run({"sync": "outer:3,opt=nesterov,lr=1,momentum=0", "warm_start_steps": 1}, norm=True)
+    stream = run({"sync": "outer:3,fragments=1,delay=0", "warm_start_steps": 1}, norm=True)
     for one, *others in zip(local, outer, still, stream, strict=True):
         assert all(same(one["weights"], other["weights"]) for other in others)
 
@@ -148,7 +142,7 @@ def test_three_workers_with_unequal_samples_are_weighed_by_them():
 
 
 def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    options = {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit:least=1", "plan": "none"}
+    options = {"sync": "outer:4,opt=nesterov", "compress": "onebit:least=1", "plan": "none"}
     assert run_ranks(train_run, 2, tmp_path / "whole", "dropping", None, options) == [0, 0]
     more = {"checkpoint_every": "3", "timeout": 20}
     with job(2, tmp_path / "run", model="dropping", fault="KILL@1:6", **options, **more) as answers:
@@ -162,9 +156,9 @@ def test_kill_9_in_mid_interval_and_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     "options",
     [
         {"sync": "outer:4"},
-        {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "onebit"},
-        {"sync": "outer:4", "outer_optimizer": "nesterov", "compress": "topk:rate=0.1", "warm_start_steps": 3},
-        {"sync": "outer:2", "compress": "qsgd_mn:bits=4", "outer_qsr": 1.0},
+        {"sync": "outer:4,opt=nesterov", "compress": "onebit"},
+        {"sync": "outer:4,opt=nesterov", "compress": "topk:rate=0.1", "warm_start_steps": 3},
+        {"sync": "outer:2,qsr=1", "compress": "qsgd_mn:bits=4"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -205,8 +199,8 @@ def test_a_streamed_run_goes_on_bit_for_bit(at, tmp_path):
 
 
 def test_momentum_and_growing_rounds_go_on_bit_for_bit(tmp_path):
-    options = {"sync": "outer:2", "outer_optimizer": "nesterov", "outer_momentum": 0.5, "outer_qsr": 2.0}
-    _resume({**options, "model_ema": True, "model_ema_decay": 0.5}, 5, tmp_path, steps=9)
+    options = {"sync": "outer:2,opt=nesterov,momentum=0.5,qsr=2"}
+    _resume({**options, "model_ema": "0.5"}, 5, tmp_path, steps=9)
 
 
 def _resume(options, at, tmp_path, steps=7):
@@ -223,7 +217,7 @@ def _resume(options, at, tmp_path, steps=7):
 
 
 def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_exchange(tmp_path):
-    options = {"sync": "outer:3", "outer_optimizer": "nesterov", "outer_momentum": 0.5}
+    options = {"sync": "outer:3,opt=nesterov,momentum=0.5"}
     run(options, 4, save=(str(tmp_path), 4))
     saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
     model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
@@ -285,7 +279,7 @@ def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sen
 
 
 def test_one_worker_with_momentum_tests_the_statistics_of_its_last_exchange():
-    with Trainer(make_net(True), config=config(sync="outer:2", outer_optimizer="nesterov"), world=World()) as trainer:
+    with Trainer(make_net(True), config=config(sync="outer:2,opt=nesterov"), world=World()) as trainer:
         for step in range(2):
             trainer.step(batch(step))
         buffers = [one.clone() for one in trainer.model.buffers()]
@@ -352,9 +346,9 @@ def _features(world, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"clip_norm": 0.5, "micro_batches": 2, "model_ema": True, "model_ema_decay": 0.5, "warm_start_steps": 2},
-        {"amp": "fp16", "batch_norm": "frozen", "outer_optimizer": "nesterov"},
-        {"batch_norm": "local", "outer_fragments": 3, "outer_delay": 0, "optimizer": "adamw", "lr": 0.01},
+        {"clip_norm": 0.5, "micro_batches": 2, "model_ema": "0.5", "warm_start_steps": 2},
+        {"amp": "fp16", "batch_norm": "frozen", "sync": "outer:3,opt=nesterov"},
+        {"batch_norm": "local", "sync": "outer:3,fragments=3,delay=0", "optimizer": "adamw", "lr": 0.01},
     ],
     ids=["clipping, accumulation and EMA", "fp16, frozen BatchNorm", "AdamW in fragments"],
 )
@@ -401,8 +395,8 @@ def whole(trainer):
     "options",
     [
         {"sync": "outer:3"},
-        {"sync": "outer:3", "outer_optimizer": "nesterov", "compress": "onebit", "warm_start_steps": 1},
-        {"sync": "outer:3", "outer_fragments": 2, "model_ema": True, "model_ema_decay": 0.5},
+        {"sync": "outer:3,opt=nesterov", "compress": "onebit", "warm_start_steps": 1},
+        {"sync": "outer:3,fragments=2", "model_ema": "0.5"},
     ],
     ids=["mean", "warm start, Nesterov, 1 bit", "fragments, EMA"],
 )
@@ -414,7 +408,7 @@ def test_replicas_of_a_pipeline_are_parties(options, tmp_path):
         assert other[2], "a resumed run goes on bit for bit"
         assert other[3] == loss
     assert resumed
-    met = "warm_start_steps" not in options and "outer_fragments" not in options
+    met = "warm_start_steps" not in options and "fragments" not in options["sync"]
     assert same(weights_, ranks[1][1]) is met, "two replicas, after an exchange of all"
     assert same(weights_, ranks[2][1])  # two stages of one replica
     assert any(flags)
@@ -436,7 +430,7 @@ def _on_nodes(world, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compress": "onebit"}, {"outer_optimizer": "nesterov", "warm_start_steps": 3}]
+    "options", [{}, {"compress": "onebit"}, {"sync": "outer:3,opt=nesterov", "warm_start_steps": 3}]
 )
 def test_workers_of_a_node_are_equal_in_every_step_and_nodes_after_an_exchange(options):
     first, second, third = run_ranks(_on_nodes, 3, {"sync": "outer:3", **options}, shared_memory=False)
@@ -465,7 +459,7 @@ def test_streams_are_ordered_by_waits():
     [
         ({"sync": "outer:9"}, "--sync outer:9 in a run of 8 steps"),
         ({"sync": "local:4", "warm_start_steps": 5}, "--sync local:4 after --warm-start-steps 5 in a run of 8 steps"),
-        ({"sync": "outer:8", "outer_fragments": 8}, "--outer-fragments 8 of 4 parameters"),
+        ({"sync": "outer:8,fragments=8"}, "fragments=8 of 4 parameters"),
         ({"sync": "outer:8", "compress": "onebit_sgd", "momentum": 0.0}, "--compress onebit_sgd with --sync outer:H"),
     ],
 )

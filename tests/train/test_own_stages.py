@@ -40,7 +40,7 @@ def train(
     model = build() if holds_all else DeferredModel(build)
     if weights is not None:
         load_weights(model, weights)
-    config = TrainConfig(stages=world.size, micro_batches=2, batch_size=8, model_ema=True, plan="none")
+    config = TrainConfig(stages=world.size, micro_batches=2, batch_size=8, model_ema="0.9998", plan="none")
     with Trainer(model, config=config, world=world, example=batch(0, 4)[0], total_steps=6) as trainer:
         extra = trainer.load(load) if load is not None else {}
         losses = [trainer.step(batch(step)).outcome.loss for step in range(trainer.steps_done, trainer.steps_done + 3)]
@@ -150,7 +150,7 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
         (4, {"compress": "onebit", "optimizer": "adamw", "lr": 0.01}),
         (4, {"compress": "powersgd:rank=2", "amp": "bf16", "batch_norm": "local"}),
         (4, {"amp": "bf16", "clip_norm": 1.0, "batch_norm": "sync"}),
-        (4, {"shard_optimizer": True, "model_ema": True, "optimizer": "adamw", "lr": 0.01}),
+        (4, {"shard_optimizer": True, "model_ema": "0.9998", "optimizer": "adamw", "lr": 0.01}),
         (2, {"amp": "fp16"}),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(value),

@@ -84,7 +84,7 @@ def test_a_step_is_that_of_a_plain_loop(options):
 
 
 def test_a_plateau_lowers_the_rate_and_is_in_the_checkpoint(tmp_path):
-    config = TrainConfig(lr_schedule="plateau", patience_epochs=0, warmup_epochs=0.0, lr=0.5)
+    config = TrainConfig(lr_schedule="plateau:patience=0", warmup_epochs=0.0, lr=0.5)
     with Trainer(make_model(), config=config) as trainer:
         rates = []
         for step, accuracy in enumerate((0.5, 0.5, 0.6, 0.6)):
@@ -466,7 +466,7 @@ def test_a_trainer_goes_on_by_a_plan_that_is_found_between_its_steps(monkeypatch
         return plan, ("plan     as it was written",)
 
     monkeypatch.setattr(planned_run, "_search_in_parts", search)
-    config = TrainConfig(momentum=0.9, lr=0.05, model_ema=True)
+    config = TrainConfig(momentum=0.9, lr=0.05, model_ema="0.9998")
     options: dict[str, Any] = {"total_steps": 200, "example": make_batch()[0]}
     losses = []
     for asked in (dataclasses.replace(config, plan="none"), config):

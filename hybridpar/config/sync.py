@@ -1,0 +1,172 @@
+"""How replicas are kept in step: what `--sync` stands for."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from hybridpar.errors import UsageError, check
+from hybridpar.spec import AT_LEAST_0, AT_LEAST_1, BELOW_1, POSITIVE, read_choice
+
+#: Outer steps from which on a run is long enough for much outer momentum; with fewer it overshoots.
+LONG_RUN = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """`allreduce`: the gradients of every step are summed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """`local:H`: workers train alone for H steps, then take the plain mean of their parameters.
+
+    Attributes:
+        every: H, the steps from one exchange to the next.
+    """
+
+    every: Annotated[int, AT_LEAST_1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Local):
+    """`outer:H,opt=nesterov,...`: workers train alone for H steps, then make an outer step of their progress.
+
+    Attributes:
+        opt: What is made of the workers' progress since the last exchange: their `mean`, or Nesterov momentum of it
+            (`nesterov`, as DiLoCo).
+        lr: Learning rate of the outer step; None: 1, and 0.7 with `nesterov`.
+        momentum: Of `nesterov`; None: 0.9 where the run has 200 outer steps or more, else 0.5.
+        qsr: Let H grow as the learning rate falls, to (this x peak rate / rate)^2 where that is more than H.
+        fragments: Parts of the parameters that are exchanged one after the other, each once in H steps.
+        delay: Steps that an exchange may take while training goes on; less than H / fragments.
+    """
+
+    opt: Literal["mean", "nesterov"] = "mean"
+    lr: Annotated[float | None, POSITIVE] = None
+    momentum: Annotated[float | None, BELOW_1] = None
+    qsr: Annotated[float | None, POSITIVE] = None
+    fragments: Annotated[int, AT_LEAST_1] = 1
+    delay: Annotated[int, AT_LEAST_0] = 0
+
+    def __post_init__(self) -> None:
+        every, parts = self.every, self.fragments
+        given = f"--sync outer:{every}"
+        check(parts <= every, f"{given}: fragments={parts}", f"It must be from 1 to {every}, the steps.")
+        fits = f"It must be less than H / fragments, here {every} / {parts}."
+        check(self.delay < max(1, every // parts), f"{given}: delay={self.delay}", fits)
+        if self.opt == "mean" and self.momentum:
+            what = f"{given}: momentum={self.momentum:g} with opt=mean"
+            raise UsageError(what, "A mean has no momentum.", "Use opt=nesterov.")
+
+    def rates(self, outer_steps: int | None) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step.
+
+        Args:
+            outer_steps: Outer steps of the run; None where that is not known.
+        """
+        if self.opt == "mean":
+            return 1.0 if self.lr is None else self.lr, 0.0
+        usual = 0.9 if outer_steps is not None and outer_steps >= LONG_RUN else 0.5
+        return 0.7 if self.lr is None else self.lr, usual if self.momentum is None else self.momentum
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServers:
+    """`ps`: gradients go to parameter servers, which wait for all workers.
+
+    Attributes:
+        waits_for_all: Whether every update takes a gradient of each worker.
+        servers: Server processes beside the workers; with 0 every worker hosts one shard.
+        pull: Number format of the parameters that workers get.
+    """
+
+    waits_for_all: ClassVar[bool] = True
+    servers: Annotated[int, AT_LEAST_0] = 1
+    pull: Literal["fp32", "fp16"] = "fp32"
+
+    def split_count(self, workers: int) -> int:
+        """N of n-softsync, in which an update takes floor(workers / N) gradients: here one of each worker.
+
+        Args:
+            workers: Number of workers.
+        """
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncServers(ParameterServers):
+    """`ps-async`: the servers wait for no worker.
+
+    Attributes:
+        staleness: Weight of a gradient computed on parameters of T updates ago: 1 (`none`), 1/T (`inverse`), or 1/N
+            (`mean`), N being the mean staleness to expect.
+        max_staleness: Most pushes that a worker may be ahead of the slowest before it waits; None: no limit.
+    """
+
+    waits_for_all: ClassVar[bool] = False
+    staleness: Literal["none", "inverse", "mean"] = "inverse"
+    max_staleness: Annotated[int | None, AT_LEAST_0] = None
+
+    def split_count(self, workers: int) -> int:
+        """The number of workers: an update takes one gradient.
+
+        Args:
+            workers: Number of workers.
+        """
+        return workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftSync(AsyncServers):
+    """`softsync:N`: the servers wait for W/N of W workers.
+
+    Attributes:
+        split: N; with 1 an update takes as many gradients as there are workers.
+    """
+
+    split: Annotated[int, AT_LEAST_1]
+
+    def split_count(self, workers: int) -> int:
+        """N of `softsync:N`.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            UsageError: N is more than the number of workers.
+        """
+        if self.split > workers:
+            raise UsageError(
+                f"--sync softsync:{self.split} with {workers} worker{'' if workers == 1 else 's'}",
+                f"N of softsync:N is a whole number from 1 to the number of workers, here 1 to {workers}.",
+                f"softsync:1 waits for as many gradients as there are workers, softsync:{workers} for one.",
+            )
+        return self.split
+
+
+#: What `--sync` may be.
+Sync: TypeAlias = AllReduce | Local | ParameterServers
+
+_CHOICES: dict[str, type[Sync]] = {
+    "allreduce": AllReduce,
+    "outer": Outer,
+    "local": Local,
+    "ps": ParameterServers,
+    "ps-async": AsyncServers,
+    "softsync": SoftSync,
+}
+
+
+@functools.cache
+def read_sync(text: str) -> Sync:
+    """What a value of `--sync` stands for.
+
+    Args:
+        text: Such as `allreduce` or `outer:16,opt=nesterov`.
+
+    Raises:
+        UsageError: It stands for nothing.
+    """
+    return read_choice("--sync", text, _CHOICES)

@@ -1,0 +1,175 @@
+"""Options that are one word with more inside: `name:key=value,...` as a frozen dataclass.
+
+    outer:16,opt=nesterov,lr=0.7      Outer(every=16, opt="nesterov", lr=0.7)
+    ps,servers=2                      ParameterServers(servers=2)
+    0.9998,warmup                     Average(decay=0.9998, warmup=True)
+
+The keys are the fields of the dataclass, and their types say how a value is read: text, whole numbers, numbers, `on`
+and `off`, a choice (`Literal`), or numbers with `/` between them (a tuple). Fields without a default may be given
+without their key, in order; a key alone means `on`; `auto` is None, where the type allows it. What a number
+must be stands beside its type, as in `Annotated[float, POSITIVE]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from hybridpar.errors import UsageError, nearest, shortened
+
+_T = TypeVar("_T")
+
+_WORDS = {"on": True, "true": True, "off": False, "false": False}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a number must be.
+
+    Attributes:
+        text: In words, to be put behind "It must be".
+        holds: Whether a number is that.
+    """
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
+AT_LEAST_1 = Rule("at least 1", lambda number: number >= 1)
+POSITIVE = Rule("greater than 0", lambda number: number > 0)
+BELOW_1 = Rule("at least 0 and less than 1", lambda number: 0 <= number < 1)
+BETWEEN_0_AND_1 = Rule("between 0 and 1", lambda number: 0 < number < 1)
+AT_MOST_1 = Rule("greater than 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
+    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for.
+
+    Args:
+        option: As users type it, for messages.
+        text: What they gave.
+        choices: The dataclass of each name.
+
+    Raises:
+        UsageError: There is no such name or key, or a value is not what it must be.
+    """
+    name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
+    if name not in choices:
+        raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", nearest(name, choices))
+    return read_fields(f"{option} {shortened(text)}", "".join(rest), choices[name])
+
+
+def read_fields(label: str, text: str, kind: type[_T]) -> _T:
+    """A dataclass of the values in `value,key=value,...`.
+
+    Args:
+        label: What messages call the whole.
+        text: The values.
+        kind: The dataclass.
+
+    Raises:
+        UsageError: There is no such key, or a value is not what it must be.
+    """
+    types_of = fields_of(kind)
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
+    given = split_fields(label, text, needed, [name for name, one in types_of.items() if one is bool])
+    values = read_values(label, given, types_of)
+    if missing := [name for name in needed if name not in values]:
+        raise UsageError(label, f"It needs {missing[0]}.", f"Add {missing[0]}=VALUE.")
+    return kind(**values)
+
+
+def fields_of(kind: type) -> Mapping[str, Any]:
+    """Names and types of the fields of a dataclass, in order.
+
+    Args:
+        kind: The dataclass.
+    """
+    types_of = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
+
+
+def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] = ()) -> dict[str, str]:
+    """Keys and values of `key=value,...`.
+
+    Args:
+        label: What messages call the whole.
+        text: The keys and values.
+        unnamed: Keys that may be left out, in order.
+        flags: Keys that stand for `on` where they have no value.
+
+    Raises:
+        UsageError: It is not of this form.
+    """
+    given: dict[str, str] = {}
+    left = list(unnamed)
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key in flags and not equals:
+            value = "on"
+        elif key and left and not equals:
+            key, value = left.pop(0), key
+        if not key or not value:
+            raise UsageError(f"{part.strip()!r} in {label}", "Options are key=value, separated by commas.")
+        if key in given:
+            raise UsageError(f"{key} is given twice in {label}", fix="Give it once.")
+        given[key] = value
+    return given
+
+
+def read_values(label: str, given: Mapping[str, str], types_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as their types say.
+
+    Args:
+        label: What messages call the whole.
+        given: Keys and values as text.
+        types_of: The types of all keys.
+
+    Raises:
+        UsageError: There is no such key, or a value is not what it must be.
+    """
+    for key in given:
+        if key not in types_of:
+            fix = nearest(key, types_of) if types_of else "It takes no options."
+            raise UsageError(f"{label} has no option {shortened(repr(key))}", fix=fix)
+    return {key: _read(label, key, value, types_of[key]) for key, value in given.items()}
+
+
+def _read(label: str, key: str, text: str, kind: Any) -> Any:
+    rules: list[Rule] = []
+    if typing.get_origin(kind) is Annotated:
+        kind, *rules = typing.get_args(kind)
+    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if types.NoneType in allowed and text == "auto":
+        return None
+    (kind,) = (one for one in allowed if one is not types.NoneType)
+    what = f"{label}: {key}={shortened(text)}"
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise UsageError(what, f"It must be {' or '.join(choices)}.", nearest(text, choices))
+        return text
+    several = typing.get_origin(kind) is tuple
+    if several:
+        kind = typing.get_args(kind)[0]
+    values = tuple(_convert(what, key, one.strip(), kind) for one in (text.split("/") if several else (text,)))
+    for rule in rules:
+        if not all(map(rule.holds, values)):
+            raise UsageError(what, f"{'They' if several else 'It'} must be {rule.text}.")
+    return values if several else values[0]
+
+
+def _convert(what: str, key: str, text: str, kind: Any) -> Any:
+    try:
+        if kind is int and len(text) > 20:
+            raise ValueError
+        return _WORDS[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(what, f"The value of {key} is {wanted}.") from None
