@@ -67,7 +67,7 @@ SETTINGS = [
     *(
         Setting("pipeline", model, side, 32, 2, {"stages": 2, "micro_batches": 4, "schedule": schedule})
         for model, side in (("resnet18", 32), ("mobilenet_v2", 96))
-        for schedule in ("gpipe", "1f1b", "zero_bubble")
+        for schedule in ("gpipe", "1f1b")
     ),
     Setting("replicas", "resnet18", 32, 16, 4, {"stages": 2, "micro_batches": 4, "schedule": "1f1b"}),
 ]

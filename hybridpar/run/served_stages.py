@@ -148,9 +148,7 @@ class StageLearner(GradientPusher):
         super().__init__(trainer.model, links, replica.own, names, barrier=barrier, took=took)
         self._engine, self._world = trainer.engine, replica.world
         self._waiting: Counter[str] = Counter()  # micro-batches whose part of a gradient is not there
-        if not self._engine.pipeline.options.split_backward:
-            self._call_after_gradients(self._after_gradient)
-        # Else halves of a backward pass accumulate in their own way, and all leaves at the end.
+        self._call_after_gradients(self._after_gradient)
 
     def _after_gradient(self, name: str) -> None:
         """A micro-batch has given its part, of which there is one at most."""

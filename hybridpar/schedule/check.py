@@ -1,4 +1,4 @@
-"""Proves that a schedule is complete, cannot deadlock and stays within memory.
+"""Proves that a schedule is complete and cannot deadlock, and counts what it holds.
 
 `check` proves a schedule on a layout; `check_program` proves lists of actions as workers issue them. Both run the
 queues themselves with transfers that block both ends until both have come, so that a proof does not rest on buffers.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
-from hybridpar.schedule.memory import Held, first_over, most_held
+from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.picture import draw_schedule, run_lanes
 from hybridpar.schedule.program import Program, QueueRun, dependencies, lower, require_own_lanes
 
@@ -25,7 +25,7 @@ class Proof:
         peak_in_flight: For every stage the most micro-batches between the start of their forward and the end of their
             backward pass.
         peak_saved_bytes: For every stage the most bytes that these hold.
-        slots: Length in unit time: forward passes and halves of backward passes take 1, whole backward passes 2.
+        slots: Length in unit time: forward passes take 1, backward passes 2.
     """
 
     peak_in_flight: tuple[int, ...]
@@ -33,20 +33,13 @@ class Proof:
     slots: int
 
 
-def check(
-    schedule: Schedule,
-    layout: Layout,
-    *,
-    saved_bytes: Sequence[int] | None = None,
-    memory_cap: int | None = None,
-) -> Proof:
-    """Prove that a schedule computes everything once, cannot deadlock, and keeps its limits.
+def check(schedule: Schedule, layout: Layout, *, saved_bytes: Sequence[int] | None = None) -> Proof:
+    """Prove that a schedule computes everything once and cannot deadlock.
 
     Args:
         schedule: The order of computation.
         layout: Where stages run.
         saved_bytes: For every stage what one micro-batch holds from its forward to its backward pass.
-        memory_cap: Most bytes that a worker may hold of these.
 
     Returns:
         What was found on the way: peaks of memory, and the length in unit time.
@@ -62,7 +55,6 @@ def check(
         raise _failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
     check_program(lower(schedule, layout))
     held = most_held(schedule, layout, saved_bytes)
-    _require_memory(schedule, layout, held, saved_bytes, memory_cap)
     return Proof(held.in_flight, held.stage_bytes, run.slots)
 
 
@@ -115,26 +107,25 @@ def check_program(program: Program) -> None:
 
 
 def _require_complete(schedule: Schedule, layout: Layout) -> None:
-    """Every stage has F and B, or F, I and W, of every micro-batch, once and on its own lane."""
+    """Every stage has F and B of every micro-batch, once and on its own lane."""
     require_own_lanes(schedule, layout)
     counts = Counter(action for row in schedule.rows for action in row)
     for stage in range(layout.stages):
         for index in range(schedule.micro_batches):
             found = tuple(kind for kind in _PASSES for _ in range(counts[Action(stage, kind, index)]))
-            if found not in ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, *_HALVES)):
+            if found != _PASSES:
                 raise _failure(
                     schedule,
                     layout,
                     f"stage {stage} does {' '.join(found) or 'nothing'} for micro-batch {index}",
                     Action(stage, found[-1], index) if found else None,
-                    "A stage does F and B of every micro-batch, or F, I and W, each once.",
+                    "A stage does F and B of every micro-batch, each once.",
                     "Add what is missing, and take out what is too much.",
                 )
 
 
 _LOWER = "Make the program with `hybridpar.schedule.program.lower`."
-_HALVES = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_PASSES = (Kind.FORWARD, Kind.BACKWARD, *_HALVES)
+_PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def _require_all(program: Program) -> dict[Action, tuple[Action, ...]]:
@@ -174,21 +165,6 @@ def _queue_name(program: Program, action: Action) -> str:
     if kind == "receive":
         return f"worker {worker}'s way from worker {other}"
     return f"lane {other}" if kind == "compute" else f"worker {worker}'s sync lane {other}"
-
-
-def _require_memory(
-    schedule: Schedule, layout: Layout, held: Held, saved_bytes: Sequence[int] | None, cap: int | None
-) -> None:
-    for worker, size in enumerate(held.worker_bytes):
-        if cap is not None and saved_bytes is not None and size > cap:
-            own = [lane for lane in range(layout.lanes) if layout.worker_of[lane] == worker]
-            fullest = max(own, key=held.lane_bytes.__getitem__)
-            # The other lanes may hold all that they ever hold at this time.
-            left = cap - (size - held.lane_bytes[fullest])
-            cell = first_over(schedule.rows[fullest], saved_bytes, left)
-            what = f"worker {worker} holds {size} bytes at one time, and the cap is {cap}"
-            reason = f"Its lanes hold {[held.lane_bytes[lane] for lane in own]} bytes at most."
-            raise _failure(schedule, layout, what, cell, reason, "Use `greedy`, which keeps a cap.")
 
 
 def _failure(

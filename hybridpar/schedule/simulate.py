@@ -266,7 +266,7 @@ def _peak_saved_bytes(compute: list[Span], costs: Costs, workers: int) -> tuple[
         size, lane = costs.saved_bytes[span.action.stage], changes.setdefault(span.lane, [])
         if span.action.kind is Kind.FORWARD:
             lane.append((span.start_ms, size, span.worker))
-        elif span.action.kind is not Kind.BACKWARD_INPUT:
+        else:
             lane.append((span.end_ms, -size, span.worker))
     # At one time, what is freed comes first; but a lane keeps its order, also where passes take no time.
     for _, change, worker in heapq.merge(*changes.values()):
