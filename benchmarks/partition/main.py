@@ -1,4 +1,4 @@
-"""Measures balance, certificate and predicted times of partitions, on one machine in one run.
+"""Measures balance, distance to the optimum and predicted times of partitions, on one machine in one run.
 
 For each model at batch 4, 224x224, one thread: profile once; cut into K = 2 to 8 stages with every strategy; for some
 K also split and run every cut, in turns, and take the slowest stage. Writes results/balance.csv (one line per model, K
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.partition.common import setting
 from benchmarks.partition.dry_run import StageTimes, dry_run_partitions
+from benchmarks.partition.exact import exact_optimum
 from benchmarks.partition.models import table_model
+from benchmarks.partition.strategies import STRATEGIES, cut_by
 from benchmarks.rig.records import append_dicts
 from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.cost import Problem
@@ -25,7 +26,6 @@ from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import UnitTimes, measure_units
 from hybridpar.partition.split import split_model
-from hybridpar.partition.strategies import STRATEGIES
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 
@@ -40,46 +40,40 @@ def run_model(name: str, options: argparse.Namespace, balances: Path, stage_rows
     times = measure_units(units, [example], passes=options.passes, own_time=True)
     graph = times.apply(units.graph)
     for stages in range(2, 9):
-        cuts: dict[str, Balance] = {}
-        begin = time.perf_counter()
-        balance_graph(graph, Problem(stages, noise=times.noise), certify=False)
-        without = time.perf_counter() - begin
-        for strategy in ("balanced", *STRATEGIES):
-            begin = time.perf_counter()
-            cuts[strategy] = balance_graph(graph, Problem(stages, noise=times.noise), strategy=strategy)
-            seconds = time.perf_counter() - begin
-            if strategy == "balanced":
-                print(f"{name} K={stages}: {cuts[strategy].balance:.3f}, {seconds:.2f} s", flush=True)
+        balance = balance_graph(graph, Problem(stages, noise=times.noise))
+        print(f"{name} K={stages}: {balance.balance:.3f}", flush=True)
+        loads = [unit.ms for unit in graph.units]
+        optimum = exact_optimum(loads, graph.edges(), stages, balance.largest)
+        cuts = {"balanced": balance.stage_of} | {one: cut_by(one, graph, stages) for one in STRATEGIES}
         measured: dict[str, list[StageTimes]] = {}
         if stages in options.measured:
-            partitions = [split_model(units, cut.stage_of) for cut in cuts.values()]
+            partitions = [split_model(units, stage_of) for stage_of in cuts.values()]
             found = dry_run_partitions(partitions, [example], passes=options.dry_passes, own_time=True)
             measured = dict(zip(cuts, found, strict=True))
-        for strategy, cut in cuts.items():
-            slowest = max(item.ms for item in measured[strategy]) if measured else None
-            ours = max(item.ms for item in measured["balanced"]) if measured else None
+        for strategy, stage_of in cuts.items():
+            sums = [0.0] * stages
+            for load, stage in zip(loads, stage_of, strict=True):
+                sums[stage] += load
+            largest = max(sums)
             row: dict[str, object] = {
                 "model": name,
                 "stages": stages,
                 "strategy": strategy,
                 "units": len(graph),
-                "max_over_mean": f"{cut.balance:.4f}",
-                "largest_ms": f"{cut.largest:.2f}",
-                "lower_bound_ms": f"{cuts['balanced'].lower_bound_ms:.2f}",
-                "gap_to_bound": f"{cut.largest / cuts['balanced'].lower_bound_ms - 1:.4f}",
-                "certificate": cuts["balanced"].certificate,
-                "down_sets": cuts["balanced"].down_sets,
-                "cut_megabytes": f"{sum(graph.cut_bytes(cut.stage_of)) / 1e6:.2f}",
-                "measured_slowest_ms": "" if slowest is None else f"{slowest:.2f}",
-                "measured_over_balanced": "" if slowest is None or ours is None else f"{slowest / ours:.3f}",
-                "balance_ms": f"{without * 1e3:.0f}" if strategy == "balanced" else "",
+                "max_over_mean": f"{largest * stages / sum(loads):.4f}",
+                "largest_ms": f"{largest:.2f}",
+                "optimum_ms": "" if optimum is None else f"{optimum.lower_bound:.2f}",
+                "gap": "" if optimum is None else f"{largest / optimum.lower_bound - 1:.4f}",
+                "down_sets": "" if optimum is None else optimum.down_sets,
+                "cut_megabytes": f"{sum(graph.cut_bytes(stage_of)) / 1e6:.2f}",
+                "measured_slowest_ms": f"{max(item.ms for item in measured[strategy]):.2f}" if measured else "",
                 "noise": f"{times.noise:.3f}",
                 "calibration": f"{times.calibration:.3f}",
                 "clock": "thread time",
             }
             append_dicts(balances, [row | setting()])
         if measured:
-            add_stages(stage_rows, name, stages, graph, cuts["balanced"], measured["balanced"], times)
+            add_stages(stage_rows, name, stages, graph, balance, measured["balanced"], times)
 
 
 def add_stages(

@@ -6,7 +6,8 @@ cannot be traced but only calls modules one after another, the order of these ca
 against the model.
 
 What comes out is compared with the model (`trace_check`). Where they differ, the sub-module whose code does what a
-graph does not have is kept whole as well; where that is the model's own code, the model is refused.
+graph does not have is kept whole as well; where that is the model's own code, the model is refused. A model on the meta
+device has no values to compare: there all code that does what a graph may not have counts as different.
 
 `torch.fx` and not `torch.export`, because export burns the mode in: an exported stage keeps using batch statistics
 after `eval()`. With fx, BatchNorm and dropout stay calls of the model's own modules. Where the *graphs* of training
@@ -33,10 +34,9 @@ from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.chain import module_order_graph
 from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only
-from hybridpar.partition.trace_check import Difference, Graphs, OperationCheck, TraceCheck
+from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, counters_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
-Check = OperationCheck | TraceCheck
 Method = Literal["fx", "fx with leaves", "module order"]
 
 
@@ -87,14 +87,16 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     }
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    check: Check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
+    if is_deferred(model):
+        return _trace_without_memory(model, inputs, whole)
+    check = TraceCheck(model, inputs)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
     while (difference := _difference(check, traced)) is not None:
         found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
         if not found or traced.method == "module order":
-            raise _unlike(model, traced, difference)
+            raise _unlike(model, traced, difference.text)
         reasons.update(traced.suspects)
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
@@ -102,7 +104,24 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     return traced
 
 
-def _difference(check: Check, traced: TracedModel) -> Difference | None:
+def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
+    """Trace a model on the meta device: whatever its graph may lack is kept whole.
+
+    Raises:
+        TraceError: That is in the model's own code, or must not be run twice.
+    """
+    whole = whole | _counting(model, counters_without_memory(model, inputs))
+    reasons: dict[str, str] = {}
+    while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
+        if "" in traced.suspects:
+            raise _unlike(model, traced, "there are no values to compare")
+        reasons.update(traced.suspects)
+        whole |= traced.suspects.keys()
+    _require_repeatable(model, reasons)
+    return traced
+
+
+def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
     graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
     return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
 
@@ -125,7 +144,7 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
     return {path for path in counters if not leaf(model.get_submodule(path), path)}
 
 
-def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: Check, whole: set[str]) -> set[str]:
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
     """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
 
     Returns:
@@ -168,12 +187,12 @@ def _parts(module: nn.Module, path: str) -> list[str]:
     return found
 
 
-def _unlike(model: nn.Module, traced: TracedModel, difference: Difference) -> TraceError:
+def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceError:
     reason = traced.suspects.get("")
     because = f"forward of {type(model).__name__} itself {reason}" if reason else "something in its code is not in it"
     return TraceError(
         f"{type(model).__name__} cannot be cut into stages: they would not compute the same",
-        f"Stages are cut from a graph of the model, and {because}: {difference.text}.",
+        f"Stages are cut from a graph of the model, and {because}: {difference}.",
         "Move that part of forward into a sub-module of its own, which is kept whole, or keep the model in one piece "
         "(--stages 1).",
     )

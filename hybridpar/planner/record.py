@@ -112,7 +112,7 @@ def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
     part, measured = plan.partition, plan.measured or Measured()
     said = _told(
         len(part.stages),
-        part.strategy,
+        part.cut,
         measured.memory_format,
         plan.placement or Placement(stages=(StagePlacement(stage=0),)),
         plan.pipeline or Pipeline(),
@@ -154,7 +154,7 @@ def is_as_recorded(plan: Plan) -> bool:
 
 def _told(
     stages: int,
-    strategy: str,
+    cut: str,
     memory_format: str,
     placement: Placement,
     pipeline: Pipeline,
@@ -163,7 +163,7 @@ def _told(
 ) -> tuple[object, ...]:
     """What tells a plan from the others of its space."""
     return (
-        (stages, strategy, memory_format, kernels is not None),
+        (stages, cut, memory_format, kernels is not None),
         (placement.replicas, placement.shares, placement.homes, placement.kind if stages > 1 else "linear"),
         [placement.lanes[lane] for lane in placement.lane_of],
         (pipeline.micro_batches, pipeline.schedule, bool(pipeline.recompute), bool(pipeline.offload)),
@@ -191,7 +191,7 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     mean = sum(times) / len(times)
     return Partition(
         stages=stages,
-        strategy=candidate.cut.name,
+        cut=candidate.cut.name,
         micro_batch=samples,
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.cost import Link, Problem, Worker
 
 #: Options that say how to cut, which the search decides itself.
-_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
+_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches")
 #: Options that say what is measured.
 _RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 
@@ -59,8 +59,6 @@ class PlanRequest:
     """Micro-batches per step, for the memory in flight; default: 4 per lane."""
     optimizer_copies: int = 1
     """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
-    strategy: str = "balanced"
-    """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
     measure: Annotated[bool, unless("Estimate times from FLOPs and bytes.", "every unit is measured")] = True
     """Whether every unit is measured; else times are estimated from FLOPs and bytes."""
     passes: int = 5

@@ -1,92 +1,14 @@
-"""Other ways to cut a model, for comparison on the same costs.
-
-Each strategy cuts the model's own order. All of them can be asked for by name; only `balanced` looks at everything.
-
-`least_maximum` and `least_sum` find the best cut of a fixed order with one stage per lane.
-
-Dynamic programming over (stages used, units used): the best way to end stage k at j is the best way to end stage
-k - 1 at some i, followed by the interval [i, j). All i and j at once are one matrix operation per stage.
-"""
+"""Other ways to cut a model, for comparison on the same costs. Each cuts the model's own order."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hybridpar.partition.cost import IntervalCosts, Matrix
+from hybridpar.partition.cuts import Cuts, least_maximum, stages_of
 from hybridpar.partition.graph import UnitGraph
-from hybridpar.registry import Registry
-
-#: Ends of all stages but the last, ascending: stage k is [cuts[k - 1], cuts[k]).
-Cuts = tuple[int, ...]
-
-
-def least_maximum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
-    """Cut an order so that the largest stage cost is least.
-
-    Args:
-        costs: One matrix per stage over all intervals; infinite where an interval is not allowed.
-
-    Returns:
-        The least largest cost, and the cuts; infinite and None where nothing is allowed.
-    """
-    return _solve(costs, np.maximum)
-
-
-def least_sum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
-    """Cut an order so that the sum of stage costs is least. Arguments and result as for `least_maximum`.
-
-    Args:
-        costs: One matrix per stage over all intervals; infinite where an interval is not allowed.
-
-    Returns:
-        The least sum, and the cuts; infinite and None where nothing is allowed.
-    """
-    return _solve(costs, np.add)
-
-
-def _solve(costs: Sequence[Matrix], join: Callable[[Matrix, Matrix], Matrix]) -> tuple[float, Cuts | None]:
-    count = costs[0].shape[0] - 1
-    best = np.full(count + 1, np.inf)
-    best[0] = 0.0
-    choices = []
-    for cost in costs:
-        joined = join(best[:, None], cost)
-        choice = joined.argmin(axis=0)
-        best = joined[choice, np.arange(count + 1)]
-        choices.append(choice)
-    if not np.isfinite(best[count]):
-        return np.inf, None
-    cuts, end = [], count
-    for choice in reversed(choices):
-        end = int(choice[end])
-        cuts.append(end)
-    return float(best[count]), tuple(reversed(cuts[:-1]))
-
-
-def stages_of(cuts: Cuts, count: int) -> list[int]:
-    """Stage of every position of an order of `count` units.
-
-    Args:
-        cuts: Ends of all stages but the last.
-        count: Units of the order.
-    """
-    return [bisect_right(cuts, place) for place in range(count)]
-
-
-def pick(cost: Matrix, cuts: Cuts, stage: int) -> float:
-    """Cost of one stage of a partition.
-
-    Args:
-        cost: Over all intervals.
-        cuts: Ends of all stages but the last.
-        stage: Number of the stage.
-    """
-    ends = (0, *cuts, cost.shape[0] - 1)
-    return float(cost[ends[stage], ends[stage + 1]])
-
 
 #: Cuts the order of a graph into so many stages.
 Strategy = Callable[[UnitGraph, int], Cuts]
@@ -94,22 +16,15 @@ Strategy = Callable[[UnitGraph, int], Cuts]
 #: Where sums of floats are to be equal; without it the block partition may never meet its own end.
 _ROUNDING = 1e-9
 
-#: Every strategy that ignores devices, links and memory. `balanced`, which does not, is `balance_graph`.
-STRATEGIES: Registry[Strategy] = Registry("partition strategy")
-
 
 def _by_least(size: str) -> Strategy:
     """The strategy whose largest sum of this attribute of units is least."""
     return lambda graph, stages: _least([getattr(unit, size) for unit in graph.units], stages)
 
 
-by_time = STRATEGIES.register("time", "least largest compute time over the model's own order")(_by_least("ms"))
-# As DeepSpeed's `partition_method="parameters"`.
-STRATEGIES.register("parameters", "least largest parameter size")(_by_least("parameter_bytes"))
-STRATEGIES.register("flops", "least largest forward FLOPs")(_by_least("flops"))
+by_time = _by_least("ms")
 
 
-@STRATEGIES.register("units", "equal number of units")
 def by_units(graph: UnitGraph, stages: int) -> Cuts:
     """Equal number of units in every stage, as PyTorch's examples cut by hand.
 
@@ -120,7 +35,6 @@ def by_units(graph: UnitGraph, stages: int) -> Cuts:
     return tuple(round(len(graph) * stage / stages) for stage in range(1, stages))
 
 
-@STRATEGIES.register("single-tensor", "least largest compute time over cuts that one tensor crosses")
 def by_single_tensor(graph: UnitGraph, stages: int) -> Cuts:
     """Cuts between blocks only: exactly one tensor crosses. Falls back to `time` where there are too few.
 
@@ -141,7 +55,6 @@ def by_single_tensor(graph: UnitGraph, stages: int) -> Cuts:
     return by_time(graph, stages) if cuts is None else cuts
 
 
-@STRATEGIES.register("block", "block partition of Barany and Grinberg on compute times, as torchgpipe")
 def by_blocks(graph: UnitGraph, stages: int) -> Cuts:
     """Block partition (Bárány and Grinberg 2015, "Block partitions of sequences"), which torchgpipe uses.
 
@@ -189,3 +102,28 @@ def _least(loads: Sequence[float], stages: int) -> Cuts:
     _, cuts = least_maximum([costs] * stages)
     assert cuts is not None, "there are at least as many units as stages"
     return cuts
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "time": by_time,
+    "block": by_blocks,
+    "single-tensor": by_single_tensor,
+    "flops": _by_least("flops"),
+    "units": by_units,
+    "parameters": _by_least("parameter_bytes"),  # as DeepSpeed's `partition_method="parameters"`
+}
+
+
+def cut_by(strategy: str, graph: UnitGraph, stages: int) -> tuple[int, ...]:
+    """Stage of every unit under a strategy, with no stage empty."""
+    return tuple(stages_of(spread(STRATEGIES[strategy](graph, stages), len(graph)), len(graph)))
+
+
+def spread(cuts: Cuts, count: int) -> Cuts:
+    """Move cuts apart so that no stage is empty; cuts that are apart stay."""
+    fixed = list(cuts)
+    for place in range(len(fixed)):
+        fixed[place] = max(fixed[place], (fixed[place - 1] if place else 0) + 1)
+    for place in range(len(fixed) - 1, -1, -1):
+        fixed[place] = min(fixed[place], (fixed[place + 1] if place + 1 < len(fixed) else count) - 1)
+    return tuple(fixed)

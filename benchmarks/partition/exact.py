@@ -1,4 +1,4 @@
-"""Searches for the best cut over all topological orders, or bounds how far a cut is from it.
+"""Searches for the best cut over all topological orders, to say how far a cut is from it.
 
 A convex cut into stages is a chain of down-sets (sets of units that hold all their predecessors). For compute load
 at equal speeds the question "can K stages of at most T do it?" is that of assembly-line balancing (SALBP), answered
@@ -34,59 +34,15 @@ class Optimum:
 
     Attributes:
         lower_bound: No convex cut has a smaller largest load; within `TOLERANCE` of the optimum.
-        order: A topological order that a cut within `TOLERANCE` of the optimum follows.
         down_sets: How many there are.
     """
 
     lower_bound: float
-    order: tuple[int, ...]
     down_sets: int
 
 
-def fused_chains(
-    loads: Sequence[float], edges: Sequence[tuple[int, int]], largest: float
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Merge chains, so that a graph with too many down-sets has fewer.
-
-    Args:
-        loads: Load of every unit.
-        edges: Dependencies; units are numbered in topological order.
-        largest: No merged chain is heavier.
-
-    Returns:
-        Units of every chain, in topological order of the chains, and the edges between chains. Cuts inside a chain
-        are lost, so an optimum of the merged graph bounds nothing; it is only a good cut.
-    """
-    after: list[set[int]] = [set() for _ in loads]
-    before: list[set[int]] = [set() for _ in loads]
-    for first, second in edges:
-        after[first].add(second)
-        before[second].add(first)
-    chain_of = list(range(len(loads)))
-    weight = list(loads)
-    for unit in range(len(loads)):
-        if len(before[unit]) == 1:
-            (previous,) = before[unit]
-            head = chain_of[previous]
-            if len(after[previous]) == 1 and weight[head] + loads[unit] <= largest:
-                chain_of[unit] = head
-                weight[head] += loads[unit]
-    heads = sorted(set(chain_of))
-    number = {head: index for index, head in enumerate(heads)}
-    chains: list[list[int]] = [[] for _ in heads]
-    for unit, head in enumerate(chain_of):
-        chains[number[head]].append(unit)
-    links = {(number[chain_of[first]], number[chain_of[second]]) for first, second in edges}
-    return chains, sorted((first, second) for first, second in links if first != second)
-
-
 def trivial_bound(loads: Sequence[float], stages: int) -> float:
-    """What no partition can beat: an even share, or the largest unit.
-
-    Args:
-        loads: Load of every unit.
-        stages: Number of stages.
-    """
+    """What no partition can beat: an even share, or the largest unit."""
     return max(sum(loads) / stages, max(loads, default=0.0))
 
 
@@ -115,7 +71,7 @@ def exact_optimum(
         return None
     low = trivial_bound(loads, stages)
     if lattice.stages_needed(low * (1 + 1e-12)) <= stages:
-        return Optimum(low, lattice.order(low * (1 + 1e-12)), lattice.size)
+        return Optimum(low, lattice.size)
     high = max(upper * (1 + 1e-12), low)
     while high > low * (1 + TOLERANCE):
         middle = (low + high) / 2
@@ -123,7 +79,7 @@ def exact_optimum(
             high = middle
         else:
             low = middle
-    return Optimum(low, lattice.order(high), lattice.size)
+    return Optimum(low, lattice.size)
 
 
 @dataclass
@@ -131,7 +87,6 @@ class _Layer:
     """Steps from the down-sets of one size to those of the next, sorted by destination."""
 
     sources: NDArray[np.int64]
-    units: NDArray[np.int64]
     loads: NDArray[np.float64]
     starts: NDArray[np.int64]
 
@@ -178,16 +133,14 @@ class _Lattice:
                 return None
             sort = np.argsort(destinations, kind="stable")
             targets = np.asarray(destinations)[sort]
-            chosen = np.asarray(units)[sort]
             starts = np.flatnonzero(np.concatenate([[True], targets[1:] != targets[:-1]]))
-            layers.append(_Layer(np.asarray(sources)[sort], chosen, loads[chosen], starts))
+            layers.append(_Layer(np.asarray(sources)[sort], loads[np.asarray(units)[sort]], starts))
             current = ready
         return cls(layers, size)
 
-    def _run(self, bound: float) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Full stages and open load of every down-set, layer by layer, if no stage may exceed `bound`."""
-        full, load = np.zeros(1), np.zeros(1)
-        states = [(full, load)]
+    def stages_needed(self, bound: float) -> int:
+        """Least number of stages if no stage may exceed `bound`, which no single unit exceeds."""
+        full, load = np.zeros(1), np.zeros(1)  # full stages and open load of every down-set of a layer
         for layer in self.layers:
             grown = load[layer.sources] + layer.loads
             fits = grown <= bound
@@ -197,30 +150,4 @@ class _Lattice:
             widths = np.diff(np.append(layer.starts, len(stages)))
             least = stages == np.repeat(full, widths)
             load = np.minimum.reduceat(np.where(least, opened, np.inf), layer.starts)
-            states.append((full, load))
-        return states
-
-    def stages_needed(self, bound: float) -> int:
-        """Least number of stages if no stage may exceed `bound`, which no single unit exceeds."""
-        return int(self._run(bound)[-1][0][0]) + 1
-
-    def order(self, bound: float) -> tuple[int, ...]:
-        """A topological order along which the least number of stages is reached."""
-        states = self._run(bound)
-        reached: list[int] = []
-        place = 0
-        for depth in range(len(self.layers) - 1, -1, -1):
-            layer = self.layers[depth]
-            end = layer.starts[place + 1] if place + 1 < len(layer.starts) else len(layer.sources)
-            full, load = states[depth]
-            want = states[depth + 1][0][place], states[depth + 1][1][place]
-            for step in range(layer.starts[place], end):
-                source = layer.sources[step]
-                grown = load[source] + layer.loads[step]
-                fits = grown <= bound
-                got = (full[source], grown) if fits else (full[source] + 1, layer.loads[step])
-                if got == want:
-                    reached.append(int(layer.units[step]))
-                    place = int(source)
-                    break
-        return tuple(reversed(reached))
+        return int(full[0]) + 1
