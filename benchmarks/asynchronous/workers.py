@@ -18,7 +18,7 @@ import torch
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.rank import process_group
 from hybridpar.compress import Exchange, TensorSpec, TorchGroup, bind, parse_codec
-from hybridpar.planner.scaling import KHat
+from hybridpar.optim.k_hat import KHat
 
 LINK = "100mbit"
 MOST = 4

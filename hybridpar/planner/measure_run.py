@@ -42,7 +42,6 @@ from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.planner.calibrate import calibrated
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
@@ -558,7 +557,7 @@ def _inputs(
         fixed=fixed,
         run_steps=asked.steps,
     )
-    return calibrated(rehearsed(inputs, took))
+    return rehearsed(inputs, took)
 
 
 def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) -> list[int]:

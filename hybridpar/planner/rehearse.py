@@ -229,7 +229,7 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
             continue
         # It ran whatever was decided, and maybe with fewer samples than a step of the plan has.
         fixed = Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {})
-        asked = replace(inputs, fixed=fixed, calibration={}, batch=one.samples * inputs.workers)
+        asked = replace(inputs, fixed=fixed, batch=one.samples * inputs.workers)
         plain = Space(replace(asked, fixed=Fixed(codecs={}))).baselines()[DATA_PARALLEL]
         found = _factor(asked, replace(plain, codec=1 if coded else 0), one.step_ms)
         profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)
