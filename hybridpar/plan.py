@@ -315,9 +315,7 @@ class Plan(_Section):
     measured: Measured | None = None
     predicted: Predicted | None = None
     ran: Ran | None = None
-    followed: bool | None = Field(
-        None, description="of a run's plan: whether that run was laid out by a plan; false: one is still searched for"
-    )
+    followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")

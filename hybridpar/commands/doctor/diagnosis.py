@@ -129,10 +129,9 @@ def _device_name(device: Device) -> str:
 
 
 def _rates(device: Device) -> str:
-    flops = ", ".join(f"{_figure(rate / 1e9)} Gflop/s {dtype}" for dtype, rate in device.flops.items())
     cores = f"{device.cores} core{'' if device.cores == 1 else 's'}, " if device.cores else ""
     size = f"{device.memory_bytes / 2**30:.1f} GiB"
-    return f"{device.name}, {cores}{size}; copies {_figure(device.bytes_per_second / 1e9)} GB/s; {flops}"
+    return f"{device.name}, {cores}{size}; copies {_figure(device.bytes_per_second / 1e9)} GB/s"
 
 
 def _figure(value: float) -> str:
