@@ -67,21 +67,6 @@ def test_a_copy_counts_what_it_reads_and_writes(monkeypatch):
     assert probe_worker._copy_rate(CPU, 4096, 0.1) == (2 * 4096 / 0.5, 0.02)
 
 
-def test_matrices_grow_until_one_product_fills_the_device(monkeypatch):
-    # A device with a cost of 1 ms per call beside 1e11 flop/s: the largest matrix shows its rate best.
-    sizes = []
-
-    def fastest(multiply, device, seconds):
-        size = multiply.args[0].shape[0]
-        sizes.append(size)
-        return 1e-3 + 2 * size**3 / 1e11, 0.01 if size == 2048 else 0.9
-
-    monkeypatch.setattr(probe_worker, "_fastest", fastest)
-    rate = probe_worker._matrix_rate(CPU, torch.float32, 0.1)
-    assert sizes == [256, 512, 1024, 2048]
-    assert rate == pytest.approx((2 * 2048**3 / (1e-3 + 2 * 2048**3 / 1e11), 0.01)), "with the noise of the best"
-
-
 def test_a_gpu_that_fails_is_a_problem_and_the_others_are_measured(monkeypatch):
     def measure(index: int, seconds: float) -> Device:
         if index == 0:
