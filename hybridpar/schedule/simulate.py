@@ -68,7 +68,7 @@ def simulate(program: Program, costs: Costs) -> Simulation:
         raise ScheduleError(
             f"the program of {program.schedule.name!r} stops with {stuck} action(s) left",
             "Its workers wait for each other, or for something that nobody does.",
-            "Look at it with `hybridpar.schedule.check.check_program`, which names the place.",
+            "Make the program with `hybridpar.schedule.program.lower`.",
         )
     return _summary(program, costs, run)
 

@@ -8,10 +8,11 @@ import pytest
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Edge, Layout, Schedule, make_schedule, parse_action, place_stages, read_schedule
-from hybridpar.schedule.check import Proof, check, check_program
+from hybridpar.schedule.check import Proof, check
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
+from tests.schedule.proof import check_program
 
 TWO = place_stages(2, 2)
 

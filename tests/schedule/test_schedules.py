@@ -13,10 +13,10 @@ import pytest
 
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.schedule.actions import place_stages, read_schedule
-from hybridpar.schedule.check import check
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
+from tests.schedule.proof import prove
 from tests.schedule.requests import assert_backward_passes_ascend, request
 
 GOLDEN = Path(__file__).parents[1] / "golden/schedules"
@@ -70,7 +70,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_what_does(name, wanted, inst
     with pytest.raises(ScheduleError) as caught:
         make(name, wanted)
     assert instead in caught.value.fix
-    check(make(instead, wanted), wanted.layout)
+    prove(make(instead, wanted), wanted.layout)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_every_schedule_is_proved(kind, lanes, stages):
                 assert kind != "linear" or name == "accumulate"
                 continue
             assert schedule.name == name, "the name in the Schedule that is returned is the registered name"
-            check(schedule, layout)
+            prove(schedule, layout)
             assert_backward_passes_ascend(schedule)
             proved += 1
     assert proved >= 7
@@ -119,7 +119,7 @@ def test_every_schedule_is_proved(kind, lanes, stages):
 def test_what_is_held(stages, count):
     layout = place_stages(stages, stages)
     names = ("gpipe", "looped_bfs", "1f1b")
-    held = {name: check(make(name, ScheduleRequest(layout, count)), layout).peak_in_flight for name in names}
+    held = {name: prove(make(name, ScheduleRequest(layout, count)), layout).peak_in_flight for name in names}
     assert held["gpipe"] == held["looped_bfs"] == (count,) * stages
     assert held["1f1b"] == tuple(min(count, stages - stage) for stage in range(stages))
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Edge, place_stages
-from hybridpar.schedule.check import check
 from hybridpar.schedule.memory import most_held
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.schedule.simulate import simulate
+from tests.schedule.proof import prove
 from tests.schedule.requests import assert_backward_passes_ascend, request, step_ms
 
 
@@ -43,7 +43,7 @@ def uneven_requests(draw):
 @settings(max_examples=60, deadline=None)
 def test_greedy_is_never_worse(wanted):
     made = make("greedy", wanted)
-    check(made, wanted.layout)
+    prove(made, wanted.layout)
     assert_backward_passes_ascend(made)
     own = step_ms(made, wanted)
     held = most_held(made, wanted.layout, wanted.saved_bytes)
@@ -51,7 +51,7 @@ def test_greedy_is_never_worse(wanted):
     for name in set(SCHEDULES) - {"greedy"}:
         try:
             other = make(name, wanted)
-            check(other, wanted.layout)
+            prove(other, wanted.layout)
         except ScheduleError:
             continue
         assert own <= step_ms(other, wanted) + 1e-6
