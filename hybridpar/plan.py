@@ -316,6 +316,7 @@ class Plan(_Section):
     predicted: Predicted | None = None
     ran: Ran | None = None
     followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
+    checksum: str | None = Field(None, description="of what a search decided; it is another one where that was edited")
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")

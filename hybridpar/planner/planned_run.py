@@ -320,7 +320,7 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
 
 
 def _unpredicted(plan: Plan) -> Plan:
-    return plan.model_copy(update={"inputs": None, "predicted": None})
+    return plan.model_copy(update={"inputs": None, "predicted": None, "checksum": None})
 
 
 def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> _Found:

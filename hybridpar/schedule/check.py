@@ -7,7 +7,6 @@ The lists of actions that workers issue follow from the schedule: `lower` cuts t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
@@ -24,25 +23,22 @@ class Proof:
     Attributes:
         peak_in_flight: For every stage the most micro-batches between the start of their forward and the end of their
             backward pass.
-        peak_saved_bytes: For every stage the most bytes that these hold.
         slots: Length in unit time: forward passes take 1, backward passes 2.
     """
 
     peak_in_flight: tuple[int, ...]
-    peak_saved_bytes: tuple[int, ...]
     slots: int
 
 
-def check(schedule: Schedule, layout: Layout, *, saved_bytes: Sequence[int] | None = None) -> Proof:
+def check(schedule: Schedule, layout: Layout) -> Proof:
     """Prove that a schedule computes everything once and cannot deadlock.
 
     Args:
         schedule: The order of computation.
         layout: Where stages run.
-        saved_bytes: For every stage what one micro-batch holds from its forward to its backward pass.
 
     Returns:
-        What was found on the way: peaks of memory, and the length in unit time.
+        What was found on the way: how many micro-batches are held, and the length in unit time.
 
     Raises:
         ScheduleError: It does not hold. The text has a picture of the schedule with the cell where it fails.
@@ -53,8 +49,7 @@ def check(schedule: Schedule, layout: Layout, *, saved_bytes: Sequence[int] | No
         action, reason = run.why_stuck()
         what = f"schedule {schedule.name!r} deadlocks"
         raise failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
-    held = most_held(schedule, layout, saved_bytes)
-    return Proof(held.in_flight, held.stage_bytes, run.slots)
+    return Proof(most_held(schedule, layout).in_flight, run.slots)
 
 
 def _require_complete(schedule: Schedule, layout: Layout) -> None:
@@ -79,5 +74,14 @@ _PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def failure(schedule: Schedule, layout: Layout, what: str, cell: Action | None, reason: str, fix: str) -> ScheduleError:
-    """An error with the picture of the schedule and the cell where it fails."""
+    """An error with the picture of the schedule and the cell where it fails.
+
+    Args:
+        schedule: The schedule.
+        layout: Where its stages run.
+        what: What does not hold.
+        cell: Where; None for nowhere in the picture.
+        reason: Why it must hold.
+        fix: What to do.
+    """
     return ScheduleError(what, f"{reason}\n{draw_schedule(schedule, layout, mark=cell, note='here')}", fix)

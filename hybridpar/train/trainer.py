@@ -40,7 +40,6 @@ from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
-from hybridpar.planner.stages import cut_model
 from hybridpar.sync.compression import load_codec_states
 from hybridpar.sync.policy import is_auto
 from hybridpar.sync.statistics import copy_of
@@ -56,6 +55,7 @@ from hybridpar.train.checkpoint import (
 from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
+from hybridpar.train.stages import cut_model
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
 

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from hybridpar.commands.doctor import diagnosis as doctor
+from hybridpar.commands.doctor.checkup import Finding
 from hybridpar.commands.doctor.diagnosis import (
     Diagnosis,
     cluster_findings,
@@ -23,7 +24,6 @@ from hybridpar.commands.doctor.diagnosis import (
     to_json,
 )
 from hybridpar.errors import LaunchError
-from hybridpar.machine.checkup import Finding
 from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, write_cluster
 
 CPU = Device(
@@ -225,7 +225,7 @@ def test_the_real_thing(monkeypatch, tmp_path):
 
 def test_a_terminal_gets_a_screen_and_a_pipe_gets_lines(tmp_path):
     program = (
-        "from hybridpar.commands.doctor import diagnosis as doctor\nfrom hybridpar.machine import checkup\n"
+        "from hybridpar.commands.doctor import diagnosis as doctor\nfrom hybridpar.commands.doctor import checkup\n"
         "doctor.diagnose = lambda fresh: doctor.Diagnosis("
         "(checkup.Finding('software', 'torch', 'failed', 'gone'),), None, '')\n"
         "raise SystemExit(doctor.run_doctor(False, False))"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
@@ -13,9 +12,9 @@ from hybridpar.schedule.program import Program, QueueRun, dependencies, lower
 _LOWER = "Make the program with `hybridpar.schedule.program.lower`."
 
 
-def prove(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> Proof:
+def prove(schedule: Schedule, layout: Layout) -> Proof:
     """Prove a schedule, and the program that it is lowered to."""
-    proof = check(schedule, layout, saved_bytes=saved_bytes)
+    proof = check(schedule, layout)
     check_program(lower(schedule, layout))
     return proof
 

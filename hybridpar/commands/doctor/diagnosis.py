@@ -1,7 +1,7 @@
 """Examines this machine for `hybridpar doctor`, and shows the findings.
 
-Each thing looked at gives one `Finding` (`hybridpar.machine.checkup`), shown as a screen, as plain lines where the
-output is no terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
+Each thing looked at gives one `Finding` (`checkup.py`), shown as a screen, as plain lines where the output is no
+terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.errors import LaunchError
-from hybridpar.machine.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.machine.cluster import Cluster, Device, Link, default_backend, default_workers
 from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, describe, worker_environment

@@ -12,8 +12,8 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.stages import cut_model, pipeline_options
 from hybridpar.sync.options import SyncOptions
+from hybridpar.train.stages import cut_model, pipeline_options
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Residuals, images, seeded
 from tests.planner.test_resolve import placed
