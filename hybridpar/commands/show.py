@@ -154,7 +154,7 @@ def _show_schedule(path: Path, console: Console) -> Timeline:
     layout = _layout_of(schedule)
     proof = check(schedule, layout)
     # In unit time: what a pass takes is not in the file.
-    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages, (1.0,) * layout.stages, (1.0,) * layout.stages)
+    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages)
     timeline = simulated(schedule, layout, costs, {"schedule": schedule.name})
     console.print(
         f"{schedule.name}: {layout.stages} stages on {layout.lanes} lanes, {schedule.micro_batches} micro-batches",
