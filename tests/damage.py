@@ -150,7 +150,7 @@ def _database() -> bytes:
 
 
 def _measured() -> Cluster:
-    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9, flops={})
+    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9)
     link = Link(backend="gloo", world_size=2, latency_ms=0.1, bytes_per_second=1e9)
     return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
 

@@ -91,7 +91,7 @@ def test_memory_caps_are_kept_or_one_that_works_is_named(data: st.DataObject) ->
         named = re.search(r"cap that works is ([\d,.]+) MB", error.fix)
         assert named
         enough = float(named[1].replace(",", "")) * 1e6
-        balance_graph(scaled, capped(int(enough)))
+        balance_graph(scaled, capped(round(enough)))
         if problem.placement == "linear":  # a stage has its device to itself
             assert not fitting
             assert enough == pytest.approx(peaks[0], abs=0.11e6)
