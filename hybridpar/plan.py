@@ -56,27 +56,13 @@ class Stage(_Section):
 
 
 class Partition(_Section):
-    """How the graph is cut.
-
-    `balance` is the largest stage time over the mean; `lower_bound_ms` the time no partition can beat; `certificate`
-    says whether that is the exact optimum over all convex cuts, or only a bound. By how much the largest stage time is
-    above it, relative, is `gap_to_optimum` where the certificate is `exact`, and `gap_to_bound` where it is `bound`.
-    """
+    """How the graph is cut."""
 
     stages: tuple[Stage, ...] = Field(min_length=1)
-    strategy: str = "whole"
+    cut: str = Field("whole", description="what the cut was made for, in words")
     micro_batch: int | None = Field(None, ge=1, description="samples per micro-batch that the times are for")
-    balance: float | None = Field(None, ge=1 - 1e-9)
-    lower_bound_ms: float | None = Field(None, ge=0)
-    gap_to_optimum: float | None = None
-    gap_to_bound: float | None = None
-    certificate: Literal["exact", "bound"] | None = None
+    balance: float | None = Field(None, ge=1 - 1e-9, description="the largest stage time over the mean")
     cut_bytes: int | None = Field(None, ge=0)
-
-    @property
-    def gap(self) -> float | None:
-        """The one of both gaps that is known. Plans of earlier releases have `gap_to_optimum` for either."""
-        return self.gap_to_bound if self.gap_to_optimum is None else self.gap_to_optimum
 
 
 class StagePlacement(_Section):
@@ -326,9 +312,8 @@ class Plan(_Section):
     measured: Measured | None = None
     predicted: Predicted | None = None
     ran: Ran | None = None
-    followed: bool | None = Field(
-        None, description="of a run's plan: whether that run was laid out by a plan; false: one is still searched for"
-    )
+    followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
+    checksum: str | None = Field(None, description="of what a search decided; it is another one where that was edited")
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")

@@ -195,7 +195,7 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
         checks[name] = lambda: same(device, one, other, **options)  # type: ignore[arg-type]
 
     for stages in (2, 4):
-        for schedule in ("1f1b", "gpipe", "zero_bubble", "greedy"):
+        for schedule in ("1f1b", "gpipe", "greedy"):
             add(f"{stages} stages, {schedule}", PLAIN, {"stages": stages, "schedule": schedule})
     two: dict[str, object] = {"stages": 2, "schedule": "1f1b"}
     four: dict[str, object] = {"stages": 4, "schedule": "1f1b"}

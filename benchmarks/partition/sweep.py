@@ -38,7 +38,7 @@ def check_model(name: str, seeds: int) -> dict[str, object]:
             found.append(compare_split(units, cut, example, reference, load=seed == 0))
     return {
         "model": name,
-        "trace": units.traced.method,
+        "trace": "fx with leaves" if units.traced.leaves else "fx",
         "eval_graph": "own" if units.evaluate is not None else "same",
         "dtype": str(example.dtype).removeprefix("torch."),
         "nodes": len(units.train.compute),

@@ -103,8 +103,6 @@ class DryRun:
             work: dict[Kind, Callable[[], object]] = {
                 Kind.FORWARD: partial(run.forward, micro_batch, inputs, labels, self._share, _keep),
                 Kind.BACKWARD: partial(run.backward, micro_batch, _keep),
-                Kind.BACKWARD_INPUT: partial(run.backward_input, micro_batch, _keep),
-                Kind.BACKWARD_WEIGHT: partial(run.backward_weight, micro_batch, _keep),
             }
             timed(index, action.kind.value, work[action.kind])
             self._leave(index, micro_batch)

@@ -154,7 +154,7 @@ def _show_schedule(path: Path, console: Console) -> Timeline:
     layout = _layout_of(schedule)
     proof = check(schedule, layout)
     # In unit time: what a pass takes is not in the file.
-    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages, (1.0,) * layout.stages, (1.0,) * layout.stages)
+    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages)
     timeline = simulated(schedule, layout, costs, {"schedule": schedule.name})
     console.print(
         f"{schedule.name}: {layout.stages} stages on {layout.lanes} lanes, {schedule.micro_batches} micro-batches",
@@ -165,7 +165,7 @@ def _show_schedule(path: Path, console: Console) -> Timeline:
         console.print(part, markup=False, highlight=False, soft_wrap=True)
         console.print()
     bubble = timeline.bubble(timeline.at(0, predicted=True))
-    console.print(f"{proof.slots} slots (F, I, W take 1, B takes 2), bubble {100 * bubble:.1f} %")
+    console.print(f"{proof.slots} slots (F takes 1, B takes 2), bubble {100 * bubble:.1f} %")
     console.print(f"most micro-batches held, by stage: {' '.join(str(count) for count in proof.peak_in_flight)}")
     console.print("checked: every pass is there once, and no order of events can deadlock")
     return timeline

@@ -94,8 +94,8 @@ class PipelineConfig:
     micro_batches: int = 1
     """Micro-batches per replica and step; their gradients are added up."""
     schedule: str | None = None
-    """Order of passes: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, or another registered one; default: greedy,
-    the fastest of all on the measured times."""
+    """Order of passes: 1f1b, gpipe, interleaved, looped_bfs, or another registered one; default: greedy, the fastest of
+    all on the measured times."""
     placement: str | None = None
     """Stages on lanes: one per lane (`linear`), round-robin (`loop`), or V-shaped (`v`); default: linear, and loop
     where there are more stages than workers. Or, for every replica, the rank that runs each stage: `0,0;1,2` is worker

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +106,6 @@ def forget_measurement(kind: str, key: Mapping[str, Any]) -> bool:
     except OSError:
         return False
     return True
-
-
-def stored_measurements(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Key and data of all that is kept of a kind, by the names of the files.
-
-    Args:
-        kind: What sort of thing it is.
-    """
-    for path in sorted(measurements_directory().glob(f"{kind}-*.json")):
-        if (entry := _entry(path)) is not None:
-            yield entry["key"], entry["data"]
 
 
 def _entry(path: Path) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """`Cluster`: the devices and links of this machine as they were measured, and the cache that keeps them.
 
-A `Cluster` is devices with their memory bandwidth and matrix rates, and links between workers with latency and
+A `Cluster` is devices with their memory bandwidth, and links between workers with latency and
 bandwidth. `hybridpar.machine.probe` measures it; this module says what it is and keeps it in the user's cache
 directory, one file per host, set of devices and set of versions.
 """
@@ -52,7 +52,6 @@ class Device(_Record):
     host_bytes_per_second: float | None = Field(
         default=None, gt=0, description="of copies to pinned memory of the host; of GPUs"
     )
-    flops: dict[str, float] = Field(description="matrix multiplication, floating-point operations per second, by dtype")
     noise: float = Field(0.0, ge=0, description="how far the two fastest repeats of a rate lay apart at most, relative")
 
 

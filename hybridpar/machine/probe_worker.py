@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +119,6 @@ def measure_cpu(seconds: float) -> Device:
     """
     memory, device = usable_memory(), torch.device("cpu")
     copies, noise = _copy_rate(device, min(256 << 20, memory // 16), seconds)
-    flops, apart = _matrix_rates(device, (torch.float32, torch.bfloat16), seconds)
     return Device(
         kind="cpu",
         name=cpu_name(),
@@ -128,8 +126,7 @@ def measure_cpu(seconds: float) -> Device:
         cores=len(available_cores()),
         threads=torch.get_num_threads(),
         bytes_per_second=copies,
-        flops=flops,
-        noise=max(noise, apart),
+        noise=noise,
     )
 
 
@@ -149,11 +146,7 @@ def measure_gpu(index: int, seconds: float) -> Device:
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         free, total = torch.cuda.mem_get_info()
-        types = [torch.float32, torch.float16]
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            types.append(torch.bfloat16)
         copies, noise = _copy_rate(device, min(1 << 30, free // 8), seconds)
-        flops, apart = _matrix_rates(device, types, seconds)
         measured = Device(
             kind="cuda",
             index=index,
@@ -161,8 +154,7 @@ def measure_gpu(index: int, seconds: float) -> Device:
             memory_bytes=total,
             bytes_per_second=copies,
             host_bytes_per_second=host_rate(device, seconds),
-            flops=flops,
-            noise=max(noise, apart),
+            noise=noise,
         )
         torch.cuda.empty_cache()
     return measured
@@ -186,27 +178,6 @@ def host_rate(device: torch.device, seconds: float) -> float:
     source = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     target = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
     return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True), device, seconds)[0]
-
-
-def _matrix_rates(
-    device: torch.device, dtypes: Sequence[torch.dtype], seconds: float
-) -> tuple[dict[str, float], float]:
-    """The rates of `_matrix_rate` by the names of the dtypes, and the largest noise."""
-    found = {str(dtype).removeprefix("torch."): _matrix_rate(device, dtype, seconds) for dtype in dtypes}
-    return {name: rate for name, (rate, _) in found.items()}, max(noise for _, noise in found.values())
-
-
-def _matrix_rate(device: torch.device, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """Floating-point operations per second of the product of two square matrices, the best over sizes; and noise."""
-    best, size, elapsed = (0.0, 0.0), 256, 0.0
-    # A product of this many seconds fills the device; slow devices get there with smaller matrices.
-    while size <= 8192 and elapsed < 50e-3:
-        a = torch.randn(size, size, dtype=torch.float32, device=device).to(dtype)
-        b, out = a.t().contiguous(), torch.empty_like(a)
-        elapsed, noise = _fastest(partial(torch.mm, a, b, out=out), device, seconds / 2)
-        best = max(best, (2 * float(size) ** 3 / elapsed, noise))
-        size *= 2
-    return best
 
 
 def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> tuple[float, float]:

@@ -114,17 +114,6 @@ class MetricsWriter:
             row = {key: value for key, value in row.items() if not key.startswith("ema_")}
         self._write({"event": "epoch"} | row)
 
-    def write_plan(self, row: Mapping[str, object]) -> None:
-        """Append what planning came to while the run went on, as a line with `"event": "plan"`.
-
-        Args:
-            row: Step, cost and outcome, as in the summary's `planning`.
-
-        Raises:
-            RunDirectoryError: The line cannot be written.
-        """
-        self._write({"event": "plan"} | dict(row))
-
     def _write(self, row: Mapping[str, object]) -> None:
         if self._failed:
             return

@@ -103,7 +103,7 @@ def fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     Args:
         summary: Of the run.
     """
-    rows = _pipeline_rows(summary) + _planning_rows(summary) + _kernel_rows(summary)
+    rows = _pipeline_rows(summary) + _kernel_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
     rows += _server_rows(summary)
@@ -180,16 +180,6 @@ def _kernel_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if kernels["saved_ms"] is not None:
         text += f", {kernels['saved_ms']:.2f} ms a step less than torch"
     return [("kernels", text, "")]
-
-
-def _planning_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What only a run that was planned while it trained has to tell."""
-    planning = summary.get("planning")
-    if planning is None:
-        return []
-    done = "another layout" if planning["changed"] else "nothing to change"
-    text = f"{planning['seconds']:.1f} s in {planning['pauses']} pauses until step {planning['step']}: {done}"
-    return [("planning", text, "")]
 
 
 def _server_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

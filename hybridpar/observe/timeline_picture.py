@@ -21,8 +21,6 @@ from hybridpar.schedule.spans import Span
 _COLOURS = {
     Kind.FORWARD: "#56B4E9",
     Kind.BACKWARD: "#E69F00",
-    Kind.BACKWARD_INPUT: "#E69F00",
-    Kind.BACKWARD_WEIGHT: "#F0E442",
     Kind.SEND_FORWARD: "#777777",
     Kind.SEND_BACKWARD: "#777777",
     Kind.RECEIVE_FORWARD: "#777777",
@@ -34,8 +32,6 @@ _COLOURS = {
 KIND_NAMES = (
     (Kind.FORWARD, "forward"),
     (Kind.BACKWARD, "backward"),
-    (Kind.BACKWARD_INPUT, "input gradient"),
-    (Kind.BACKWARD_WEIGHT, "weight gradient"),
     (Kind.STEP, "optimizer"),
     (Kind.SEND_FORWARD, "transfer"),
     (Kind.SYNC, "gradient sum"),

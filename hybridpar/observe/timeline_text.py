@@ -19,8 +19,6 @@ WIDTH = 80
 _LOOKS: dict[Kind, tuple[str, str]] = {
     Kind.FORWARD: ("-", "blue"),
     Kind.BACKWARD: ("=", "yellow"),
-    Kind.BACKWARD_INPUT: ("=", "yellow"),
-    Kind.BACKWARD_WEIGHT: ("~", "magenta"),
     Kind.SEND_FORWARD: (">", "bright_black"),
     Kind.SEND_BACKWARD: ("<", "bright_black"),
     Kind.SYNC: ("s", "green"),
@@ -31,7 +29,7 @@ _LOOKS: dict[Kind, tuple[str, str]] = {
 _FIGURES: tuple[tuple[str, Callable[[TimelineRow, Sequence[TimelineRow]], float]], ...] = (
     ("step ms", lambda row, replica: 1e3 * (row.end - max(row.spans.origin, begin_of(replica)))),
     ("forward", lambda row, replica: _busy(row, Kind.FORWARD)),
-    ("backward", lambda row, replica: _busy(row, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)),
+    ("backward", lambda row, replica: _busy(row, Kind.BACKWARD)),
     ("idle", lambda row, replica: 100 * _idle(row, replica)),
     ("sums", lambda row, replica: row.spans.sync_ms),
     ("exposed", lambda row, replica: row.spans.exposed_sync_ms),
@@ -183,8 +181,6 @@ def _legend(timeline: Timeline) -> Text:
     for kind, text in (
         (Kind.FORWARD, "F-- forward"),
         (Kind.BACKWARD, "B== backward"),
-        (Kind.BACKWARD_INPUT, "I== input gradient"),
-        (Kind.BACKWARD_WEIGHT, "W~~ weight gradient"),
         (Kind.SEND_FORWARD, "> < sends"),
         (Kind.SYNC, "s gradient sums"),
         (Kind.STEP, "o optimizer"),
@@ -194,8 +190,8 @@ def _legend(timeline: Timeline) -> Text:
     return legend + Text(". idle", style="dim")
 
 
-def _busy(row: TimelineRow, *kinds: Kind) -> float:
-    return sum(span.duration_ms for span in row.spans.spans if span.action.kind in kinds)
+def _busy(row: TimelineRow, kind: Kind) -> float:
+    return sum(span.duration_ms for span in row.spans.spans if span.action.kind is kind)
 
 
 def _idle(row: TimelineRow, replica: Sequence[TimelineRow]) -> float:

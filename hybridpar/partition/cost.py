@@ -111,10 +111,7 @@ class Problem:
         micro_batches: Micro-batches per step; `gpipe` keeps so many, `1f1b` no more than that.
         optimizer_copies: Tensors per parameter that the optimizer keeps (momentum 1, Adam 2), beside the parameter
             and its gradient.
-        noise: Relative noise of the times; partitions closer than this (at most `slack_limit`) count as equal.
-        slack_limit: The most that is given up in time to move fewer bytes.
-        stage_slack: For `loop` and `v`: how much longer than the best possible the longest stage may be where that
-            balances the workers better.
+        noise: Relative noise of the times; partitions closer than this (at most 1 %) count as equal.
 
     Raises:
         UsageError: A value is out of its range, or stages, lanes and placement do not fit each other.
@@ -128,8 +125,6 @@ class Problem:
     micro_batches: int | None = None
     optimizer_copies: int = 1
     noise: float = 0.0
-    slack_limit: float = 0.01
-    stage_slack: float = 0.1
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -207,12 +202,17 @@ class Problem:
             return min(self.in_flight, most)
         return most if self.in_flight == "gpipe" else min(most, self.stages - stage)
 
-    @property
-    def is_plain(self) -> bool:
-        """Compute load alone, equal speeds, one stage per lane, no cap: what the exact algorithm can certify."""
-        alike = len({worker.lane_speed for worker in self.everyone}) == 1
-        capped = any(worker.memory is not None for worker in self.everyone)
-        return self.placement == "linear" and self.link.is_free and alike and not capped
+    def memory_of(self, stage: int) -> float:
+        """Bytes that a stage may use: an equal part of its worker's, or infinite without a cap.
+
+        Args:
+            stage: Number of the stage.
+        """
+        home = self.worker_of(stage)
+        memory = self.everyone[home].memory
+        if memory is None:
+            return math.inf
+        return memory / sum(self.worker_of(other) == home for other in range(self.stages))
 
 
 class IntervalCosts:

@@ -52,9 +52,7 @@ def _title(plan: Plan) -> str:
     source = plan.measured.profile if plan.measured is not None else None
     return (
         f"{plan.model.name} in {len(part.stages)} stages    micro-batch {part.micro_batch}    "
-        f"largest/mean {part.balance:.3f}    {(part.gap or 0) * 100:.1f} % above "
-        f"{'the optimum' if part.certificate == 'exact' else 'a lower bound'}    "
-        f"{readable_bytes(part.cut_bytes or 0)} cross    times {source}"
+        f"largest/mean {part.balance:.3f}    {readable_bytes(part.cut_bytes or 0)} cross    times {source}"
         + (f", noise {noise * 100:.0f} %" if noise else "")
     )
 
@@ -89,18 +87,8 @@ def _draw_rows(axes: Any, layout: Layout, plan: Plan) -> None:
     _draw_cuts(axes, layout, longest)
     mean = sum(stage.ms or 0 for stage in stages) / len(stages)
     top, bottom = 2.2, _base(len(stages) - 1) - 0.9
-    bound = "optimum" if plan.partition.certificate == "exact" else "lower bound"
-    for place, name, style in ((mean, "mean", ":"), (plan.partition.lower_bound_ms, bound, "--")):
-        if place:
-            axes.plot(
-                [place, place],
-                [bottom, top],
-                style,
-                color="0.35",
-                linewidth=0.9,
-                zorder=0,
-                label=f"{name} {place:,.1f} ms",
-            )
+    label = f"mean {mean:,.1f} ms"
+    axes.plot([mean, mean], [bottom, top], ":", color="0.35", linewidth=0.9, zorder=0, label=label)
     axes.legend(loc="lower right", fontsize=8, framealpha=1, edgecolor="none", ncols=2)
     axes.set_xlim(-0.01 * longest, 1.02 * longest)
     axes.set_ylim(bottom, top)

@@ -118,36 +118,6 @@ class UnitGraph:
         )
         return replace(self, units=tuple(units))
 
-    def reordered(self, order: Sequence[int]) -> UnitGraph:
-        """The same graph with its units in another topological order.
-
-        Args:
-            order: Old index of the unit at each new position.
-
-        Raises:
-            ValueError: The order puts a unit before one it depends on (a programming error).
-        """
-        position = {old: new for new, old in enumerate(order)}
-        if len(position) != len(self.units):
-            raise ValueError(f"an order of {len(self.units)} units names {len(position)}")
-        broken = [(before, after) for before, after in self.edges() if position[before] >= position[after]]
-        if broken:
-            raise ValueError(f"not a topological order: {broken[:3]}")
-
-        def moved(value: Value) -> Value:
-            return replace(
-                value,
-                producer=position[value.producer] if value.producer >= 0 else -1,
-                consumers=tuple(sorted(position[consumer] for consumer in value.consumers)),
-            )
-
-        return UnitGraph(
-            tuple(self.units[old] for old in order),
-            tuple(moved(value) for value in self.values),
-            tuple(replace(saved, units=tuple(sorted(position[unit] for unit in saved.units))) for saved in self.saved),
-            tuple((position[before], position[after]) for before, after in self.order_edges),
-        )
-
     def crossing(self, stage_of: Sequence[int]) -> dict[tuple[int, int], tuple[int, int]]:
         """What is sent between the stages of a cut: every value once to each later stage that uses it.
 

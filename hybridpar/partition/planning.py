@@ -55,7 +55,6 @@ def partition_model(
     inputs: torch.Tensor | Sequence[torch.Tensor],
     stages: int | Problem,
     *,
-    strategy: str = "balanced",
     measure: bool = True,
     passes: int = 5,
     threads: int | None = None,
@@ -70,7 +69,6 @@ def partition_model(
         model: Any module; its state is as before afterwards, and it can still be used as a whole.
         inputs: One micro-batch, on the device and with the dtype and memory format of the training.
         stages: Number of stages, or a `Problem` with devices, link and memory.
-        strategy: `balanced`, or a simpler strategy for comparison.
         measure: Measure unit times, of a model without memory each unit by itself; False estimates them from FLOPs and
             bytes.
         passes: Passes of the measurement.
@@ -93,8 +91,8 @@ def partition_model(
     say = announce or (lambda line: None)
     say("tracing")
     units = find_units(trace_model(model, given), given)
-    # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
-    balance_graph(units.graph, problem, strategy=strategy, certify=False)
+    # Units and bytes do not depend on times: what cannot be met is refused before the long part.
+    balance_graph(units.graph, problem)
     if measure:
         times = measured_profile(
             units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
@@ -106,7 +104,7 @@ def partition_model(
     graph = times.apply(units.graph)
     say("balancing")
     problem = replace(problem, noise=max(problem.noise, times.noise))
-    balance = balance_graph(graph, problem, strategy=strategy)
+    balance = balance_graph(graph, problem)
     plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
     return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
 
@@ -163,13 +161,9 @@ def make_plan(
         ),
         partition=Partition(
             stages=stages,
-            strategy=balance.strategy,
+            cut="balanced",
             micro_batch=inputs[0].shape[0],
             balance=max(round(balance.balance, 6), 1.0),
-            lower_bound_ms=round(balance.lower_bound_ms, 4),
-            gap_to_optimum=round(balance.gap, 6) if balance.certificate == "exact" else None,
-            gap_to_bound=round(balance.gap, 6) if balance.certificate == "bound" else None,
-            certificate=balance.certificate,
             cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         ),
         placement=_placement(problem),

@@ -72,9 +72,6 @@ def _summary(plan: Plan) -> str:
     lines = []
     if part.balance is not None:
         lines.append(f"largest load / mean  {part.balance:.3f}")
-    if part.lower_bound_ms is not None and part.gap is not None:
-        proof = "optimum over all convex cuts" if part.certificate == "exact" else "lower bound, not the optimum"
-        lines.append(f"{proof}  {part.lower_bound_ms:.4g} ms; this cut is {part.gap * 100:.2f} % above it")
     if part.cut_bytes is not None:
         lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
     if plan.measured is not None:

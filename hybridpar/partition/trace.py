@@ -1,12 +1,11 @@
 """Traces a model into a graph that computes what the model computes.
 
-Tracing goes down a ladder. First `torch.fx` with its usual leaves. Where a sub-module cannot be traced (its control
-flow depends on data, or it changes state of its own), once more with that sub-module kept whole. Where the model itself
-cannot be traced but only calls modules one after another, the order of these calls is the graph, and it is checked
-against the model.
+First by `torch.fx` with its usual leaves. Where a sub-module cannot be traced (its control flow depends on data, or it
+changes state of its own), once more with that sub-module kept whole.
 
 What comes out is compared with the model (`trace_check`). Where they differ, the sub-module whose code does what a
-graph does not have is kept whole as well; where that is the model's own code, the model is refused.
+graph does not have is kept whole as well; where that is the model's own code, the model is refused. A model on the meta
+device has no values to compare: there all code that does what a graph may not have counts as different.
 
 `torch.fx` and not `torch.export`, because export burns the mode in: an exported stage keeps using batch statistics
 after `eval()`. With fx, BatchNorm and dropout stay calls of the model's own modules. Where the *graphs* of training
@@ -21,7 +20,7 @@ import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -31,13 +30,9 @@ from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
-from hybridpar.partition.chain import module_order_graph
-from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only
-from hybridpar.partition.trace_check import Difference, Graphs, OperationCheck, TraceCheck
+from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only, untouched
+from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, counters_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
-
-Check = OperationCheck | TraceCheck
-Method = Literal["fx", "fx with leaves", "module order"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,6 @@ class TracedModel:
         eval_graph: The graph of evaluation where it is another one, else None.
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
-        method: Which rung of the ladder succeeded.
         suspects: What the graphs may lack, by the name of the module whose code does it.
     """
 
@@ -59,7 +53,6 @@ class TracedModel:
     eval_graph: fx.Graph | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
-    method: Method = "fx"
     suspects: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -68,14 +61,13 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 
     Args:
         model: Any module; it is as before afterwards.
-        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the comparison, and
-            for the last rung of the ladder, which runs the model.
+        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the comparison.
 
     Returns:
         The model with its graphs, which compute what it computes.
 
     Raises:
-        TraceError: No rung of the ladder can trace the model, or its graph would compute something else. The message
+        TraceError: The model cannot be traced, or its graph would compute something else. The message
             names the module and the operation.
         UsageError: The model refuses the inputs.
     """
@@ -87,14 +79,16 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     }
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
-    check: Check = OperationCheck(model, inputs) if is_deferred(model) else TraceCheck(model, inputs)
+    if is_deferred(model):
+        return _trace_without_memory(model, inputs, whole)
+    check = TraceCheck(model, inputs)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
     while (difference := _difference(check, traced)) is not None:
         found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
-        if not found or traced.method == "module order":
-            raise _unlike(model, traced, difference)
+        if not found:
+            raise _unlike(model, traced, difference.text)
         reasons.update(traced.suspects)
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
@@ -102,7 +96,24 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     return traced
 
 
-def _difference(check: Check, traced: TracedModel) -> Difference | None:
+def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
+    """Trace a model on the meta device: whatever its graph may lack is kept whole.
+
+    Raises:
+        TraceError: That is in the model's own code, or must not be run twice.
+    """
+    whole = whole | _counting(model, counters_without_memory(model, inputs))
+    reasons: dict[str, str] = {}
+    while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
+        if "" in traced.suspects:
+            raise _unlike(model, traced, "there are no values to compare")
+        reasons.update(traced.suspects)
+        whole |= traced.suspects.keys()
+    _require_repeatable(model, reasons)
+    return traced
+
+
+def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
     graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
     return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
 
@@ -125,7 +136,7 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
     return {path for path in counters if not leaf(model.get_submodule(path), path)}
 
 
-def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: Check, whole: set[str]) -> set[str]:
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
     """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
 
     Returns:
@@ -168,12 +179,12 @@ def _parts(module: nn.Module, path: str) -> list[str]:
     return found
 
 
-def _unlike(model: nn.Module, traced: TracedModel, difference: Difference) -> TraceError:
+def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceError:
     reason = traced.suspects.get("")
     because = f"forward of {type(model).__name__} itself {reason}" if reason else "something in its code is not in it"
     return TraceError(
         f"{type(model).__name__} cannot be cut into stages: they would not compute the same",
-        f"Stages are cut from a graph of the model, and {because}: {difference.text}.",
+        f"Stages are cut from a graph of the model, and {because}: {difference}.",
         "Move that part of forward into a sub-module of its own, which is kept whole, or keep the model in one piece "
         "(--stages 1).",
     )
@@ -227,8 +238,6 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: f
     try:
         model.train()
         trained = _trace_one_mode(model, inputs, whole)
-        if trained.method == "module order":
-            return trained
         model.eval()
         # What training keeps whole stays whole, so that the graphs differ only where the model does.
         evaluated = _trace_one_mode(model, inputs, frozenset(trained.leaves))
@@ -243,7 +252,6 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: f
         None if same else evaluated.graph,
         trained.constants if same else constants,
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
-        trained.method,
         {**evaluated.suspects, **trained.suspects},
     )
 
@@ -264,23 +272,20 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: fro
             if first_error is None:
                 first_error = error, tracer.failed or ""
             failed = tracer.failed
-            if failed is None and isinstance(error, OutsideGraphError):
-                raise _explain(model, error, "") from error  # the order of its modules does not show it either
         else:
             _drop_defaults(graph, len(inputs))
             used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
             constants = {name: value for name, value in made.items() if name in used}
-            method: Method = "fx with leaves" if whole else "fx"
-            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), method, tracer.suspects)
+            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), tracer.suspects)
         if failed is None or failed in whole:
             break
         whole = whole | {failed}
-    try:
-        ordered = module_order_graph(model, inputs) if inputs and not is_deferred(model) else None
-    except Exception as error:  # the model does not run at all, whether traced or not
-        raise _refused(model, inputs, error) from error
-    if ordered is not None:
-        return TracedModel(model, ordered, method="module order")
+    if inputs and not is_deferred(model):
+        try:
+            with untouched(model), torch.no_grad():
+                model(*inputs)
+        except Exception as error:  # the model does not run at all, whether traced or not
+            raise _refused(model, inputs, error) from error
     raise _explain(model, *first_error) from first_error[0]
 
 

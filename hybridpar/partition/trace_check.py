@@ -3,9 +3,6 @@
 The model and its graphs run on two small random micro-batches, one after the other, in training and in evaluation, from
 the same state and the same random numbers. Outputs, loss, all gradients, buffers and parameters must be equal. On the
 CPU they nearly always are, to the bit; where they differ by little more than rounding, float64 decides.
-
-A model without memory has no values to compare. There the operations of a forward and a backward pass must be the same,
-in the same order, on the same tensors.
 """
 
 from __future__ import annotations
@@ -13,16 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from hybridpar.models.deferred import imagined, places, storage_of
+from hybridpar.models.deferred import imagined
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 from hybridpar.partition.state import mutable_attributes, untouched
@@ -134,128 +128,6 @@ class TraceCheck:
             return self._differs(replace(graphs, constants=constants), training, batches, expected) is not None
 
 
-class OperationCheck:
-    """Runs a model without memory once, and compares the operations of any number of its graphs with that run's.
-
-    Args:
-        model: The model, on the meta device; it is as before after every call.
-        inputs: One micro-batch.
-
-    Attributes:
-        counters: A Python attribute that changes in every forward pass, by the name of the module that has it.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        self.model = model
-        self._inputs = inputs
-        self.counters: dict[str, str] = {}
-        self._expected = {training: self._record(lambda: model, training, True) for training in (True, False)}
-
-    def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
-        """Where graphs first differ from the model; None where they do not.
-
-        Args:
-            graphs: The graphs of both modes.
-            exact: Of no effect: operations are equal or not.
-        """
-        for training, expected in self._expected.items():
-            mode = "training" if training else "evaluation"
-            try:
-                found = self._record(lambda mode=training: _graph_call(self.model, graphs, mode), training)  # type: ignore[misc]
-            except Exception as error:  # the model's own code
-                text = f"the graph fails where the model does not ({type(error).__name__}: {error})"
-                return Difference(text, torch.inf)
-            pairs = zip_longest(expected, found, fillvalue=("nothing",))
-            differing = next(((one, other) for one, other in pairs if one != other), None)
-            if differing is not None:
-                names = [str(one[0]) for one in differing]
-                what = "on other tensors" if names[0] == names[1] else f"{names[1]} in its stages"
-                return Difference(f"in {mode}, an operation of the model is {names[0]}, and {what}", torch.inf)
-        return None
-
-    def _record(self, get: Callable[[], Callable[..., Any]], training: bool, count: bool = False) -> list[Any]:
-        model = self.model
-        with untouched(model, training=training), torch.set_grad_enabled(training):
-            _seed(model, 0)
-            with imagined(model, self._inputs[0].device) as mode:
-                call = get()
-                inputs = [mode.from_tensor(item.detach()) for item in self._inputs]
-                known = {name: held[key] for name, held, key in places(model)}
-                operations = _Operations(known | {f"input {index}": item for index, item in enumerate(inputs)})
-                with operations:
-                    output = call(*inputs)
-                    before = {path: mutable_attributes(module) for path, module in model.named_modules()}
-                    if training:
-                        leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.requires_grad]
-                        torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
-                ends = tuple(name for name, one in known.items() if one.grad is not None)
-                if count:
-                    call(*inputs)
-                    for path, module in model.named_modules():
-                        for name, value in mutable_attributes(module).items():
-                            if before[path].get(name) != value:
-                                self.counters.setdefault(path, name)
-        return [*operations.found, ("gradients", ends), ("outputs", operations.describe(list(tensor_leaves(output))))]
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations on tensors that come from a model and its inputs; what is made of none of them is a constant.
-
-    Tracing writes `x += y` as `x = x + y`. So one in place counts as the one that is not, and a storage is called by
-    the operation that last wrote to it.
-
-    Args:
-        known: The tensors of the model and its inputs, by name.
-    """
-
-    def __init__(self, known: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Any] = []
-        # With the storage itself, so that no other one gets its place.
-        self._labels = {storage_of(tensor): (name, tensor.untyped_storage()) for name, tensor in known.items()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        known = any(storage_of(tensor) in self._labels for tensor in _tensors_in((args, kwargs)))
-        if not known or func.namespace == "prim":
-            return func(*args, **kwargs)
-        number, entry = len(self.found), (func._schema.name.rstrip("_"), self.describe((args, kwargs)))
-        written = [
-            tensor
-            for place, argument in enumerate(func._schema.arguments)
-            if argument.is_write
-            for tensor in _tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
-        ]
-        result = func(*args, **kwargs)
-        self._labels |= {
-            storage_of(one): (f"{number}w{index}", one.untyped_storage()) for index, one in enumerate(written)
-        }
-        changed = {storage_of(one) for one in written}
-        for index, one in enumerate(_tensors_in(result)):
-            if storage_of(one) not in self._labels or storage_of(one) in changed:
-                self._labels[storage_of(one)] = f"{number}.{index}", one.untyped_storage()
-        self.found.append(entry)
-        return result
-
-    def describe(self, value: Any) -> Any:
-        """A value with what can be compared in place of tensors.
-
-        Args:
-            value: Tensors, numbers and other leaves in containers.
-        """
-        return repr(tree_map(self._describe, value))
-
-    def _describe(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        label, _ = self._labels.get(storage_of(leaf), ("constant", None))
-        return label, tuple(leaf.shape), leaf.stride(), leaf.storage_offset(), str(leaf.dtype)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _two_batches(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Inputs, ...]]:
     """Pairs of micro-batches to compare on, the best first: small random ones, random ones, the given one."""
     count = inputs[0].shape[0]
@@ -293,15 +165,42 @@ def _run(
             _seed(model, seed)
             outcomes.append(_results(model, call(*(item.detach().clone() for item in batch))))
             if counters is not None:
-                attributes.append({path: mutable_attributes(module) for path, module in model.named_modules()})
-    if attributes:
-        # What the first pass sets for good, such as a size or a mask, does not change in the second.
-        for path, after in attributes[1].items():
-            before = attributes[0].get(path, {})
-            counters_here = [name for name, value in after.items() if before.get(name) != value]
-            if counters_here and counters is not None:
-                counters.setdefault(path, counters_here[0])
+                attributes.append(_attributes(model))
+    if counters is not None:
+        counters |= _counting(*attributes)
     return outcomes
+
+
+def counters_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Python attributes that change in every forward pass of a model on the meta device.
+
+    Args:
+        model: The model; it is as before afterwards.
+        inputs: One micro-batch.
+
+    Returns:
+        The name of one such attribute, by the name of the module that has it.
+    """
+    with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
+        _seed(model, 0)
+        given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
+        for _ in range(2):
+            model(*given)
+            attributes.append(_attributes(model))
+    return _counting(*attributes)
+
+
+def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {path: mutable_attributes(module) for path, module in model.named_modules()}
+
+
+def _counting(first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What changed again: what the first pass sets for good, such as a size or a mask, stays in the second."""
+    changed = {
+        path: [name for name, value in after.items() if first.get(path, {}).get(name) != value]
+        for path, after in second.items()
+    }
+    return {path: names[0] for path, names in changed.items() if names}
 
 
 def _results(model: nn.Module, output: Any) -> Outcome:

@@ -26,7 +26,6 @@ from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
-from hybridpar.pipeline.split_cost import keep_whole
 from hybridpar.pipeline.stage_module import (
     StageModule,
     WholeModel,
@@ -534,11 +533,8 @@ class PipelineEngine:
     def _make_program(self, micro_batches: int, edges: tuple[Edge, ...], buckets: Mapping[int, int]) -> Program:
         options = self.options
         layout = options.layout(len(self._all_stages), edges, self.replica if options.homes is not None else 0)
-        schedule = options.order(layout, micro_batches)
-        if not options.split_backward:
-            schedule = keep_whole(schedule)
         return lower(
-            schedule,
+            options.order(layout, micro_batches),
             layout,
             [buckets.get(index, 0) for index in range(layout.stages)],
             forward_ms=options.forward_ms,

@@ -442,12 +442,7 @@ class Executor:
             share = partial(step.request.share, batch.samples)
             inputs, parks = dict(batch.inputs), one.parks
             return stage.lane, lambda: run.forward(index, inputs, batch.target, share, keep, parks=parks)
-        passes = {
-            Kind.BACKWARD: run.backward,
-            Kind.BACKWARD_INPUT: run.backward_input,
-            Kind.BACKWARD_WEIGHT: run.backward_weight,
-        }
-        return stage.lane, partial(passes[action.kind], index, keep)
+        return stage.lane, partial(run.backward, index, keep)
 
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None

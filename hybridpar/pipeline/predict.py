@@ -133,8 +133,6 @@ def predicted_costs(
     return Costs(
         forward_ms=_profile(forward_ms, observed, Kind.FORWARD, stages),
         backward_ms=_profile(backward_ms, observed, Kind.BACKWARD, stages),
-        input_ms=observed.all_compute_ms(Kind.BACKWARD_INPUT, stages),
-        weight_ms=observed.all_compute_ms(Kind.BACKWARD_WEIGHT, stages),
         step_ms=observed.all_compute_ms(Kind.STEP, stages),
         saved_bytes=tuple(one.saved_bytes for one in facts),
         link=fit_link(observed.transfers()),
@@ -244,7 +242,7 @@ def _profile(
 ) -> tuple[float, ...]:
     if given is not None:
         return tuple(given)
-    found = [_seen(observed, kind, stage) for stage in stages]
+    found = [observed.compute_ms(kind, stage) for stage in stages]
     known = tuple(time for time in found if time is not None)
     if len(known) < len(found):
         raise ScheduleError(
@@ -253,15 +251,6 @@ def _profile(
             "Give forward_ms and backward_ms, or steps.",
         )
     return known
-
-
-def _seen(observed: _Observed, kind: Kind, stage: int) -> float | None:
-    """Median time of a whole pass; a backward pass may have run in two halves."""
-    whole = observed.compute_ms(kind, stage)
-    if whole is not None or kind is not Kind.BACKWARD:
-        return whole
-    halves = [observed.compute_ms(half, stage) for half in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
-    return None if halves[0] is None or halves[1] is None else halves[0] + halves[1]
 
 
 def _absolute(step: StepSpans, span: Span) -> tuple[float, float]:

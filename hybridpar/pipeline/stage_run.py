@@ -267,7 +267,6 @@ class _Flight:
     share: Callable[[], float] = lambda: 1.0
     target: Any = None
     parked: Parked | None = None  # where what it saved is to move
-    pending: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # what a split backward has left to do
 
 
 class StageRun:
@@ -447,45 +446,6 @@ class StageRun:
         if roots:
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         self._hand_back(flight, index)
-        self.in_flight -= 1
-
-    def backward_input(self, index: int, keep: Keep) -> None:
-        """The first half of a split backward pass: gradients of what entered the stage.
-
-        Args:
-            index: The micro-batch.
-            keep: `Lane.keep` of the lane this runs on.
-        """
-        flight = self._flights[index]
-        roots = self._roots(flight, index, keep)
-        wanted = [leaf for leaf in flight.leaves.values() if leaf.requires_grad]
-        if roots and wanted:
-            gradients = torch.autograd.grad(
-                [root for root, _ in roots],
-                wanted,
-                [gradient for _, gradient in roots],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            for leaf, gradient in zip(wanted, gradients, strict=True):
-                leaf.grad = gradient
-        flight.pending = roots
-        self._hand_back(flight, index)
-
-    def backward_weight(self, index: int, keep: Keep) -> None:
-        """The second half: gradients of the stage's parameters.
-
-        Args:
-            index: The micro-batch.
-            keep: `Lane.keep` of the lane this runs on.
-        """
-        flight = self._flights.pop(index)
-        keep(*flight.leaves.values(), *(gradient for _, gradient in flight.pending if gradient is not None))
-        wanted = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if flight.pending and wanted:
-            torch.autograd.backward(
-                [root for root, _ in flight.pending], [gradient for _, gradient in flight.pending], inputs=wanted
-            )
         self.in_flight -= 1
 
     def _roots(self, flight: _Flight, index: int, keep: Keep) -> list[tuple[Tensor, Tensor | None]]:

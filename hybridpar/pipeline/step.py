@@ -424,13 +424,9 @@ class PipelineOptions:
         seed: Of the random operations inside the model.
         forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
         backward_ms: The same for the backward pass.
-        input_ms: The same for the half of it that gives the gradients of inputs; None where it is not to be split.
-        weight_ms: The same for the half that gives the gradients of parameters.
-        split_backward: Whether backward passes may be split; where not, schedules that split keep them whole.
         latency_ms: Of a transfer between workers.
         bytes_per_second: Of a transfer between workers; None where transfers take no time.
         saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
-        memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` respects it.
         sync: How gradients are exchanged between replicas.
         sync_lanes: Lanes on which that is done.
         capture: Steps are to be captured, so the host must not decide on them.
@@ -450,13 +446,9 @@ class PipelineOptions:
     seed: int = 0
     forward_ms: tuple[float, ...] | None = None
     backward_ms: tuple[float, ...] | None = None
-    input_ms: tuple[float, ...] | None = None
-    weight_ms: tuple[float, ...] | None = None
-    split_backward: bool = True
     latency_ms: float = 0.0
     bytes_per_second: float | None = None
     saved_bytes: tuple[int, ...] | None = None
-    memory_cap: int | None = None
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
@@ -496,10 +488,7 @@ class PipelineOptions:
             micro_batches,
             forward_ms=self.forward_ms,
             backward_ms=self.backward_ms,
-            input_ms=self.input_ms if self.split_backward else None,
-            weight_ms=self.weight_ms if self.split_backward else None,
             saved_bytes=self.saved_bytes,
-            memory_cap=self.memory_cap,
             latency_ms=self.latency_ms,
             bytes_per_second=self.bytes_per_second,
         )

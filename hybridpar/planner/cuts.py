@@ -20,8 +20,8 @@ import numpy as np
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
 from hybridpar.partition.cost import IntervalCosts, Link, Matrix, Problem, Worker
+from hybridpar.partition.cuts import Cuts, least_maximum, pick, stages_of
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.partition.strategies import Cuts, least_maximum, pick, stages_of
 from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.schedule.actions import Edge
 
@@ -150,7 +150,7 @@ def cuts_of(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] =
     for speed in LINKS:
         problem = Problem(stages, workers, link=Link(speed), noise=profile.resolution)
         try:
-            balance = balance_graph(graph, problem, certify=False)
+            balance = balance_graph(graph, problem)
         except PartitionError:
             continue  # pinned units leave no cut into so many stages
         name = f"balanced{by}" if speed is None else f"balanced{by} for {speed / 1e6:,.0f} MB/s"

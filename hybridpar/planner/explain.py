@@ -14,7 +14,7 @@ from hybridpar.machine.cluster_file import Hosts
 from hybridpar.planner.codecs import left_out, planned_codecs
 from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.scaling import KHat, Point
+from hybridpar.planner.scaling import Point
 from hybridpar.planner.search import Answer, find_plan, least_workers
 from hybridpar.planner.space import Candidate
 from hybridpar.planner.speeds import replica_speeds, stage_speeds
@@ -368,7 +368,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:
-    """What a training run says of its figures as well: its fidelity changes nothing, or they are corrected.
+    """What a training run says of its figures as well: its fidelity changes nothing, or the model is compiled.
 
     Args:
         inputs: Of the search.
@@ -381,18 +381,14 @@ def caveats(inputs: PlannerInputs) -> list[str]:
         lines.append(
             f"for the compiled model, whose step takes {factor:.2f} times as long: all layers are taken to gain alike"
         )
-    if inputs.calibration:
-        told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
-        lines.append(f"with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
     return lines
 
 
-def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
-    """The scaling curve as a table, beside the equation of 1-bit SGD.
+def curve_lines(points: Sequence[Point]) -> list[str]:
+    """The scaling curve as a table.
 
     Args:
         points: The curve.
-        equation: 1-bit SGD's equation for this model and cluster.
     """
     lines = [f"{'workers':>8} {'best ms':>10} {'plain ms':>10} {'speed-up':>9}  plan"]
     first = next((point.step_ms for point in points if point.step_ms is not None), None)
@@ -404,9 +400,7 @@ def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
         gain = "-" if first is None else f"{first / point.step_ms:,.2f}"
         name = describe(point.answer.fastest.candidate, point.answer)
         lines.append(f"{point.workers:>8} {point.step_ms:>10,.1f} {plain:>10} {gain:>9}  {name}")
-    lines += _same_result(points)
-    lines.append(f"workers worth having for plain data parallelism, by 1-bit SGD's equation: {equation.told()}")
-    return lines
+    return lines + _same_result(points)
 
 
 def _same_result(points: Sequence[Point]) -> list[str]:

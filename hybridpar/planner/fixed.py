@@ -12,7 +12,6 @@ from typing import Literal
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import AllReduce, read_sync
-from hybridpar.schedule.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,6 @@ def not_modelled(config: TrainConfig) -> str:
         "--cuda-graph": config.cuda_graph,
         f"--placement {config.placement}": config.homes is not None,
         "--batch-norm sync": config.batch_norm == "sync",
-        f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",
         f"--sync {config.sync}": not isinstance(read_sync(config.sync), AllReduce),
         f"--double-buffer {config.double_buffer}": config.double_buffer != "off",

@@ -52,8 +52,6 @@ class PlannerInputs:
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         fixed: What is decided, and not searched for.
         run_steps: Steps of the run that the plan is for; None where that is not known.
-        calibration: By what earlier runs corrected times of computing (`compute`) and speeds of links (`link`). These
-            factors are in the profile and the cluster already.
         version: Of this record.
 
     Raises:
@@ -76,7 +74,6 @@ class PlannerInputs:
     most_micro_batches: int = 32
     fixed: Fixed = field(default_factory=Fixed)
     run_steps: int | None = None
-    calibration: Mapping[str, float] = field(default_factory=dict)
     version: Literal[1] = INPUTS_VERSION
 
     def __post_init__(self) -> None:

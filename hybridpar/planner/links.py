@@ -109,21 +109,6 @@ def measure_cluster(
     return tries[-1]
 
 
-def is_remembered(world: World, ways: Collection[str] = WAYS) -> bool:
-    """Whether `measure_cluster` has nothing to measure; a collective, all workers get the same answer.
-
-    Args:
-        world: All workers of the job.
-        ways: As for `measure_cluster`.
-
-    Raises:
-        SyncError: A worker died or did not answer in time.
-    """
-    _, key = _key(world)
-    known = world.from_main(lambda: _remembered(key, ways, machine_load()))
-    return known is not None and _still_true(known, world, DRIFT)
-
-
 def _key(world: World) -> tuple[list[_Place], dict[str, object]]:
     """Where all workers are, and what is remembered of their links is kept by; a collective."""
     told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]

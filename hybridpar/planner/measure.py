@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,25 +49,6 @@ TURNS = 3
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
-_T = TypeVar("_T")
-
-#: What is measured in parts, with something else between them; it returns its result.
-InParts = Generator[None, None, _T]
-
-
-def in_one_go(parts: InParts[_T]) -> _T:
-    """The result of what can be measured in parts, without anything between them.
-
-    Args:
-        parts: It.
-    """
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            result: _T = end.value
-            return result
-
 
 def profile_model(model: nn.Module, examples: Sequence[torch.Tensor], **options: Any) -> ModelProfile:
     """Find out what the planner needs to know of a model, in one go.
@@ -80,7 +61,13 @@ def profile_model(model: nn.Module, examples: Sequence[torch.Tensor], **options:
     Returns:
         Units, parameters and times of the model, without its weights.
     """
-    return in_one_go(profile_in_parts(model, examples, **options))
+    parts = profile_in_parts(model, examples, **options)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            profile: ModelProfile = end.value
+            return profile
 
 
 def profile_in_parts(
@@ -98,7 +85,7 @@ def profile_in_parts(
     compiled: bool = False,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
-) -> InParts[ModelProfile]:
+) -> Generator[None, None, ModelProfile]:
     """Find out what the planner needs to know of a model, in parts that take a second or so.
 
     Args:

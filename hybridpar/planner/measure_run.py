@@ -6,8 +6,7 @@ the codecs, and some steps of data parallelism. Everything is kept in one cache,
 
 Before a run, measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a
 step is timed; the profile is made smaller where it would take more than `MOST_SECONDS`, and is left out where measuring
-would take more than half of what the run computes. What is not known yet can be measured in parts, between the steps of
-a run that has begun.
+would take more than half of what the run computes.
 """
 
 from __future__ import annotations
@@ -42,21 +41,12 @@ from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.planner.calibrate import calibrated
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS, laps_of, most_of_all
-from hybridpar.planner.links import is_remembered, measure_cluster
-from hybridpar.planner.measure import (
-    TURNS,
-    InParts,
-    has_tuned_kernels,
-    in_one_go,
-    measure_rates,
-    profile_in_parts,
-    set_way,
-)
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_in_parts, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_speeds
@@ -218,22 +208,7 @@ class _Scope:
         return _STEPS_EACH * ways * sizes + turns + _STEPS_REST * len(self.formats) + _STEPS_BESIDE
 
 
-def measure_inputs(model: nn.Module, asked: Question, world: World, **options: Any) -> PlannerInputs | None:
-    """Measure what a search reads, or find it in the cache, in one go; a collective.
-
-    Args:
-        model: As for `inputs_in_parts`.
-        asked: Likewise.
-        world: Likewise.
-        options: Its other arguments.
-
-    Returns:
-        What was measured, on rank 0; None elsewhere.
-    """
-    return in_one_go(inputs_in_parts(model, asked, world, **options))
-
-
-def inputs_in_parts(
+def measure_inputs(
     model: nn.Module,
     asked: Question,
     world: World,
@@ -244,10 +219,8 @@ def inputs_in_parts(
     cache: bool = True,
     announce: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
-) -> InParts[PlannerInputs | None]:
-    """Measure what a search reads, or find it in the cache, in parts; each is a collective, of all workers alike.
-
-    The first part ends only where model, links or rehearsal were not measured before: else there is a single one.
+) -> PlannerInputs | None:
+    """Measure what a search reads, or find it in the cache; a collective.
 
     Args:
         model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise. With
@@ -275,10 +248,8 @@ def inputs_in_parts(
     scope = _scope(model, asked, world, cluster, workers, passes)
     key = _key(model, asked, world)
     kept = _kept(key, scope, asked.steps) if world.is_main and measure and cache else None
-    known = bool(world.gather(kept is not None)[0])
-    if not known:
-        yield
-        kept = yield from _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
+    if not world.gather(kept is not None)[0]:
+        kept = _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
         if kept is not None and measure and cache and kept.profile.noise <= MOST_NOISE:  # else a warning has said so
             store_measurement(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
     directory = measurements_directory() if cache else None
@@ -292,12 +263,7 @@ def inputs_in_parts(
     else:
         announce(f"planning: measuring the links between {workers} workers" if workers > 1 else "measuring the machine")
         ways = WAYS if codecs else STRIPED_WAYS if _carries_codecs(world) else PLAIN_WAYS
-        if known and cache and not is_remembered(world, ways):
-            known = False
-            yield
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
-        if not known:
-            yield
         whole = not is_deferred(model)  # else there is nothing to run on a worker: rank 0 measured unit by unit
         if asked.unequal and whole:
             cluster = world.on_all(_named(partial(_at_speeds, cluster, model, asked, scope, world, cache)))
@@ -307,8 +273,6 @@ def inputs_in_parts(
         rates = measure_rates(_rated(codecs, world), trained, workers, world.device, world=world, cache=directory)
         if whole:
             if workers > 1:
-                if codecs and not known:
-                    yield
                 announce("planning: running some steps of plain data parallelism")
             rehearse = partial(
                 measure_rehearsal,
@@ -323,14 +287,8 @@ def inputs_in_parts(
                 cache=directory,
                 note=asked.amp,
             )
-            kept_steps = rehearse(only_kept=True) if known else None
-            if kept_steps is None and known:
-                known = False
-                yield
             with autocast(asked.amp, world.device):
-                took = kept_steps or world.on_all(_named(rehearse)) or ()
-            if not known:
-                yield
+                took = world.on_all(_named(rehearse))
     return None if kept is None else _inputs(asked, cluster, kept, rates, took)
 
 
@@ -411,8 +369,8 @@ def _measure(
     measure: bool,
     announce: Callable[[str], None],
     progress: Progress | None,
-) -> InParts[_Kept | None]:
-    """Profile the model, in parts, each a collective.
+) -> _Kept | None:
+    """Profile the model; a collective.
 
     Returns:
         On rank 0 what was measured; None elsewhere.
@@ -437,7 +395,6 @@ def _measure(
             told = f"more than half of {asked.steps:,} steps of {1e3 * step:,.0f} ms"
             raise HybridparError(f"measuring would take {needs:,.1f} s, {told}")
         announce(f"planning: measuring the model, about {max(1.0, needs):.0f} s in all (--plan none skips planning)")
-        yield
     if asked.compiled:
         announce("planning: compiling the model (--plan none skips planning)")
         with autocast(asked.amp, world.device):  # on all workers at once, so that none waits for another one's compiler
@@ -449,7 +406,6 @@ def _measure(
         if not is_deferred(model):
             with autocast(asked.amp, world.device):
                 crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
-        yield
     found: list[_Kept] = []
     parts = profile_in_parts(
         model,
@@ -478,8 +434,8 @@ def _measure(
         return not found
 
     with closing(parts):
-        while world.from_main(_named(profile)):  # rank 0 alone knows how many there are
-            yield
+        while world.from_main(_named(profile)):  # part by part, so that others do not wait for longer than for one
+            pass
     return found[0] if found else None
 
 
@@ -558,7 +514,7 @@ def _inputs(
         fixed=fixed,
         run_steps=asked.steps,
     )
-    return calibrated(rehearsed(inputs, took))
+    return rehearsed(inputs, took)
 
 
 def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) -> list[int]:

@@ -5,28 +5,20 @@ was found with these options.
 
 Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree. A plan from a file is
 read by every worker, and all must have read the same.
-
-What was measured before is used before the first step. Where the model is new, and no plan can change the result, the
-run begins as its options say: `Planning` measures a copy of the model between its steps, part by part, and then says
-what to go on with.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
@@ -34,7 +26,6 @@ from hybridpar.compress import Group
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
-from hybridpar.machine.process import usable_memory
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
@@ -49,9 +40,7 @@ from hybridpar.planner.resolve import DTYPES, resolve
 
 if TYPE_CHECKING:  # a run without a search does not import the planner
     from hybridpar.planner.evaluate import Outcome
-    from hybridpar.planner.fixed import Fixed
     from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.measure import InParts
     from hybridpar.planner.measure_run import Question
     from hybridpar.planner.search import Answer
 
@@ -67,9 +56,6 @@ _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
 }
 
 
-#: The part of the free memory that parameters and what belongs to them may take where nothing is planned first.
-_ROOM = 0.25
-
 #: What is followed, if anything, and what to tell of it at the start.
 _Found = tuple[Plan | None, tuple[str, ...]]
 
@@ -81,65 +67,10 @@ class PlannedRun:
     Attributes:
         plan: The plan.
         lines: What to tell at the start.
-        planning: Finds a better plan while the run goes on; None where none is searched for, or it is found.
     """
 
     plan: ResolvedPlan
     lines: tuple[str, ...] = ()
-    planning: Planning | None = None
-
-
-class Planning:
-    """A search for the plan of a run that has begun, done in parts between its steps.
-
-    Nothing is measured while a step runs: both would be slower, and the numbers wrong.
-
-    Args:
-        search: The search.
-        finish: Makes the plan of the run from what was found.
-        devices: GPUs whose random generators are to stay as they are.
-
-    Attributes:
-        seconds: What the parts took so far.
-        parts: Their number.
-    """
-
-    def __init__(
-        self, search: InParts[_Found], finish: Callable[[_Found], PlannedRun], devices: Sequence[int] = ()
-    ) -> None:
-        self._search, self._finish, self._devices = search, finish, devices
-        self.seconds, self.parts = 0.0, 0
-
-    def go_on(self) -> PlannedRun | None:
-        """Do the next part; a collective, called by all workers after the same steps, when none of them runs.
-
-        Returns:
-            The plan, once it is found.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
-        from hybridpar.models.random_state import same_random
-
-        begun = time.perf_counter()
-        try:
-            with same_random(self._devices):
-                next(self._search)
-        except StopIteration as end:
-            return self._finish(end.value)
-        finally:
-            self.seconds += time.perf_counter() - begun
-            self.parts += 1
-        return None
-
-    def cost(self, moving: float = 0.0) -> str:
-        """What the search cost the run, in words.
-
-        Args:
-            moving: Seconds that it took to go over to what was found.
-        """
-        moved = f", and {moving:.1f} s to change over" if moving >= 0.05 else ""
-        return f"planning took {self.seconds:.1f} s in {self.parts} pauses between steps{moved}"
 
 
 def plan_run(
@@ -156,7 +87,6 @@ def plan_run(
     plan: Plan | None = None,
     announce: Callable[[str], None] = lambda text: None,
     measured: bool = True,
-    at_once: bool = True,
 ) -> PlannedRun:
     """Find the plan of a run; a collective.
 
@@ -173,7 +103,6 @@ def plan_run(
         plan: What to follow, instead of what the options name.
         announce: Told what is being done, while that takes time.
         measured: Whether rank 0 holds all of the model, so that it can be measured.
-        at_once: The run can begin before its plan is found, see `begins_at_once`.
 
     Returns:
         The plan, the same on all workers.
@@ -197,21 +126,11 @@ def plan_run(
     )
     plan = plan or _read_own_plan(config, world)
     found: _Found = None, ()
-    planning: Planning | None = None
-
-    def finish(found: _Found, planning: Planning | None = None) -> PlannedRun:
-        followed, lines = found
-        resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
-        _require_effect(config, named, world.size, resolved.placement)
-        if planning is not None:
-            resolved = resolved.model_copy(update={"followed": False})
-        return PlannedRun(resolved, lines, planning)
-
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
     elif not config.searches:
         pass
-    elif stored is not None and not world.from_main(lambda: _is_unfinished(stored)):
+    elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
             found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
@@ -230,32 +149,12 @@ def plan_run(
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps)
-        at_once = at_once and begins_at_once(config, fixed, world.size)
-        with same_random(_gpus(world)):
-            answer = _search(model, world, question, announce, finish, at_once=at_once)
-        if isinstance(answer, Planning):
-            planning, line = answer, "plan     as the options say; a faster one is searched for between steps"
-            found = None, (line,)
-        else:
-            found = answer
-    return finish(found, planning)
-
-
-def begins_at_once(config: TrainConfig, fixed: Fixed, workers: int) -> bool:
-    """Whether a run may begin as its options say and then follow a plan, with the result that it has by either alone.
-
-    It is so for every plan of `--fidelity exact`, as long as all workers hold the whole model and send gradients as
-    they are. What watches single steps, or compiles, does not begin twice.
-
-    Args:
-        config: Options of the run.
-        fixed: What they decide.
-        workers: Workers of the job.
-    """
-    whole = config.stages == 1 and config.replicas in (None, workers) and not fixed.staged
-    plain = config.compress.strip() == "none" and config.shares.strip() == "equal"
-    watched = config.timeline is not None or config.profile
-    return config.fidelity == "exact" and whole and plain and not (config.compile or watched)
+        with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
+            found = _search(model, world, question, announce)
+    followed, lines = found
+    resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
+    _require_effect(config, named, world.size, resolved.placement)
+    return PlannedRun(resolved, lines)
 
 
 def _require_effect(
@@ -297,8 +196,6 @@ def plan_loop(
     steps: int | None,
     name: str | None,
     plan: Plan | None = None,
-    *,
-    at_once: bool = True,
 ) -> PlannedRun:
     """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective.
 
@@ -310,7 +207,6 @@ def plan_loop(
         steps: Length of the run; None where that is not known.
         name: What to call the model.
         plan: What to follow, instead of what the options name.
-        at_once: As for `plan_run`.
 
     Raises:
         HybridparError: As for `plan_run`.
@@ -333,7 +229,6 @@ def plan_loop(
         decided=decided,
         plan=plan,
         measured=not is_deferred(model),
-        at_once=at_once,
     )
     for line in found.lines if world.is_main else ():
         _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
@@ -425,7 +320,7 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
 
 
 def _unpredicted(plan: Plan) -> Plan:
-    return plan.model_copy(update={"inputs": None, "predicted": None})
+    return plan.model_copy(update={"inputs": None, "predicted": None, "checksum": None})
 
 
 def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> _Found:
@@ -467,13 +362,6 @@ def _stored_plan(place: Path, workers: int) -> str | None:
     return (fitting or found)[0].to_json() if found else None
 
 
-def _is_unfinished(place: Path) -> bool:
-    """Whether a run ended while its plan was still searched for."""
-    with contextlib.suppress(HybridparError):
-        return read_plan(place).followed is False
-    return False
-
-
 def _aside(place: Path, workers: int | None) -> Path:
     return place.with_name(f"{place.stem}-{workers}-workers{place.suffix}")
 
@@ -499,78 +387,19 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     return ""
 
 
-def _search(
-    model: nn.Module,
-    world: World,
-    question: Question,
-    announce: Callable[[str], None],
-    finish: Callable[[_Found], PlannedRun],
-    *,
-    at_once: bool,
-) -> _Found | Planning:
-    """What is found from what is known, or by measuring; or who measures once the run has begun."""
-    from hybridpar.planner.measure import in_one_go
-
-    search = partial(_search_in_parts, world=world, question=question)
-    parts = search(model, announce=announce)
-    try:
-        next(parts)
-    except StopIteration as end:  # all was known
-        found: _Found = end.value
-        return found
-    if at_once:
-        own = _copy_to_measure(model, question, world)
-        if all(world.gather(own is not None)):
-            assert own is not None
-            parts.close()
-            return Planning(search(own, announce=lambda text: None), finish, _gpus(world))
-    return in_one_go(parts)
-
-
-def _gpus(world: World) -> list[int]:
-    return [world.device.index or 0] if world.device.type == "cuda" else []
-
-
-def _copy_to_measure(model: nn.Module, question: Question, world: World) -> nn.Module | None:
-    """A copy of the model, which trains meanwhile; None where there is none, or no room for it."""
-    size = sum(one.nbytes for one in model.parameters())
-    if world.device.type == "cuda":
-        room, beside = torch.cuda.mem_get_info(world.device)[0], 1
-    else:
-        room, beside = usable_memory(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # Of plain data parallelism, which was not asked whether it fits, and of its copy: weights and gradients, and what
-    # the optimizer keeps. As much again, and more, is left for activations.
-    if (4 + 2 * question.copies) * size * beside > _ROOM * room:
-        return None
-    try:
-        return copy.deepcopy(model)
-    except Exception:  # code of the model's author
-        return None
-
-
-def _search_in_parts(
-    model: nn.Module, world: World, question: Question, announce: Callable[[str], None]
-) -> InParts[_Found]:
+def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
     """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
-    from hybridpar.planner.measure_run import inputs_in_parts
+    from hybridpar.planner.measure_run import measure_inputs
     from hybridpar.planner.record import plan_of
     from hybridpar.planner.search import find_plan
 
-    seconds, begun = 0.0, time.perf_counter()
-    measuring = inputs_in_parts(model, question, world, announce=announce)
-    while True:
-        try:
-            next(measuring)
-        except StopIteration as end:
-            inputs: PlannerInputs | None = end.value
-            break
-        except SyncError:
-            raise
-        except HybridparError as error:
-            return _unplanned(error.what)
-        seconds += time.perf_counter() - begun
-        yield
-        begun = time.perf_counter()
+    begun = time.perf_counter()
+    try:
+        inputs = measure_inputs(model, question, world, announce=announce)
+    except SyncError:
+        raise
+    except HybridparError as error:
+        return _unplanned(error.what)
 
     def decide() -> tuple[str | None, tuple[str, ...]]:
         assert inputs is not None
@@ -579,7 +408,7 @@ def _search_in_parts(
             answer = find_plan(inputs)
         except PlanError as error:
             return _unplanned(error.what)
-        return plan_of(answer).to_json(), _told(answer, inputs, seconds + time.perf_counter() - begun)
+        return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
     return None if text is None else parse_plan(json.loads(text)), lines

@@ -1,13 +1,12 @@
-"""Turns the result of a search into a `Plan`, and finds the candidate of a plan again."""
+"""Turns the result of a search into a `Plan`, and says whether a plan is still as its search made it."""
 
 from __future__ import annotations
 
-import itertools
-from typing import TypedDict
+import hashlib
+import json
 
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
-from hybridpar.errors import PlanError
 from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
     Kernels,
@@ -23,9 +22,8 @@ from hybridpar.plan import (
 )
 from hybridpar.planner.codecs import CodecChoice
 from hybridpar.planner.evaluate import Evaluator, Outcome
-from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
-from hybridpar.planner.space import Candidate, Space
+from hybridpar.planner.space import Candidate
 from hybridpar.planner.speeds import stage_speeds
 
 
@@ -41,10 +39,25 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     inputs = evaluator.space.inputs
     profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
     link = inputs.cluster.outer
-    return Plan(
+    choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(candidate.shape.stages))
+    plan = Plan(
         model=profile.info,
         partition=_partition(evaluator, outcome),
-        **_sections(candidate, evaluator),
+        placement=_placement(candidate, evaluator),
+        pipeline=Pipeline(
+            schedule=candidate.schedule,
+            micro_batches=candidate.shape.micro_batches,
+            recompute=everything if candidate.cut.recompute else (),
+            offload=everything if candidate.cut.offload else (),
+        ),
+        sync=Sync(
+            lanes=inputs.sync_lanes,
+            bucket_bytes=inputs.bucket_bytes,
+            policy=_rules(choice),
+            outer=choice.every if choice.every > 1 else None,
+            shard_optimizer=candidate.sharded,
+        ),
+        kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
         measured=Measured(
             device=profile.device,
             threads=profile.threads,
@@ -65,70 +78,26 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         ),
         inputs=inputs.to_data(),
     )
+    return plan.model_copy(update={"checksum": checksum_of(plan)})
 
 
-class _Sections(TypedDict):
-    """Sections of a plan."""
-
-    placement: Placement
-    pipeline: Pipeline
-    sync: Sync
-    kernels: Kernels | None
-
-
-def _sections(candidate: Candidate, evaluator: Evaluator) -> _Sections:
-    """The sections of a plan that are the same for every cut of a shape."""
-    shape, inputs = candidate.shape, evaluator.space.inputs
-    choice, everything = evaluator.space.codec_choices[candidate.codec], tuple(range(shape.stages))
-    return {
-        "placement": _placement(candidate, evaluator),
-        "pipeline": Pipeline(
-            schedule=candidate.schedule,
-            micro_batches=shape.micro_batches,
-            recompute=everything if candidate.cut.recompute else (),
-            offload=everything if candidate.cut.offload else (),
-        ),
-        "sync": Sync(
-            lanes=inputs.sync_lanes,
-            bucket_bytes=inputs.bucket_bytes,
-            policy=_rules(choice),
-            outer=choice.every if choice.every > 1 else None,
-            shard_optimizer=candidate.sharded,
-        ),
-        "kernels": Kernels(database="auto") if inputs.profile.variants[candidate.variant].kernels != "stock" else None,
-    }
-
-
-def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
-    """The candidate that a plan says, so that it can be predicted again.
+def checksum_of(plan: Plan) -> str:
+    """Equal for plans that do the same, whatever was predicted or measured of them.
 
     Args:
-        plan: The plan, of the space that the evaluator is for.
-        evaluator: What predicts.
-
-    Raises:
-        PlanError: No candidate of the space is like it.
+        plan: The plan.
     """
-    part, measured = plan.partition, plan.measured or Measured()
-    said = _told(
-        len(part.stages),
-        part.strategy,
-        measured.memory_format,
-        plan.placement or Placement(stages=(StagePlacement(stage=0),)),
-        plan.pipeline or Pipeline(),
-        plan.sync or Sync(),
-        plan.kernels,
+    measured, pipeline = plan.measured or Measured(), plan.pipeline or Pipeline()
+    placement = plan.placement or Placement(stages=(StagePlacement(stage=0),))
+    said = (
+        [stage.units for stage in plan.partition.stages],
+        (placement.replicas, placement.shares, placement.homes),
+        [placement.lanes[lane] for lane in placement.lane_of],
+        (measured.memory_format, plan.kernels is not None),
+        pipeline.model_dump(mode="json"),
+        (plan.sync or Sync()).model_dump(mode="json"),
     )
-    space = evaluator.space
-    for one in itertools.chain(space.candidates(), space.candidates(saving=True)):
-        form = space.inputs.profile.variants[one.variant].memory_format
-        if _told(one.shape.stages, one.cut.name, form, **_sections(one, evaluator)) == said:
-            return one
-    raise PlanError(
-        "the plan is not one of the plans that its recorded inputs leave open",
-        "What is predicted is a candidate of the search that the plan records.",
-        "Plan again; a plan that was edited by hand cannot be compared with what was predicted.",
-    )
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def is_as_recorded(plan: Plan) -> bool:
@@ -137,38 +106,7 @@ def is_as_recorded(plan: Plan) -> bool:
     Args:
         plan: The plan.
     """
-    inputs = inputs_of_plan(plan)
-    evaluator = Evaluator(Space(inputs))
-    try:
-        candidate = candidate_of(plan, evaluator)
-    except PlanError:
-        return False
-    sync = plan.sync or Sync(lanes=inputs.sync_lanes, bucket_bytes=inputs.bucket_bytes)
-    if (sync.lanes, sync.bucket_bytes, sync.batch_norm) != (inputs.sync_lanes, inputs.bucket_bytes, Sync().batch_norm):
-        return False
-    units, homes = inputs.profile.graph.units, candidate.cut.stage_of
-    placed = [(unit.name, home) for unit, home in zip(units, homes, strict=True)]
-    said = [(unit, stage) for stage, one in enumerate(plan.partition.stages) for unit in one.units]
-    return sorted(placed) == sorted(said) or (candidate.shape.stages == 1 and not said)
-
-
-def _told(
-    stages: int,
-    strategy: str,
-    memory_format: str,
-    placement: Placement,
-    pipeline: Pipeline,
-    sync: Sync,
-    kernels: Kernels | None,
-) -> tuple[object, ...]:
-    """What tells a plan from the others of its space."""
-    return (
-        (stages, strategy, memory_format, kernels is not None),
-        (placement.replicas, placement.shares, placement.homes, placement.kind if stages > 1 else "linear"),
-        [placement.lanes[lane] for lane in placement.lane_of],
-        (pipeline.micro_batches, pipeline.schedule, bool(pipeline.recompute), bool(pipeline.offload)),
-        (sync.policy, sync.outer, sync.shard_optimizer),
-    )
+    return plan.checksum == checksum_of(plan)
 
 
 def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
@@ -191,7 +129,7 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     mean = sum(times) / len(times)
     return Partition(
         stages=stages,
-        strategy=candidate.cut.name,
+        cut=candidate.cut.name,
         micro_batch=samples,
         balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
         cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),

@@ -36,7 +36,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
-from hybridpar.planner.store import NOISE, is_kept, remembered
+from hybridpar.planner.store import NOISE, remembered
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
 
@@ -91,8 +91,7 @@ def measure_rehearsal(
     seconds: float = SECONDS,
     cache: Path | None = None,
     note: str = "",
-    only_kept: bool = False,
-) -> tuple[Rehearsal, ...] | None:
+) -> tuple[Rehearsal, ...]:
     """Time steps of data parallelism; a collective.
 
     Args:
@@ -109,12 +108,11 @@ def measure_rehearsal(
         cache: Where the first worker keeps what was found, for as long as the cluster stays the same; None measures
             always.
         note: What else it depends on, for instance autocast.
-        only_kept: Measure nothing.
 
     Returns:
         What it took, with gradients as they are and with a codec, as far as that says something: where exchanging
         takes longer than computing, the link says what a step takes, and it has been measured; codecs need process
-        groups; and one worker waits for no other. None where nothing is kept and nothing was to be measured.
+        groups; and one worker waits for no other.
 
     Raises:
         SyncError: A worker died or did not answer in time.
@@ -127,9 +125,6 @@ def measure_rehearsal(
         "transport": world.transport,
         "how": [copies, bucket_bytes, memory_format, steps, seconds, note, *(["compiled"] if compiled else [])],
     }
-
-    if only_kept and not is_kept(KIND, key, cache, world):
-        return None
 
     def measure() -> dict[str, float]:
         whole = replace(WHOLE, compile=compiled, sync=SyncOptions(bucket_bytes=bucket_bytes))
@@ -229,7 +224,7 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
             continue
         # It ran whatever was decided, and maybe with fewer samples than a step of the plan has.
         fixed = Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {})
-        asked = replace(inputs, fixed=fixed, calibration={}, batch=one.samples * inputs.workers)
+        asked = replace(inputs, fixed=fixed, batch=one.samples * inputs.workers)
         plain = Space(replace(asked, fixed=Fixed(codecs={}))).baselines()[DATA_PARALLEL]
         found = _factor(asked, replace(plain, codec=1 if coded else 0), one.step_ms)
         profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)

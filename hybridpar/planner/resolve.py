@@ -129,6 +129,7 @@ def resolve(
         measured=(measured or Measured()).model_copy(update=facts),
         predicted=plan.predicted if plan is not None and searched else None,
         followed=None if plan is None or searched else True,
+        checksum=plan.checksum if plan is not None else None,
         inputs=plan.inputs if plan is not None else None,
     )
 

@@ -81,18 +81,6 @@ def remembered(
     return found
 
 
-def is_kept(kind: str, key: Mapping[str, Any], directory: Path | None, world: World) -> bool:
-    """Whether `remembered` has nothing to measure; a collective.
-
-    Args:
-        kind: As for `remembered`.
-        key: Likewise.
-        directory: Likewise.
-        world: All workers of a job.
-    """
-    return directory is not None and world.from_main(lambda: _figures(kind, key, directory) is not None)
-
-
 def _figures(kind: str, key: Mapping[str, Any], directory: Path) -> dict[str, float] | None:
     """Numbers by name that were kept; None where there are none that can be used."""
     kept: Any = load_measurement(kind, key, directory)

@@ -135,9 +135,9 @@ def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
         replace_file(place, [plan.model_copy(update={"ran": ran}).to_json().encode()])
     except RunDirectoryError as error:
         problems.append(f"what was measured is not in the plan: {error.what}")
-    from hybridpar.planner.compare import Comparison
+    from hybridpar.planner.compare import prediction_warnings
 
-    warnings = Comparison(plan, ran, machine_load()).warnings()
+    warnings = prediction_warnings(plan, ran, machine_load())
     summary["prediction_warning"] = "; ".join(warnings) or None
     return warnings + problems
 

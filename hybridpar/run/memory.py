@@ -36,15 +36,6 @@ class MemoryMeter:
         """
         self._before: int | None = 0
         self._resettable = True
-        self.forget_peak()
-        if self._device.type == "cuda":
-            return
-        # The process is weighed afterwards: what is freed above must not count as having been there.
-        own = _without_files("VmRSS")
-        self._before = None if own is None else own - holding // 1024
-
-    def forget_peak(self) -> None:
-        """Forget the peak so far, where something else than training may have reached it; what is there counts on."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -53,6 +44,9 @@ class MemoryMeter:
             _PEAK_RESET.write_text("5")  # of all that this file resets, 5 is the peak of resident memory (proc(5))
         except OSError:
             self._resettable = False
+        # The process is weighed afterwards: what is freed above must not count as having been there.
+        own = _without_files("VmRSS")
+        self._before = None if own is None else own - holding // 1024
 
     def peak_bytes(self) -> int | None:
         """The peak; None where the system does not tell it."""

@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,7 +33,7 @@ from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
 from hybridpar.plan import Plan, ResolvedPlan
-from hybridpar.planner.planned_run import Planning, plan_run, set_aside
+from hybridpar.planner.planned_run import plan_run, set_aside
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.data import (
     batch_maker,
@@ -76,10 +75,6 @@ from hybridpar.train.trainer import Evaluation, StepResult, Trainer
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
     from hybridpar.run.kernels import KernelUse
-
-
-#: Steps before the first that planning follows: in these buckets are cut, and caches are cold.
-FIRST_STEPS = 1
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
@@ -234,7 +229,6 @@ class Run(RunLoop):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
             measured=deferred is None,
-            at_once=deferred is None,
         )
         plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
@@ -292,9 +286,6 @@ class Run(RunLoop):
             self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
-        self._planning = self.planned.planning
-        self._said_of_planning: dict[str, Any] | None = None
-        self._is_one_layout = self.at.resumed_from is None
         self._stopping = False
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
@@ -440,8 +431,6 @@ class Run(RunLoop):
                     continue
                 if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
                     self._save()
-                if self._planning is not None and FIRST_STEPS < result.step < self.total:
-                    self._go_on_planning(self._planning)
             if self._stopping:
                 self._save()
                 break
@@ -472,40 +461,6 @@ class Run(RunLoop):
                 self._divide_by(self.shares.shares)
                 self.progress.message(news)
 
-    def _go_on_planning(self, planning: Planning) -> None:
-        """Do the next part of the search for a plan, and follow what was found."""
-        with self.clock.away(), noted("planning"):
-            self.trainer.wait()
-            found = planning.go_on()
-            if found is None:
-                return
-            self._planning, begun = None, time.perf_counter()
-            changed = self.trainer.adopt(found, self._example(found.plan))
-            if changed:
-                self._divide(found.plan)
-                self.kernels = self._prepare_kernels(found.plan)
-                self.timings, self._is_one_layout = Timings(), False
-            self.planned, self.place = found, replace(self.place, claim="use")
-            self._claim(found.plan)
-            self.plan, self.info = self._describe()
-            self.watch = self._open_watch()
-            self.memory.forget_peak()  # of measuring
-        moving = time.perf_counter() - begun
-        step, cost = self.trainer.steps_done, planning.cost(moving if changed else 0.0)
-        what = found.lines[0].partition("; planned in")[0]
-        follows = "followed from the next step on" if changed else "as the run does already"
-        text = f"{what} ({follows}); {cost}"
-        self._said_of_planning = {
-            "step": step,
-            "seconds": round(planning.seconds + moving, 3),
-            "pauses": planning.parts,
-            "changed": changed,
-            "text": text,
-        }
-        self.progress.message("\n".join((text, *found.lines[1:])))
-        if self._writer is not None:
-            self._writer.write_plan(self._said_of_planning)
-
     def _divide_by(self, shares: Sequence[int] | None) -> None:
         """Divide the steps to come, and the test set, by other shares."""
         self.batches.shares = shares
@@ -531,8 +486,7 @@ class Run(RunLoop):
         held: tuple[StepResult, float] | None = None
         done, divided = first, None
         while self.trainer.steps_done < self.total and not self._stopping:
-            # The layout changes between two steps only.
-            behind = self._planning is None and (self.world.device.type == "cuda" or self.trainer.engine.late)
+            behind = self.world.device.type == "cuda" or self.trainer.engine.late
             if divided != (self.batches, self.batches.shares):
                 batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
@@ -611,11 +565,9 @@ class Run(RunLoop):
         if not self.world.is_main:
             return
         summary = self._summary(stopped)
-        # What all workers noted covers, of a run that was resumed or went on by another plan, a part only.
-        whole = self._is_one_layout
+        whole = self.at.resumed_from is None  # else what all workers noted covers a part only
         summary |= measured_fields(answers, engine.plan.placement.ranks, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
-        summary["planning"] = self._said_of_planning
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if engine.plan.sync.outer is not None and (rate := self.timings.steps_per_second()) is not None:
             summary["images_per_second"] = round(rate * self.config.batch_size, 3)  # few steps exchange anything

@@ -26,9 +26,6 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    #: The two halves of a backward pass: gradients of the stage's inputs, and of its parameters.
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
     #: Transfers of activations (F) and of their gradients (B) between workers.
     SEND_FORWARD = "SEND_F"
     RECEIVE_FORWARD = "RECV_F"
@@ -40,11 +37,11 @@ class Kind(StrEnum):
     STEP = "STEP"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 
-_TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|F|B|I|W)(\d{0,6})(?:>(\d{1,6}))?")
+_TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|F|B)(\d{0,6})(?:>(\d{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ def parse_action(text: str) -> Action:
     if match is None or kind is None or (match[3] == "") != (kind is Kind.STEP):
         raise ScheduleError(
             f"{shortened(repr(text))} is not an action",
-            "An action is a stage, one of F B I W SEND_F RECV_F SEND_B RECV_B SYNC STEP, then a micro-batch or bucket.",
+            "An action is a stage, one of F B SEND_F RECV_F SEND_B RECV_B SYNC STEP, then a micro-batch or bucket.",
             "Write 2F0 for the forward pass of micro-batch 0 in stage 2.",
         )
     stage = int(match[1])
@@ -276,7 +273,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of computation: for every lane a list of F, B, I and W actions.
+    """The order of computation: for every lane a list of F and B actions.
 
     Attributes:
         name: Which schedule it is.
@@ -308,7 +305,7 @@ def read_schedule(source: str | Path, name: str = "file") -> Schedule:
         name: What to call the schedule.
 
     Raises:
-        ScheduleError: The file cannot be read, a cell is not an action, or an action is not one of F, B, I, W.
+        ScheduleError: The file cannot be read, a cell is not an action, or an action is neither F nor B.
     """
     if isinstance(source, Path):
         source = read_text(source, "the schedule", ScheduleError, "Name a CSV file.")
@@ -334,7 +331,7 @@ def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     if other is not None or not actions:
         raise ScheduleError(
             f"{other if other is not None else 'nothing'} stands in schedule {name!r}",
-            "A schedule orders computation only: F, B, I and W. What travels follows from it.",
+            "A schedule orders computation only: F and B. What travels follows from it.",
             "Leave the other actions out.",
         )
     return Schedule(name, tuple(tuple(row) for row in rows), 1 + max(action.index or 0 for action in actions))

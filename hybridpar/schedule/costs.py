@@ -71,10 +71,7 @@ class Costs:
 
     Attributes:
         forward_ms: For every stage one forward pass.
-        backward_ms: For every stage one whole backward pass.
-        input_ms: For every stage the half of a split backward pass that gives its inputs' gradients; None for half of
-            the whole.
-        weight_ms: The same for its parameters' gradients.
+        backward_ms: For every stage one backward pass.
         step_ms: For every stage the optimizer; None for no time.
         overhead_ms: What the host adds to every computation and optimizer step.
         saved_bytes: For every stage what a micro-batch holds from its forward to the end of its backward pass.
@@ -105,8 +102,6 @@ class Costs:
 
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
-    input_ms: tuple[float, ...] | None = None
-    weight_ms: tuple[float, ...] | None = None
     step_ms: tuple[float, ...] | None = None
     overhead_ms: float = 0.0
     saved_bytes: tuple[int, ...] | None = None
@@ -157,11 +152,8 @@ class Costs:
             time = self.forward_ms[stage]
         elif kind is Kind.BACKWARD:
             time = self.backward_ms[stage]
-        elif kind is Kind.STEP:
-            time = 0.0 if self.step_ms is None else self.step_ms[stage]
         else:
-            halves = self.input_ms if kind is Kind.BACKWARD_INPUT else self.weight_ms
-            time = self.backward_ms[stage] / 2 if halves is None else halves[stage]
+            time = 0.0 if self.step_ms is None else self.step_ms[stage]
         return time + self.overhead_ms
 
     def sync_core_ms(self, bucket: BucketCost) -> float:
@@ -178,4 +170,4 @@ class Costs:
         return 2 * (self.replicas - 1) / self.replicas
 
 
-_PER_STAGE = ("forward_ms", "backward_ms", "input_ms", "weight_ms", "step_ms", "saved_bytes")
+_PER_STAGE = ("forward_ms", "backward_ms", "step_ms", "saved_bytes")

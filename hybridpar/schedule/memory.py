@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+from hybridpar.schedule.actions import Kind, Layout, Schedule
 
 
 @dataclass(frozen=True)
 class Held:
     """The most that forward passes hold for backward passes at one time.
 
-    A micro-batch is held by a stage from the start of its forward pass to the end of its backward pass; of a split
-    backward pass, to the end of the weight half.
+    A micro-batch is held by a stage from the start of its forward pass to the end of its backward pass.
 
     Attributes:
         in_flight: For every stage the most micro-batches.
@@ -49,27 +48,10 @@ def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | N
                 held += saved[stage]
                 peak[stage] = max(peak[stage], count[stage])
                 most = max(most, held)
-            elif action.kind is not Kind.BACKWARD_INPUT:
+            else:
                 count[stage] -= 1
                 held -= saved[stage]
         lanes[lane] = most
         workers[layout.worker_of[lane]] += most
     stages = tuple(number * size for number, size in zip(peak, saved, strict=True))
     return Held(tuple(peak), stages, tuple(lanes), tuple(workers))
-
-
-def first_over(row: Sequence[Action], sizes: Sequence[int], limit: int) -> Action | None:
-    """The forward pass with which a lane first holds more than a limit; None where it never does.
-
-    Args:
-        row: What the lane does.
-        sizes: For every stage what one micro-batch counts.
-        limit: The most that is allowed.
-    """
-    held = 0
-    for action in row:
-        if action.kind is not Kind.BACKWARD_INPUT:
-            held += sizes[action.stage] if action.kind is Kind.FORWARD else -sizes[action.stage]
-        if held > limit:
-            return action
-    return None

@@ -31,8 +31,8 @@ def draw_schedule(
 ) -> str:
     """A schedule as a grid of text: a row per lane, a column per slot of time.
 
-    A forward pass and the halves of a split backward pass take one slot, a whole backward pass two: `B3 --`. A dot is
-    an idle slot. From the place where a lane can never go on, its cells have question marks and no time.
+    A forward pass takes one slot, a backward pass two: `B3 --`. A dot is an idle slot. From the place where a lane can
+    never go on, its cells have question marks and no time.
 
     Args:
         schedule: The schedule; it may be wrong.

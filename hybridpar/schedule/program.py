@@ -21,10 +21,6 @@ from dataclasses import dataclass
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Layout, Schedule
 
-#: Kinds that end with the gradient of the stage's inputs, and those that end with the gradients of its parameters.
-_GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-_GIVES_WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-
 
 @dataclass(frozen=True)
 class Program:
@@ -67,7 +63,6 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
         schedule: What they compute.
         buckets: For every stage the number of its gradient buckets; none where nothing is synchronised.
     """
-    backward_of = _backward_kinds(schedule)
     needs: dict[Action, tuple[Action, ...]] = {}
     last: dict[int, Action] = {}
 
@@ -87,17 +82,12 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
             before: list[Action] = []
             if action.kind is Kind.FORWARD:
                 before += [arrival(Action(edge.source, Kind.FORWARD, index), stage) for edge in layout.into(stage)]
-            elif action.kind is Kind.BACKWARD_WEIGHT:
-                before.append(Action(stage, Kind.BACKWARD_INPUT, index))
             else:
                 before.append(Action(stage, Kind.FORWARD, index))
-                for edge in layout.out_of(stage):
-                    if edge.gradient_bytes > 0:
-                        kind = backward_of.get((edge.target, index), Kind.BACKWARD)
-                        before.append(arrival(Action(edge.target, kind, index), stage))
-            needs[action] = tuple(before)
-            if action.kind in _GIVES_WEIGHT_GRADIENT:
+                used = [edge.target for edge in layout.out_of(stage) if edge.gradient_bytes > 0]
+                before += [arrival(Action(target, Kind.BACKWARD, index), stage) for target in used]
                 last[stage] = action
+            needs[action] = tuple(before)
     for stage, action in last.items():
         syncs = tuple(
             Action(stage, Kind.SYNC, bucket) for bucket in range(buckets[stage] if stage < len(buckets) else 0)
@@ -133,15 +123,6 @@ def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
                 )
 
 
-def _backward_kinds(schedule: Schedule) -> dict[tuple[int, int | None], Kind]:
-    return {
-        (action.stage, action.index): action.kind
-        for row in schedule.rows
-        for action in row
-        if action.kind in _GIVES_INPUT_GRADIENT
-    }
-
-
 def lower(
     schedule: Schedule,
     layout: Layout,
@@ -161,7 +142,7 @@ def lower(
         buckets: For every stage the number of its gradient buckets.
         forward_ms: For every stage the time of a forward pass. Transfers of a pair of workers are made in the order in
             which they would be ready; without times a backward pass counts as two forward passes.
-        backward_ms: For every stage the time of a whole backward pass. Both must be the same on all workers.
+        backward_ms: For every stage the time of a backward pass. Both must be the same on all workers.
 
     Raises:
         ScheduleError: A pass stands on a lane that does not have its stage, or the lanes wait for each other in a
@@ -183,8 +164,7 @@ def lower(
     def took(action: Action) -> float:
         if action.kind is Kind.FORWARD:
             return forward_ms[action.stage] if forward_ms is not None else 1.0
-        whole = backward_ms[action.stage] if backward_ms is not None else 2.0
-        return whole if action.kind is Kind.BACKWARD else whole / 2
+        return backward_ms[action.stage] if backward_ms is not None else 2.0
 
     def offer(lane: int) -> None:
         """Queue the next action of a lane if everything it needs is there."""
@@ -232,7 +212,7 @@ def lower(
 
 
 class QueueRun:
-    """Runs queues in unit time until none can go on: a whole backward pass takes 2 slots, other computation 1.
+    """Runs queues in unit time until none can go on: a backward pass takes 2 slots, a forward pass 1.
 
     Args:
         queues: For every queue its actions, in order. A transfer stands in two: its sender's and its receiver's.

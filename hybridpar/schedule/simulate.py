@@ -68,7 +68,7 @@ def simulate(program: Program, costs: Costs) -> Simulation:
         raise ScheduleError(
             f"the program of {program.schedule.name!r} stops with {stuck} action(s) left",
             "Its workers wait for each other, or for something that nobody does.",
-            "Look at it with `hybridpar.schedule.check.check_program`, which names the place.",
+            "Make the program with `hybridpar.schedule.program.lower`.",
         )
     return _summary(program, costs, run)
 
@@ -266,7 +266,7 @@ def _peak_saved_bytes(compute: list[Span], costs: Costs, workers: int) -> tuple[
         size, lane = costs.saved_bytes[span.action.stage], changes.setdefault(span.lane, [])
         if span.action.kind is Kind.FORWARD:
             lane.append((span.start_ms, size, span.worker))
-        elif span.action.kind is not Kind.BACKWARD_INPUT:
+        else:
             lane.append((span.end_ms, -size, span.worker))
     # At one time, what is freed comes first; but a lane keeps its order, also where passes take no time.
     for _, change, worker in heapq.merge(*changes.values()):

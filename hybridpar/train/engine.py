@@ -40,13 +40,13 @@ from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import WHOLE, StepInput, StepOutcome, StepState
 from hybridpar.plan import ResolvedPlan, Sync
-from hybridpar.planner.stages import pipeline_options
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
 from hybridpar.sync.shards import keep_own
+from hybridpar.train.stages import pipeline_options
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.cuda_graph import StepGraph
@@ -165,7 +165,7 @@ class Engine:
             stages = self._stages
             with self.autocast():
                 device, own_only = self._lanes.device, self.own_only
-                options = pipeline_options(plan, self._stages, example, config, sync, world, device, own_only)
+                options = pipeline_options(plan, example, config, sync, world, device, own_only)
         else:
             stages = [WholeModel(self.model)]
             options = replace(

@@ -38,9 +38,8 @@ from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
-from hybridpar.planner.planned_run import PlannedRun, Planning, plan_loop
+from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
-from hybridpar.planner.stages import cut_model
 from hybridpar.sync.compression import settle_codecs
 from hybridpar.sync.policy import is_auto
 from hybridpar.sync.statistics import copy_of
@@ -55,20 +54,13 @@ from hybridpar.train.checkpoint import (
 from hybridpar.train.engine import Engine, EngineParts
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
+from hybridpar.train.stages import cut_model
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
 
 _log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-
-#: What of a plan for a whole model says how its steps are computed.
-_LAYOUT: tuple[Callable[[ResolvedPlan], object], ...] = (
-    lambda plan: (plan.placement.replicas, plan.placement.shares),
-    lambda plan: plan.pipeline.micro_batches,
-    lambda plan: (plan.sync.lanes, plan.sync.bucket_bytes, plan.sync.batch_norm, plan.sync.codec),
-    lambda plan: (plan.channels_last, plan.kernels),
-)
 
 
 class MicroBatches(Protocol):
@@ -177,10 +169,7 @@ class Trainer:
             self.planned = (
                 plan
                 if isinstance(plan, PlannedRun)
-                else plan_loop(
-                    *(model, self.config, self.world, example, total_steps, name, given),
-                    at_once=lanes is None and self._deferred is None,
-                )
+                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
             )
             if self._deferred is not None and self.planned.plan.placement.workers == 1:
                 self._deferred.fill({name for name, _, _ in places(model)})
@@ -190,7 +179,6 @@ class Trainer:
             self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.lr, schedule) if isinstance(schedule, OnPlateau) else None
-            self._optimizer_factory = optimizer
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
         except BaseException as error:
             if self._owns_lanes:
@@ -199,12 +187,7 @@ class Trainer:
                 self.world.close()
             raise
         self.steps_done = 0
-        self._bad_steps = self._watch_steps()
-        # Who hands over a plan also goes on with it.
-        self._planning = None if isinstance(plan, PlannedRun) else self.planned.planning
-
-    def _watch_steps(self) -> BadSteps:
-        return BadSteps(
+        self._bad_steps = BadSteps(
             late=self.engine.late,
             name_parameter=self.engine.bad_parameter,
             allowed=FALLS if self.engine.loss_scales else 0,
@@ -314,8 +297,6 @@ class Trainer:
             UsageError: This worker's batch, or that of another, has fewer samples than there are micro-batches.
             SyncError: A worker died or did not answer in time.
         """
-        if self._planning is not None and self.steps_done:
-            self._go_on_planning(self._planning)
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
@@ -423,59 +404,6 @@ class Trainer:
             SyncError: A worker died or did not answer in time.
         """
         self.engine.wait()
-
-    # ------------------------------------------------------------ another plan
-
-    def _go_on_planning(self, planning: Planning) -> None:
-        self.wait()
-        if (found := planning.go_on()) is None:
-            return
-        self._planning, begun = None, time.perf_counter()
-        changed = self.adopt(found)
-        for line in found.lines if self.world.is_main else ():
-            _log.info(line.partition("; planned in")[0])
-        moving = time.perf_counter() - begun if changed else 0.0
-        _log.info("followed after step %d: %s", self.steps_done, planning.cost(moving))
-
-    def adopt(self, planned: PlannedRun, example: Tensor | None = None) -> bool:
-        """Go on by another plan, from a layout in which every worker has the whole model; a collective.
-
-        Weights, averages, optimizer state, steps and random states go on as they are; `engine`, `lanes` and
-        `optimizer` are other objects afterwards. A plan that lays nothing out anew is only noted.
-
-        Args:
-            planned: The plan, and what to tell of it.
-            example: Inputs of one of its micro-batches, where it has stages.
-
-        Returns:
-            Whether steps are computed in another way from now on.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-            UsageError: The model is in stages now, or the trainer was given its lanes.
-        """
-        now, then = self.plan, planned.plan
-        if now.is_staged or not self._owns_lanes:
-            raise UsageError(
-                "Trainer.adopt of a model in stages" if now.is_staged else "Trainer.adopt with lanes that were given",
-                "A trainer changes its layout where every worker has the whole model, and its lanes are its own.",
-                "Save a checkpoint, and load it in a trainer with the other plan.",
-            )
-        self.planned = planned
-        if not then.is_staged and all(part(now) == part(then) for part in _LAYOUT):
-            self.engine.plan = then
-            return False
-        self.engine.synchronize_buffers()
-        training, average = self._training_state(), self.engine.average_state()
-        self.engine.close()
-        self.lanes.__exit__(None, None, None)  # the other layout has lanes of its own
-        self.lanes = Lanes(self.world.device)
-        self.engine = self._open_engine(self._optimizer_factory, then, example)
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        self._load_training_state(training, state if average is None else average, self.steps_done)
-        self.engine.load_state_dict({})
-        self._bad_steps = self._watch_steps()
-        return True
 
     # -------------------------------------------------------------- evaluation
 

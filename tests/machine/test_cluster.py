@@ -29,16 +29,12 @@ from hybridpar.machine.cluster import (
 )
 
 HOST = {"host": "here", "torch": "2.11"}
-CPU = Device(
-    kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=4, threads=4, bytes_per_second=2e10, flops={"float32": 1e11}
-)
+CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=4, threads=4, bytes_per_second=2e10)
 LINK = Link(backend="gloo", world_size=2, latency_ms=0.3, bytes_per_second=1e9)
 
 
 def gpu(index: int) -> Device:
-    return Device(
-        kind="cuda", index=index, name="a GPU", memory_bytes=80 << 30, bytes_per_second=3e12, flops={"float32": 5e13}
-    )
+    return Device(kind="cuda", index=index, name="a GPU", memory_bytes=80 << 30, bytes_per_second=3e12)
 
 
 def cluster(*devices: Device, **fields: object) -> Cluster:

@@ -150,7 +150,7 @@ def test_the_link_that_is_made_faster_is_used_and_the_slowest():
     assert shared.faster_links(10).between.bandwidth == 4e9, "eight devices share it"
 
 
-CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=2, threads=2, bytes_per_second=2e10, flops={})
+CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=2, threads=2, bytes_per_second=2e10)
 LINK = Link(backend="gloo", world_size=2, latency_ms=0.3, bytes_per_second=1e9)
 
 

@@ -12,9 +12,7 @@ from hybridpar.machine.cluster import Device, Link
 from hybridpar.machine.probe_worker import devices, measure_gpu, measure_link, torch_facts
 
 CPU = torch.device("cpu")
-CPU_RATES = Device(
-    kind="cpu", name="a CPU", memory_bytes=1, cores=1, threads=1, bytes_per_second=1, flops={"float32": 1.0}
-)
+CPU_RATES = Device(kind="cpu", name="a CPU", memory_bytes=1, cores=1, threads=1, bytes_per_second=1)
 
 
 class Clock:
@@ -69,28 +67,11 @@ def test_a_copy_counts_what_it_reads_and_writes(monkeypatch):
     assert probe_worker._copy_rate(CPU, 4096, 0.1) == (2 * 4096 / 0.5, 0.02)
 
 
-def test_matrices_grow_until_one_product_fills_the_device(monkeypatch):
-    # A device with a cost of 1 ms per call beside 1e11 flop/s: the largest matrix shows its rate best.
-    sizes = []
-
-    def fastest(multiply, device, seconds):
-        size = multiply.args[0].shape[0]
-        sizes.append(size)
-        return 1e-3 + 2 * size**3 / 1e11, 0.01 if size == 2048 else 0.9
-
-    monkeypatch.setattr(probe_worker, "_fastest", fastest)
-    rate = probe_worker._matrix_rate(CPU, torch.float32, 0.1)
-    assert sizes == [256, 512, 1024, 2048]
-    assert rate == pytest.approx((2 * 2048**3 / (1e-3 + 2 * 2048**3 / 1e11), 0.01)), "with the noise of the best"
-
-
 def test_a_gpu_that_fails_is_a_problem_and_the_others_are_measured(monkeypatch):
     def measure(index: int, seconds: float) -> Device:
         if index == 0:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        return Device(
-            kind="cuda", index=index, name="a GPU", memory_bytes=1, bytes_per_second=1, flops={"float32": 1.0}
-        )
+        return Device(kind="cuda", index=index, name="a GPU", memory_bytes=1, bytes_per_second=1)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -106,8 +87,6 @@ def test_a_gpu_that_fails_is_a_problem_and_the_others_are_measured(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu():
     device = measure_gpu(0, 0.01)
-    assert {"float32", "float16"} <= set(device.flops)
-    assert device.flops["float16"] > device.flops["float32"]
     assert device.bytes_per_second > 1e10
 
 

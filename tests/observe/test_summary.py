@@ -98,7 +98,6 @@ def test_a_whole_run_in_numbers(whole):
         "codec": "none",
         "compression_ratio": None,
         "kernels": None,
-        "planning": None,
         "recipe": "none",
         "double_buffer": "off",
         "shares": "equal",
@@ -147,7 +146,7 @@ def test_the_promised_keys_are_required():
         "peak_saved_bytes memory_bytes predicted_step_ms predicted_compute_ms predicted_exposed_sync_ms "
         "predicted_bubble predicted_bytes_sent_per_step predicted_peak_saved_bytes predicted_memory_bytes "
         "prediction_warning codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels "
-        "planning recipe sync double_buffer shares final_batch_size servers bytes_pulled_per_step queued staleness"
+        "recipe sync double_buffer shares final_batch_size servers bytes_pulled_per_step queued staleness"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 

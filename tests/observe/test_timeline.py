@@ -179,7 +179,7 @@ def test_a_step_begins_where_somebody_does_not_wait():
     ("text", "said"),
     [
         ("1F3", "F3 stage 1"),
-        ("0W2", "W2 stage 0"),
+        ("0B2", "B2 stage 0"),
         ("0SEND_F1>3", "send F1 to stage 3"),
         ("1RECV_B0", "receive B0 from stage 2"),
         ("2SYNC5", "sync bucket 5 stage 2"),

@@ -279,23 +279,8 @@ class Buffers(nn.Module):
         return self.last(self.first(x) * self.mask + self.shift * self.plain + torch.tensor([1.0, 2, 3, 4, 5, 6]))
 
 
-class Chain(nn.Module):
-    """Cannot be traced, because of a check in a loop, but only calls modules one after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if bool(torch.isinf(x).any()):
-                raise FloatingPointError("overflow")
-            x = layer(x)
-        return x
-
-
 class Branching(nn.Module):
-    """Control flow that depends on data: no rung of the ladder can trace it."""
+    """Control flow that depends on data: it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,6 +325,5 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "modes": (Modes, ROWS),
     "mode constants": (ModeConstants, ROWS),
     "buffers": (Buffers, ROWS),
-    "chain": (Chain, ROWS),
     "defaults": (Defaults, ROWS),
 }

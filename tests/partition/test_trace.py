@@ -13,42 +13,17 @@ from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, ModeConstants, Modes, Pair
+from tests.partition.nets import ROWS, Branching, Buffers, Containers, Defaults, ModeConstants, Modes, Pair
 
 
-def test_ordinary_models_need_the_first_rung_only() -> None:
+def test_ordinary_models_are_traced_as_they_are() -> None:
     traced = trace_model(torchvision.models.resnet18(), [torch.randn(2, 3, 32, 32)])
-    assert (traced.method, traced.leaves, traced.eval_graph) == ("fx", (), None)
+    assert (traced.leaves, traced.eval_graph) == ((), None)
 
 
 def test_a_sub_module_that_cannot_be_traced_is_kept_whole() -> None:
     traced = trace_model(Containers(), [torch.randn(*ROWS)])
-    assert traced.method == "fx with leaves"
     assert set(traced.leaves) == {"nested", "join"}
-
-
-def test_a_chain_of_modules_needs_no_tracing() -> None:
-    traced = trace_model(Chain(), [torch.randn(*ROWS)])
-    assert traced.method == "module order"
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == [
-        "layers.0",
-        "layers.1",
-        "layers.2",
-    ]
-
-
-def test_a_chain_that_does_more_than_its_modules_is_not_taken_for_one() -> None:
-    class Secret(Chain):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                if bool(torch.isinf(x).any()):
-                    raise FloatingPointError("overflow")
-                x = layer(x)
-                x.add_(1)  # the same tensor object: the order of calls does not show it
-            return x
-
-    with pytest.raises(TraceError, match="Secret"):
-        trace_model(Secret(), [torch.randn(*ROWS)])
 
 
 def test_what_only_training_cannot_trace_is_whole_in_evaluation_too() -> None:
@@ -155,23 +130,6 @@ def test_random_numbers_that_do_not_depend_on_the_input_stay_random() -> None:
     with pytest.raises(TraceError, match="Noise") as caught:
         trace_model(Noise(), [example])
     assert "random numbers" in caught.value.why
-
-
-@pytest.mark.parametrize("training_only", [False, True])
-def test_a_chain_that_counts_between_its_modules_is_refused(training_only: bool) -> None:
-    class CountingChain(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("passes", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = super().forward(x)
-            if self.training or not training_only:
-                self.passes.add_(1)
-            return x
-
-    with pytest.raises(TraceError, match="CountingChain"):
-        trace_model(CountingChain(), [torch.randn(*ROWS)])
 
 
 def test_only_plain_containers_can_cross() -> None:

@@ -109,6 +109,23 @@ def test_what_a_graph_does_not_have_is_refused_in_the_model_itself(body: Any) ->
         trace_model(nets.itself(body), [torch.randn(*ROWS)])
 
 
+#: What is not seen without values, and so in the graph of a model on the meta device.
+UNSEEN = (nets.IsTensor, nets.AsksIsTensor, nets.Remembering)
+
+
+@pytest.mark.parametrize("body", [*RECORDED, *(body for body in WHOLE if body not in UNSEEN)])
+def test_without_memory_all_is_kept_whole_that_a_graph_may_not_have(body: Any) -> None:
+    model, examples = nets.Within(body).to("meta"), [torch.randn(*ROWS)]
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    assert trace_model(model, examples).leaves == (() if body in RECORDED else ("blocks.0", "blocks.1"))
+    after = {path: dict(vars(module)) for path, module in model.named_modules()}
+    assert before.keys() == after.keys()
+    assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    if body not in RECORDED:
+        with pytest.raises(TraceError, match=body.__name__):
+            trace_model(nets.itself(body).to("meta"), examples)
+
+
 def test_a_parameter_with_new_memory_in_every_pass_is_refused_or_whole() -> None:
     model = nets.Within(nets.Renormed)
     weight = model.blocks[0].linear.weight

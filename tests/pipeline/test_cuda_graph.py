@@ -108,7 +108,7 @@ WAYS = {
     "bf16": {"amp": "bf16"},
     "local statistics": {"batch_norm": "local"},
     "2 stages": {"stages": 2, "schedule": "1f1b"},
-    "3 stages, split backward": {"stages": 3, "schedule": "zero_bubble", "micro_batches": 4},
+    "3 stages": {"stages": 3, "schedule": "1f1b", "micro_batches": 4},
     "2 stages, gpipe, recompute": {"stages": 2, "schedule": "gpipe", "recompute": (0,)},
     "2 stages, adamw, clipping": {"stages": 2, "optimizer": "adamw", "lr": 2**-10, "clip_norm": 0.5},
     "2 stages, no guard": {"stages": 2, "guard": False},

@@ -99,7 +99,6 @@ def check_runs(runs: list[Run], name: str, setting: Setting, samples: int, *, ex
     ("workers", "stages", "kind", "schedule"),
     [
         (2, 2, "linear", "1f1b"),
-        (2, 2, "linear", "zero_bubble"),
         (2, 4, "loop", "interleaved"),
         (2, 4, "v", "greedy"),
         (2, 4, "linear", "gpipe"),  # two lanes on each of two workers
@@ -121,7 +120,7 @@ def test_any_model_on_workers(name: str, workers: int) -> None:
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
 @pytest.mark.parametrize(
     ("stages", "kind", "schedule"),
-    [(1, "linear", "accumulate"), (2, "linear", "1f1b"), (3, "linear", "zero_bubble"), (4, "v", "greedy")],
+    [(1, "linear", "accumulate"), (2, "linear", "1f1b"), (3, "linear", "gpipe"), (4, "v", "greedy")],
 )
 def test_replicas_of_lanes(stages: int, kind: str, schedule: str, shared_memory: bool) -> None:
     setting = Setting(2, shares=(4, 4))
@@ -133,7 +132,7 @@ def test_any_model_in_replicas(name: str) -> None:
     on_workers(2, name, 2, places(2), Setting(2, shares=(4, 4)), exact=name != "dense")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "looped_bfs", "greedy", "interleaved"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "looped_bfs", "greedy", "interleaved"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_every_access_is_ordered(replicas: int, schedule: str) -> None:
     if replicas == 2:
@@ -148,7 +147,7 @@ def test_every_access_is_ordered(replicas: int, schedule: str) -> None:
     ("name", "schedule", "options"),
     [
         ("residual", "1f1b", {}),
-        ("residual", "zero_bubble", {"guard": False}),
+        ("residual", "greedy", {"guard": False}),
         ("unused", "gpipe", {"clip_norm": 0.1, "bucket_bytes": 1}),  # of some buckets nothing is used
     ],
 )
@@ -192,7 +191,7 @@ ALONE_AND_TWO = ((0, 0), (1, 2))  # worker 0 beside workers 1 and 2 as a pipelin
 
 
 @pytest.mark.parametrize("shared_memory", TRANSPORTS)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "greedy"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "greedy"])
 def test_a_worker_alone_beside_two_as_a_pipeline(schedule: str, shared_memory: bool) -> None:
     # A replica without samples in one step, shares that change, and BatchNorm over all of them.
     setting = Setting(2, shares=(8, 4), others=((0, 9), (7, 0), (5, 5)))
@@ -327,7 +326,7 @@ def beside_torch(world: World, name: str, schedule: str) -> dict[str, float]:
     return {n: float((gradient - expected[n]).abs().max() / expected[n].abs().max()) for n, gradient in ours[0].items()}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["residual", "dense"])
 def test_torchs_runtime_fed_our_schedule_gives_the_same_gradients(name: str, schedule: str) -> None:
     for differences in run_ranks(beside_torch, 2, name, schedule):

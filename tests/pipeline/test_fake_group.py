@@ -198,7 +198,7 @@ def test_gradients_go_over_both_lanes_of_their_position_and_nothing_else_does(
         assert sum(sums) == 2 * elements // positions  # two steps; every position has equally many blocks
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_other_schedules_agree_too(schedule: str) -> None:
     answers = everybody(2, 2, schedule)
     for number, members in enumerate(answers[0].groups):

@@ -130,7 +130,7 @@ def test_collecting_twice_is_once() -> None:
     assert recorder.collect() is recorder.collect()
 
 
-@pytest.mark.parametrize(("kind", "schedule"), [("linear", "1f1b"), ("v", "greedy"), ("linear", "zero_bubble")])
+@pytest.mark.parametrize(("kind", "schedule"), [("linear", "1f1b"), ("v", "greedy"), ("linear", "gpipe")])
 def test_a_step_has_a_span_for_every_action_of_its_program(kind: str, schedule: str) -> None:
     stages = 4 if kind == "v" else 3
     model = seeded(Residuals)

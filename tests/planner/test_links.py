@@ -130,9 +130,7 @@ def test_one_worker_has_no_links_and_a_calmer_machine_is_measured_again(tmp_path
     assert spec.inside is None
     assert spec.between is None
     assert measure_cluster(World(), name="again").name == "busy", "it is remembered"
-    assert links.is_remembered(World())
     load[0] = 1.0
-    assert not links.is_remembered(World())
     assert measure_cluster(World(), name="calm").name == "calm", "what a busy machine could do is not what it can"
     assert measure_cluster(World(), name="again").name == "calm"
 

@@ -24,11 +24,11 @@ from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.cache import measurements_directory
+from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.observe import read_metrics
 from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
 from hybridpar.planner import measure_run as run_inputs
 from hybridpar.planner import planned_run, search
-from hybridpar.planner.compare import slower_links
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import SizedTimes, Variant
@@ -46,14 +46,13 @@ PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_p
 
 
 @contextmanager
-def always_planned(noise: float = math.inf, *, first: bool = True) -> Iterator[None]:
-    """Runs of tests are far too short to be worth a plan, and most to begin before there is one.
+def always_planned(noise: float = math.inf) -> Iterator[None]:
+    """Runs of tests are far too short to be worth a plan.
 
     Profiles are kept up to a noise: of any, by default.
     """
     kept = mock.patch.object(run_inputs, "MOST_NOISE", noise)
-    wait = mock.patch.object(planned_run, "begins_at_once", return_value=False) if first else contextlib.nullcontext()
-    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept, wait:
+    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
         yield
 
 
@@ -459,15 +458,23 @@ def test_a_run_that_began_without_a_plan_goes_on_without_one(tmp_path):
 # ------------------------------------------------------------------------------------------------- two workers
 
 
+def slower(cluster: ClusterSpec, factor: float) -> ClusterSpec:
+    """The same workers on links on which everything takes so many times as long."""
+    levels = {name: level for name in ("inside", "between") if (level := getattr(cluster, name)) is not None}
+    changed = {
+        name: level.model_copy(update={"bandwidth": level.bandwidth / factor, "latency_ms": level.latency_ms * factor})
+        for name, level in levels.items()
+    }
+    return cluster.model_copy(update=changed)
+
+
 def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted: float = 1.0) -> Plan:
     """A planned run of one of several workers, on links that are said to be so many times as slow as measured."""
     os.environ["HYBRIDPAR_CACHE"] = cache
     measured = run_inputs.measure_cluster
     with (
         always_planned(),
-        mock.patch.object(
-            run_inputs, "measure_cluster", lambda world, **how: slower_links(measured(world, **how), planted)
-        ),
+        mock.patch.object(run_inputs, "measure_cluster", lambda world, **how: slower(measured(world, **how), planted)),
     ):
         train_rank(world, run_dir, "plain", None, options)
     world.barrier()  # rank 0 has more to write at the end
@@ -482,7 +489,6 @@ def short_rank(world: World, run_dir: Path, cache: str, exchange_seconds: float)
     assert len(set(world.gather(probed))) == 1
     with (
         mock.patch.object(run_inputs, "LEAST_STEPS", 1),
-        mock.patch.object(planned_run, "begins_at_once", return_value=False),
         mock.patch.object(run_inputs, "_exchange_seconds", return_value=exchange_seconds),
     ):
         train_rank(world, run_dir, "plain", None, {"steps": 2})
@@ -504,7 +510,7 @@ def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path
     assert summary["replicas"] * summary["stages"] >= 2
     assert summary["predicted_bytes_sent_per_step"] > 0
     run_ranks(planned_rank, 2, tmp_path / "slow", cache, {"steps": 4, "replicas": 2}, 100.0)
-    assert "so the link is faster than measured: planned with" in check_run(tmp_path / "slow")["prediction_warning"]
+    assert "ms that were predicted" in check_run(tmp_path / "slow")["prediction_warning"]
 
 
 def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):
@@ -635,118 +641,6 @@ def test_fewer_workers_that_are_told_of_give_the_same_result():
     )
     asked = inputs(net, cluster(4, 1e4), batch=16, fixed=Fixed(workers=4))
     assert "with --workers 1 --micro-batches 4" in told(asked)[1]
-
-
-# ------------------------------------------------------------------------------------------------- while it trains
-
-TWO_STAGES = {"stages": 2, "replicas": 1, "micro_batches": 2}
-
-
-def scripted(model, world, question, announce, *, parts: int, plan: Plan | None):
-    """A search with a known answer, in so many parts; random numbers that it draws are its own."""
-    for _ in range(parts):
-        world.barrier()
-        torch.rand(3)
-        yield
-    return plan, ("plan     as it was written", "         a second line")
-
-
-def found_later(world: World, run_dir: Path, parts: int, plan: Plan | None, options: dict, fault: str | None = None):
-    search = partial(scripted, parts=parts, plan=plan)
-    with always_planned(first=False), mock.patch.object(planned_run, "_search_in_parts", search):
-        code = train_rank(world, run_dir, "plain", fault, {"momentum": 0.9, **options})
-    world.barrier()
-    return code
-
-
-def test_workers_begin_at_once_and_all_follow_a_plan_at_the_same_step(tmp_path):
-    plan, options = (
-        resolve(TrainConfig(**TWO_STAGES), 2),
-        {"steps": 12, "model_ema": "0.9998", "keep": 5, "checkpoint_every": "4"},
-    )
-    first, later, stopped, after = (tmp_path / name for name in ("first", "later", "stopped", "after"))
-    run_ranks(found_later, 2, first, 0, plan, options)
-    run_ranks(found_later, 2, later, 3, plan, options)
-    summary = check_run(later, steps=12)
-    assert (summary["stages"], summary["replicas"], summary["micro_batches"]) == (2, 1, 2)
-    told = summary["planning"]
-    assert (told["step"], told["pauses"], told["changed"]) == (5, 4, True)
-    assert "as it was written (followed from the next step on); planning took" in told["text"]
-    rows = [json.loads(line) for line in (later / "metrics.jsonl").read_text().splitlines()]
-    assert [row for row in rows if row.get("event") == "plan"] == [{"event": "plan", **told}]
-    assert read_plan(later / "plan.json").is_followed
-    assert check_run(first)["planning"] is None
-    losses = [read_metrics(one).steps["loss"] for one in (first, later)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    # One is stopped while its plan is searched for, another goes on from a checkpoint of the layout that was adopted.
-    run_ranks(found_later, 2, stopped, 4, plan, options, "TERM@1:3")
-    assert check_run(stopped, ended="interrupted", steps=4)["planning"] is None
-    run_ranks(found_later, 2, stopped, 3, plan, {**options, "resume": True})
-    checkpoint = later / "checkpoints" / "step-9"  # stages run a step ahead
-    run_ranks(found_later, 2, after, 0, plan, {**options, "resume_from": checkpoint})
-    assert (check_run(stopped, steps=12)["stages"], read_plan(after / "plan.json").workers) == (2, 2)
-    expected = saved_state(later)
-    for place in (stopped, after):
-        ended = saved_state(place)
-        assert ended.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-@pytest.mark.parametrize("found", [True, False])
-def test_a_plan_that_says_stay_changes_no_bit(tmp_path, found):
-    plan = resolve(TrainConfig(), 2) if found else None
-    run_ranks(found_later, 2, tmp_path / "later", 2, plan, {"steps": 6})
-    run_ranks(train_rank, 2, tmp_path / "none", "plain", None, {"steps": 6, "plan": "none", "momentum": 0.9})
-    told = check_run(tmp_path / "later", steps=6)["planning"]
-    assert (told["step"], told["changed"]) == (4, False)
-    assert "as the run does already" in told["text"]
-    later, none = saved_state(tmp_path / "later"), saved_state(tmp_path / "none")
-    assert all(torch.equal(value, none[name]) for name, value in later.items())
-
-
-def test_a_run_that_begins_at_once_measures_and_follows_its_plan(tmp_path, capsys):
-    with always_planned(first=False):
-        assert train(tmp_path / "run", "plain", steps=30, epochs=6) == 0
-        summary = check_run(tmp_path / "run", steps=30)
-        assert summary["planning"] is not None
-        assert "planning took" in capsys.readouterr().out
-        assert read_plan(tmp_path / "run" / "plan.json").inputs is not None
-        assert summary["predicted_step_ms"] is not None
-        with mock.patch.object(run_inputs, "is_remembered", return_value=True):  # whatever the machine does meanwhile
-            assert train(tmp_path / "again", "plain", steps=8) == 0
-    assert check_run(tmp_path / "again", steps=8)["planning"] is None, "all was known before its first step"
-    assert read_plan(tmp_path / "again" / "plan.json").inputs is not None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"fidelity": "lossy"},
-        {"compile": True},
-        {"compress": "fp16"},
-        {"stages": 2},
-        {"shares": "auto"},
-        {"replicas": 1},
-    ],
-)
-def test_a_plan_that_may_change_the_result_is_waited_for(options):
-    assert planned_run.begins_at_once(TrainConfig(), Fixed(workers=2), 2)
-    assert not planned_run.begins_at_once(TrainConfig(**options), Fixed(workers=2), 2)
-    assert not planned_run.begins_at_once(TrainConfig(), Fixed(workers=2, staged=True), 2)
-
-
-def test_a_model_that_is_large_or_cannot_be_copied_is_planned_first():
-    class Uncopied(torch.nn.Linear):
-        def __deepcopy__(self, memo):
-            raise RuntimeError("not this one")
-
-    question = run_inputs.Question("net", (3, 8, 8), 16)
-    world = mock.Mock(device=torch.device("cpu"))
-    assert planned_run._copy_to_measure(Uncopied(2, 2), question, world) is None
-    assert planned_run._copy_to_measure(plain(), question, world) is not None
-    with mock.patch.object(planned_run, "usable_memory", return_value=1000):
-        assert planned_run._copy_to_measure(plain(), question, world) is None
 
 
 # ------------------------------------------------------------------------------------------------- somebody's own loop

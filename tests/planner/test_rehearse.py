@@ -123,10 +123,6 @@ def twice(world: World, cache: Path) -> tuple[bool, bool]:
         measure_rehearsal(net(), torch.randn(4, 3, 8, 8), world, spec, steps=2, cache=cache)
         for spec in (first, first, other)
     ]
-    given = net(), torch.randn(4, 3, 8, 8), world
-    new = ClusterSpec.model_validate({"hosts": [{"devices": world.size}], "inside": {"bandwidth": 3e12}})
-    assert measure_rehearsal(*given, first, steps=2, cache=cache, only_kept=True) == found[0]
-    assert measure_rehearsal(*given, new, steps=2, cache=cache, only_kept=True) is None
     return found[0] == found[1], found[0] == found[2]
 
 

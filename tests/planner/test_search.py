@@ -29,7 +29,7 @@ from hybridpar.planner.explain import contributions, describe, notes
 from hybridpar.planner.fixed import Fixed, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import ModelProfile, SizedTimes, Variant
-from hybridpar.planner.record import candidate_of, is_as_recorded, plan_of
+from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan, least_workers, lower_bound_ms
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import stage_speeds, worker_speeds
@@ -744,7 +744,6 @@ def test_what_is_faster_of_moving_activations_and_computing_them_again_is_propos
     assert bool(plan.pipeline.offload) == any("there and back, at 1.0 GB/s" in line for line in notes(found, answer))
     assert bool(plan.pipeline.offload) != bool(plan.pipeline.recompute)
     assert plan.placement.kind == "loop", "stages of one device, one after the other"
-    assert candidate_of(plan, answer.evaluator) == answer.chosen.candidate
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -766,7 +765,6 @@ def test_memory_decides_whether_an_optimizer_is_divided_or_activations_are_compu
     assert answer.chosen.memory_bytes <= least + 1
     plan = plan_of(answer)
     assert (plan.sync.shard_optimizer, bool(plan.pipeline.recompute)) == (chosen.sharded, chosen.cut.recompute)
-    assert candidate_of(plan, answer.evaluator) == chosen
     with pytest.raises(PlanError, match="The nearest that fits needs devices of") as error:
         find_plan(replace(wide, cluster=cluster(2, 1e9, kind=kind, memory=int(least) - 1000)), advise=False)
     said = float(re.search(r"needs devices of ([0-9.]+) MB", str(error.value))[1])
@@ -786,9 +784,6 @@ def test_the_least_number_of_workers_fits_and_one_fewer_does_not():
 
 def test_a_schedule_that_is_registered_is_a_candidate(monkeypatch):
     monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES._entries))
-    register_schedule("in halves", "a copy of zero_bubble", placements=("linear",), splits=True)(
-        SCHEDULES.get("zero_bubble")
-    )
-    assert "in halves" in {one.schedule for one in Space(inputs()).candidates()}
-    assert not_modelled(TrainConfig(schedule="in halves")) == "--schedule in halves"
-    assert not_modelled(TrainConfig(schedule="gpipe")) == ""
+    register_schedule("another", "a copy of gpipe", placements=("linear",))(SCHEDULES.get("gpipe"))
+    assert "another" in {one.schedule for one in Space(inputs()).candidates()}
+    assert not_modelled(TrainConfig(schedule="another")) == ""

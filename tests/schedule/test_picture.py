@@ -18,11 +18,11 @@ def test_1f1b():
 
 def test_lanes_with_several_stages_name_them():
     layout = place_stages(4, 2, "v")
-    picture = draw_schedule(read_schedule("0F0,3F0,3B0,0B0\n1F0,2F0,2I0,1B0,2W0\n"), layout)
+    picture = draw_schedule(read_schedule("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"), layout)
     assert picture.splitlines() == [
-        "        0   1   2   3   4   5   6   7   8   9   10",
-        "lane 0  0F0 .   .   3F0 3B0 --- .   .   .   0B0 ---",
-        "lane 1  .   1F0 2F0 .   .   .   2I0 1B0 --- 2W0 .",
+        "        0   1   2   3   4   5   6   7   8   9   10  11",
+        "lane 0  0F0 .   .   3F0 3B0 --- .   .   .   .   0B0 ---",
+        "lane 1  .   1F0 2F0 .   .   .   2B0 --- 1B0 --- .   .",
     ]
 
 

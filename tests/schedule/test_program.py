@@ -7,7 +7,7 @@ import pytest
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Edge, Kind, Layout, parse_action, read_schedule
 from hybridpar.schedule.actions import place_stages as place
-from hybridpar.schedule.program import dependencies, lower
+from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
 
 LOOKS = [
@@ -15,7 +15,7 @@ LOOKS = [
     ("interleaved", place(6, 2, "loop"), 5),
     ("interleaved", place(8, 4, "loop", workers=2), 8),
     ("looped_bfs", place(6, 3, "v"), 4),
-    ("zero_bubble", place(3, 3), 5),
+    ("gpipe", place(3, 3), 5),
 ]
 
 
@@ -52,15 +52,6 @@ def test_what_needs_no_gradient_gets_none():
 def test_nothing_travels_within_a_worker():
     program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), place(2, 2, workers=1))
     assert words(program.workers[0]) == "0F0 1F0 1B0 0B0 1STEP 0STEP"
-
-
-def test_halves_of_a_backward_pass():
-    needs = dependencies(place(2, 2), read_schedule("0F0,0I0,0W0\n1F0,1I0,1W0\n"), [1, 0])
-    assert words(needs[parse_action("0RECV_B0")]) == "1SEND_B0"
-    assert words(needs[parse_action("1SEND_B0")]) == "1I0"
-    assert words(needs[parse_action("0W0")]) == "0I0"
-    assert words(needs[parse_action("0SYNC0")]) == "0W0"
-    assert words(needs[parse_action("0STEP")]) == "0W0 0SYNC0"
 
 
 @pytest.mark.parametrize(("name", "layout", "count"), LOOKS)

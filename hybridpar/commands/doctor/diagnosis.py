@@ -1,7 +1,7 @@
 """Examines this machine for `hybridpar doctor`, and shows the findings.
 
-Each thing looked at gives one `Finding` (`hybridpar.machine.checkup`), shown as a screen, as plain lines where the
-output is no terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
+Each thing looked at gives one `Finding` (`checkup.py`), shown as a screen, as plain lines where the output is no
+terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.errors import LaunchError
-from hybridpar.machine.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.machine.cluster import Cluster, Device, Link, default_backend, default_workers
 from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, describe, worker_environment
@@ -129,10 +129,9 @@ def _device_name(device: Device) -> str:
 
 
 def _rates(device: Device) -> str:
-    flops = ", ".join(f"{_figure(rate / 1e9)} Gflop/s {dtype}" for dtype, rate in device.flops.items())
     cores = f"{device.cores} core{'' if device.cores == 1 else 's'}, " if device.cores else ""
     size = f"{device.memory_bytes / 2**30:.1f} GiB"
-    return f"{device.name}, {cores}{size}; copies {_figure(device.bytes_per_second / 1e9)} GB/s; {flops}"
+    return f"{device.name}, {cores}{size}; copies {_figure(device.bytes_per_second / 1e9)} GB/s"
 
 
 def _figure(value: float) -> str:

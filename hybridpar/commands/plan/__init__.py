@@ -25,10 +25,6 @@ def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
         prepare_worker(command.tune_process)
     elif command.wants_tuned_process:
         tune_this_process(1)
-    if command.calibrate:
-        from hybridpar.planner.calibrate import run_calibrate
-
-        return run_calibrate(command.calibrate)
     if not command.searches:
         from hybridpar.commands.plan.partition import run_plan
 

@@ -55,7 +55,6 @@ def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
             model,
             example,
             problem,
-            strategy=config.strategy,
             measure=config.measure,
             passes=config.passes,
             threads=config.threads,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.cost import Link, Problem, Worker
 
 #: Options that say how to cut, which the search decides itself.
-_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
+_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches")
 #: Options that say what is measured.
 _RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 
@@ -32,7 +32,7 @@ class PlanRequest:
     """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
 
     model: tyro.conf.Positional[str] = ""
-    """A torchvision classification model, timm/NAME, or your own as package.module:factory. Not with --calibrate."""
+    """A torchvision classification model, timm/NAME, or your own as package.module:factory."""
     stages: int = 2
     """Number of stages."""
     batch: int = 4
@@ -59,8 +59,6 @@ class PlanRequest:
     """Micro-batches per step, for the memory in flight; default: 4 per lane."""
     optimizer_copies: int = 1
     """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
-    strategy: str = "balanced"
-    """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
     measure: Annotated[bool, unless("Estimate times from FLOPs and bytes.", "every unit is measured")] = True
     """Whether every unit is measured; else times are estimated from FLOPs and bytes."""
     passes: int = 5
@@ -78,7 +76,7 @@ class PlanRequest:
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the plan to this JSON file."""
     draw: Path | None = None
-    """Draw the partition, or of a search the time of a step over the number of workers, into this .svg or .png file."""
+    """Draw the partition into this .svg or .png file."""
     tune_process: Annotated[
         bool, unless("Leave the C allocator and thread counts as they are.", "set as for training")
     ] = True
@@ -96,9 +94,6 @@ class PlanRequest:
     """Workers on this machine; default: all GPUs, else 2 on the CPU. Not with --cluster."""
     batch_size: int = 64
     """Samples per step over all workers together, for the search."""
-    calibrate: tuple[str, ...] = ()
-    """Fold what these run directories measured back into later predictions; `show` lists what is folded in, `clear`
-    removes it."""
     fidelity: Literal["exact", "close", "lossy"] | None = None
     """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
     same loss. Default: exact, or with --inputs what was recorded."""
@@ -119,7 +114,7 @@ class PlanRequest:
 
         The allocator's defaults alone can change a CPU's times by a third; nothing of a GPU's depends on them.
         """
-        measures = self.measure and self.inputs is None and bool(self.model) and not self.calibrate
+        measures = self.measure and self.inputs is None and bool(self.model)
         return self.tune_process and measures and not self.measured_device.startswith("cuda")
 
     @property
@@ -171,14 +166,8 @@ class PlanRequest:
 
     def _check_search(self) -> None:
         """Refuse options that contradict a search, or only have a meaning for one."""
-        if not self.model and not self.calibrate and self.inputs is None:
+        if not self.model and self.inputs is None:
             raise UsageError("no model was named", "A plan is of a model.", "Name one: `hybridpar plan resnet18`.")
-        if self.calibrate and (self.model or self.searches):
-            raise UsageError(
-                "--calibrate with a model or a search",
-                "Runs say themselves what they trained; nothing is planned.",
-                "Give run directories alone: `hybridpar plan --calibrate runs/...`.",
-            )
         defaults = {field.name: field.default for field in fields(self)}
         if not self.searches:
             for name in ("workers", "batch_size", "fidelity"):
@@ -192,6 +181,8 @@ class PlanRequest:
             raise UsageError(
                 f"{option} with a search", "The search decides it.", f"Leave out {option}, or --explain and --cluster."
             )
+        if self.draw is not None:
+            raise UsageError("--draw with a search", "It draws one cut of a model.", "Leave it out, or give --stages.")
         if self.batch_size < 1:
             raise UsageError(f"--batch-size is {self.batch_size}", "A step has at least one sample.", "Use 64.")
         if self.workers is not None and (self.workers < 1 or self.cluster is not None):

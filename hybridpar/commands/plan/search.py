@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,14 +33,14 @@ from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows,
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.scaling import KHat, Point, draw_curve, k_hat, scaling_curve
+from hybridpar.planner.scaling import Point, scaling_curve
 from hybridpar.planner.search import Answer, Verified, finalists, find_plan, verdicts, verified
 from hybridpar.run.worker import tune_worker
 
 if TYPE_CHECKING:
     from hybridpar.planner.evaluate import Outcome
 
-#: Points of a scaling curve of a cluster that is at hand or small; larger ones are drawn only where asked for.
+#: Workers of a cluster up to which its scaling curve is made unasked.
 _CURVE_WORKERS = 16
 
 #: Seconds for which workers wait for the one that measures the model and searches.
@@ -195,30 +193,23 @@ def report(
     Raises:
         HybridparError: A file or standard output cannot be written.
     """
-    written, failed = [], []
-
-    def write(what: str, place: Path | None, how: Callable[[Path], object]) -> None:
-        if place is not None:
-            try:
-                how(place)
-                written.append(f"{what} written to {place}")
-            except HybridparError as error:  # told below the report, which took a minute to make
-                failed.append(error)
-
-    write("plan", request.output, plan_of(answer, None if verified is None else verified.chosen).save)
+    written, failed = [], None
+    if request.output is not None:
+        try:
+            plan_of(answer, None if verified is None else verified.chosen).save(request.output)
+            written.append(f"plan written to {request.output}")
+        except HybridparError as error:  # told below the report, which took a minute to make
+            failed = error
     bar.announce("asking what else would help")
     asked = what_ifs(inputs, answer)
-    equation, points = k_hat(inputs), []
-    if request.draw is not None or inputs.workers <= _CURVE_WORKERS or request.explain:
+    points = []
+    if inputs.workers <= _CURVE_WORKERS or request.explain:
         bar.announce("numbers of workers")
         points = scaling_curve(inputs, bar.advance)
-    if request.draw is not None:
-        title = f"{inputs.profile.info.name}, batch {inputs.batch}"
-        write("picture", request.draw, partial(draw_curve, points, equation, title))
     bar.close()
-    _print(inputs, answer, [one.told() for one in asked], points, equation, written, verified)
-    for error in failed:
-        raise error
+    _print(inputs, answer, [one.told() for one in asked], points, written, verified)
+    if failed is not None:
+        raise failed
 
 
 def _capped(cluster: ClusterSpec, request: PlanRequest) -> ClusterSpec:
@@ -258,7 +249,6 @@ def _print(
     answer: Answer,
     asked: list[str],
     points: list[Point],
-    equation: KHat,
     written: list[str],
     verified: Verified | None,
 ) -> None:
@@ -270,7 +260,7 @@ def _print(
     console = Console(width=None if sys.stdout.isatty() else 160)
     sections = [
         ("what would help", asked),
-        ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
+        ("numbers of workers, same batch", curve_lines(points) if points else []),
         ("about these figures", notes(inputs, answer)),
     ]
     with printing("report"):

@@ -19,34 +19,27 @@ class ScheduleRequest:
         layout: Where stages run and what flows between them.
         micro_batches: Micro-batches per step.
         forward_ms: For every stage the time of one forward pass; None where it is not known.
-        backward_ms: For every stage the time of one whole backward pass.
-        input_ms: For every stage the time of the backward half that gives its inputs' gradients. With `weight_ms` it
-            allows split backward passes.
-        weight_ms: For every stage the time of the half that gives its parameters' gradients.
+        backward_ms: For every stage the time of one backward pass.
         saved_bytes: For every stage what the forward pass of one micro-batch leaves for its backward pass.
-        memory_cap: Most bytes that a worker may hold of these; None for no limit.
         latency_ms: Time from the start of a transfer between workers to its first byte.
         bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
 
     Raises:
-        ScheduleError: A value is out of its range, or one that another needs is missing.
+        ScheduleError: A value is out of its range.
     """
 
     layout: Layout
     micro_batches: int
     forward_ms: tuple[float, ...] | None = None
     backward_ms: tuple[float, ...] | None = None
-    input_ms: tuple[float, ...] | None = None
-    weight_ms: tuple[float, ...] | None = None
     saved_bytes: tuple[int, ...] | None = None
-    memory_cap: int | None = None
     latency_ms: float = 0.0
     bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1:
             raise ScheduleError(f"{self.micro_batches} micro-batches", "A step has at least one.", "Use 1 or more.")
-        for name in ("forward_ms", "backward_ms", "input_ms", "weight_ms", "saved_bytes"):
+        for name in ("forward_ms", "backward_ms", "saved_bytes"):
             given = getattr(self, name)
             if given is not None and (len(given) != self.layout.stages or min(given) < 0):
                 raise ScheduleError(
@@ -54,18 +47,6 @@ class ScheduleRequest:
                     "There is one number per stage, and none is negative.",
                     "Measure every stage, or leave it out.",
                 )
-        if (self.input_ms is None) != (self.weight_ms is None):
-            raise ScheduleError(
-                "only one half of the backward pass has a time",
-                "input_ms and weight_ms belong together: a pass is split into both or not at all.",
-                "Give both or neither.",
-            )
-        if self.memory_cap is not None and self.saved_bytes is None:
-            raise ScheduleError(
-                f"a memory cap of {self.memory_cap} bytes, but saved_bytes is missing",
-                "What a micro-batch holds must be known to stay under a cap.",
-                "Measure saved_bytes, or leave out the cap.",
-            )
 
     @property
     def costs(self) -> Costs:
@@ -74,8 +55,6 @@ class ScheduleRequest:
         return Costs(
             forward_ms=forward,
             backward_ms=self.backward_ms or tuple(2 * time for time in forward),
-            input_ms=self.input_ms,
-            weight_ms=self.weight_ms,
             saved_bytes=self.saved_bytes,
             link=Link(self.latency_ms, self.bytes_per_second),
         )
@@ -92,13 +71,11 @@ class ScheduleKind:
         generate: Makes it for a request.
         placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
         searches: Whether it tries several orders itself, which takes long where there are many passes.
-        splits: Whether it splits backward passes into their two halves, which must then be measured.
     """
 
     generate: Generator
     placements: tuple[str, ...] = ()
     searches: bool = False
-    splits: bool = False
 
     def __call__(self, request: ScheduleRequest) -> Schedule:
         """The schedule for a request."""
@@ -110,7 +87,7 @@ SCHEDULES: Registry[ScheduleKind] = Registry("schedule")
 
 
 def register_schedule(
-    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False, splits: bool = False
+    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False
 ) -> Callable[[Generator], Generator]:
     """Decorator that enters a function from a `ScheduleRequest` to a `Schedule` into `SCHEDULES`.
 
@@ -119,14 +96,13 @@ def register_schedule(
         description: One line for listings.
         placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
         searches: Whether it tries several orders itself, which takes long where there are many passes.
-        splits: Whether it splits backward passes into their two halves.
 
     Raises:
         ValueError: The name is taken.
     """
 
     def enter(generate: Generator) -> Generator:
-        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches, splits))
+        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches))
         return generate
 
     return enter

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridpar.schedule.actions import place_stages
-from hybridpar.schedule.check import check
 from hybridpar.schedule.schedules import ScheduleRequest, make
+from tests.schedule.proof import prove
 from tests.schedule.requests import order_of_torch, own_order, request, step_ms
 
 
@@ -31,4 +31,4 @@ def test_interleaved_never_locks():
         for chunks in range(1, 5):
             layout = place_stages(lanes * chunks, lanes, "loop")
             for count in range(1, 33):
-                check(make("interleaved", ScheduleRequest(layout, count)), layout)
+                prove(make("interleaved", ScheduleRequest(layout, count)), layout)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from hybridpar.commands.doctor import checkup
+from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.errors import LaunchError
-from hybridpar.machine import checkup
-from hybridpar.machine.checkup import Finding, check_places, check_software, check_tools
 
 TORCH = {
     "torch": "2.14.1+cu130",

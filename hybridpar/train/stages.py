@@ -21,12 +21,9 @@ from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import memory_format_name
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
-from hybridpar.planner.step_costs import any_loss
-from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
@@ -103,7 +100,6 @@ def cut_model(
 
 def pipeline_options(
     plan: ResolvedPlan,
-    stages: Sequence[Stage],
     example: torch.Tensor,
     config: TrainConfig,
     sync: SyncOptions,
@@ -111,11 +107,10 @@ def pipeline_options(
     device: torch.device,
     own_only: bool = False,
 ) -> PipelineOptions:
-    """The options of the pipeline that follows a plan; a collective.
+    """The options of the pipeline that follows a plan.
 
     Args:
         plan: The plan.
-        stages: Its stages.
         example: One micro-batch, on the device. Times and sizes of the plan are in proportion to its samples.
         config: Options of the run.
         sync: Options of the exchange of gradients.
@@ -132,9 +127,6 @@ def pipeline_options(
         return tuple(found) if len(found) == len(values) else None
 
     saved = known([stage.saved_bytes for stage in sections])
-    halves = None
-    if SCHEDULES.get(pipeline.schedule).splits and not own_only:
-        halves = _measure_halves(stages, example, world, pipeline.schedule)
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
@@ -154,37 +146,9 @@ def pipeline_options(
         forward_ms=known([stage.forward_ms for stage in sections]),
         backward_ms=known([stage.backward_ms for stage in sections]),
         saved_bytes=tuple(map(round, saved)) if saved is not None else None,
-        input_ms=tuple(cost.input_ms for cost in halves) if halves is not None else None,
-        weight_ms=tuple(cost.weight_ms for cost in halves) if halves is not None else None,
-        split_backward=halves is not None and may_split(halves),
         sync=sync,
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,
         record=config.timeline is not None,
         own_only=own_only,
     )
-
-
-def _measure_halves(
-    stages: Sequence[Stage], example: torch.Tensor, world: World, schedule: str
-) -> tuple[BackwardCost, ...]:
-    """Whether splitting backward passes pays, as rank 0 finds it."""
-
-    def measure() -> tuple[BackwardCost, ...]:
-        for stage in stages:
-            stage.train()
-        inputs = {stages[0].model_inputs[0]: example}
-        return tuple(measure_backward(stages, inputs, any_loss))
-
-    costs = world.from_main(measure)
-    if world.is_main and not may_split(costs):
-        worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
-        _log.warning(
-            "%s keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more than %.2f "
-            "times is not worth it",
-            schedule,
-            worst,
-            costs[worst].ratio,
-            MOST_SPLIT_COST,
-        )
-    return costs

@@ -12,8 +12,8 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.step import PipelineOptions
 from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.stages import cut_model, pipeline_options
 from hybridpar.sync.options import SyncOptions
+from hybridpar.train.stages import cut_model, pipeline_options
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Residuals, images, seeded
 from tests.planner.test_resolve import placed
@@ -30,8 +30,8 @@ def cut(
     return cut_model(model, example, resolve(config, world.size, model=info), config, world)
 
 
-def options_of(plan: ResolvedPlan, stages: list[Stage], example: torch.Tensor, config: TrainConfig) -> PipelineOptions:
-    return pipeline_options(plan, stages, example, config, SyncOptions(), World(), CPU)
+def options_of(plan: ResolvedPlan, example: torch.Tensor, config: TrainConfig) -> PipelineOptions:
+    return pipeline_options(plan, example, config, SyncOptions(), World(), CPU)
 
 
 def test_the_stages_are_the_models_own() -> None:
@@ -46,11 +46,11 @@ def test_the_stages_are_the_models_own() -> None:
 
 def test_times_of_the_plan_reach_the_schedule() -> None:
     config = TrainConfig(stages=2, seed=5, recompute=(1,), sync_lanes=3, schedule="gpipe")
-    plan, stages = cut(seeded(Residuals), config, World())
-    options = options_of(plan, stages, EXAMPLE, config)
+    plan, _ = cut(seeded(Residuals), config, World())
+    options = options_of(plan, EXAMPLE, config)
     assert options.forward_ms == tuple(stage.forward_ms for stage in plan.partition.stages)
     assert options.backward_ms == tuple(stage.backward_ms for stage in plan.partition.stages)
-    twice = options_of(plan, stages, torch.cat([EXAMPLE, EXAMPLE]), config)
+    twice = options_of(plan, torch.cat([EXAMPLE, EXAMPLE]), config)
     assert options.backward_ms is not None
     assert twice.backward_ms == tuple(2 * time for time in options.backward_ms), "times are those of the plan's batch"
     assert (options.schedule, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)

@@ -1,0 +1,106 @@
+"""Proves the lists of actions that workers issue, beside the schedule that they were made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
+from hybridpar.schedule.check import Proof, check, failure
+from hybridpar.schedule.program import Program, QueueRun, dependencies, lower
+
+_LOWER = "Make the program with `hybridpar.schedule.program.lower`."
+
+
+def prove(schedule: Schedule, layout: Layout) -> Proof:
+    """Prove a schedule, and the program that it is lowered to."""
+    proof = check(schedule, layout)
+    check_program(lower(schedule, layout))
+    return proof
+
+
+def check_program(program: Program) -> None:
+    """Prove that workers which issue these lists finish the step.
+
+    Every action is on its own worker, once; computation has the order of the schedule; what an action needs of its own
+    worker is issued before it; and with queues that run in order, and transfers that block both ends until both have
+    come, every queue comes to its end.
+
+    Args:
+        program: The lists, with the schedule and the layout that they are for.
+
+    Raises:
+        ScheduleError: It does not hold.
+    """
+    schedule, layout = program.schedule, program.layout
+    check(schedule, layout)
+    needs = _require_all(program)
+    for lane, row in enumerate(schedule.rows):
+        own = [one for one in program.workers[layout.worker_of[lane]] if one.kind in COMPUTE]
+        for wanted, found in zip(row, (one for one in own if layout.lane_of[one.stage] == lane), strict=True):
+            if wanted != found:
+                what = (
+                    f"worker {layout.worker_of[lane]} computes {found} where lane {lane} of the schedule has {wanted}"
+                )
+                raise failure(schedule, layout, what, wanted, "A program keeps the order of its schedule.", _LOWER)
+    queues: dict[str, list[Action]] = {}
+    for worker, actions in enumerate(program.workers):
+        issued: set[Action] = set()
+        for action in actions:
+            late = [one for one in needs[action] if layout.home(one.stage) == worker and one not in issued]
+            if late:
+                what = f"worker {worker} issues {action} before {late[0]}, which it needs"
+                reason = "On a device an event must be recorded before it is waited for."
+                raise failure(schedule, layout, what, _cell(action, needs), reason, _LOWER)
+            issued.add(action)
+            # A send and its receive are one transfer, which stands in the queues of both.
+            meeting = needs[action][0] if action.kind in RECEIVES else action
+            queues.setdefault(_queue_name(program, action), []).append(meeting)
+    ends = {one: needs[one][0] for one in needs if one.kind in RECEIVES}
+    meetings = {
+        action: [ends.get(one, one) for one in before] for action, before in needs.items() if action not in ends
+    }
+    run = QueueRun(queues, meetings)
+    if run.stuck:
+        action, reason = run.why_stuck()
+        what = f"the program of {schedule.name!r} deadlocks"
+        raise failure(schedule, layout, what, _cell(action, needs), reason, _LOWER)
+
+
+def _require_all(program: Program) -> dict[Action, tuple[Action, ...]]:
+    """What all actions need, once it is sure that they are there, and nothing else."""
+    layout = program.layout
+    buckets = [0] * layout.stages
+    for action in program.needs:
+        if action.kind is Kind.SYNC:
+            buckets[action.stage] += 1
+    needs = dependencies(layout, program.schedule, buckets)
+    places = Counter((worker, action) for worker, actions in enumerate(program.workers) for action in actions)
+    wanted = Counter((layout.home(action.stage), action) for action in needs)
+    for worker, action in wanted - places:
+        users = [one for one, before in needs.items() if action in before] or [action]
+        what, reason = f"worker {worker} never does {action}", f"{users[0]} waits for it for ever."
+        raise failure(program.schedule, layout, what, _cell(users[0], needs), reason, _LOWER)
+    for worker, action in places - wanted:
+        raise ScheduleError(
+            f"worker {worker} does {action}, which is not its work or already done",
+            "A worker does what its stages need, once.",
+            _LOWER,
+        )
+    return needs
+
+
+def _cell(action: Action, needs: dict[Action, tuple[Action, ...]]) -> Action | None:
+    """The computation in the picture that an action belongs to."""
+    if action.kind in COMPUTE:
+        return action
+    return next((one for one in needs[action] if one.kind in COMPUTE), None) if action.kind not in RECEIVES else None
+
+
+def _queue_name(program: Program, action: Action) -> str:
+    kind, worker, other = program.queue_of(action)
+    if kind == "send":
+        return f"worker {worker}'s way to worker {other}"
+    if kind == "receive":
+        return f"worker {worker}'s way from worker {other}"
+    return f"lane {other}" if kind == "compute" else f"worker {worker}'s sync lane {other}"
