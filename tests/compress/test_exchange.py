@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
-from hybridpar.compress.codec import Full
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.together import meet
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
@@ -49,23 +47,6 @@ def test_messages_that_meet_alike_travel_together() -> None:
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
 
 
-def test_what_is_at_work_writes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-
-    def note(coders: Sequence[Full], index: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        calls.append([coder.spec.name for coder in coders])
-        for coder, own in zip(coders, parts, strict=True):
-            coder.write(index, own)
-
-    monkeypatch.setattr(Full, "write_together", note)
-    exchange = exchange_of({"a": "powersgd:warmup=1", "b": "none", "c": "onebit", "d": "none"}, workers=1)
-    gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
-    for _ in range(2):
-        list(exchange.requests(gradients, gradients))
-        exchange.commit()
-    assert calls == [["a", "b", "d"], ["b", "d"]]  # during the warm-up, and then
-
-
 def test_bytes_on_the_wire() -> None:
     none = exchange_of({"a": "none"}, workers=4).traffic
     assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4, pull=4 * 1320 * 3 // 4)
@@ -84,21 +65,6 @@ def test_stripes_are_cut_as_cntk_does() -> None:
     assert cut_stripes(2, 1, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
     assert cut_stripes(70, 32, 2) == [(0, 64), (64, 70)]
     assert cut_stripes(0, 1, 2) == [(0, 0), (0, 0)]
-
-
-def test_coders_of_different_workers_are_refused() -> None:
-    codec = parse_codec("none")
-    with pytest.raises(ValueError, match="one worker"):
-        Exchange([codec.bind(TensorSpec("a", (3,), 0, 2)), codec.bind(TensorSpec("b", (3,), 1, 2))])
-    with pytest.raises(ValueError, match="different parameters"):
-        Exchange([codec.bind(TensorSpec("a", (3,))), codec.bind(TensorSpec("a", (3,)))])
-
-
-def test_workers_that_do_not_match_are_noticed() -> None:
-    pair = [exchange_of({"b": "none"}, 0), exchange_of({"b": "fp16"}, 1)]
-    tensors = [[torch.zeros(9)], [torch.zeros(9)]]
-    with pytest.raises(ValueError, match="different tensors"):
-        run_together(pair, tensors, tensors)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +90,10 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
     exchange.commit()
 
 
-class _Solo:
-    """A group of one that carries out nothing."""
+class _Copies:
+    """A group of one."""
 
     size, rank = 1, 0
-
-
-class _Copies(_Solo):
-    """A group of one."""
 
     def all_reduce(self, tensor: torch.Tensor, collective: Collective) -> None:
         pass
@@ -143,18 +105,3 @@ class _Copies(_Solo):
 
     def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
         out.copy_(inp)
-
-
-def test_a_group_of_other_workers_is_refused() -> None:
-    tensors = [torch.zeros(9)]
-    with pytest.raises(ValueError, match="worker 1 of 2 on worker 0 of 1"):
-        exchange_of({"b": "none"}, rank=1).run(_Solo(), tensors, tensors)  # type: ignore[arg-type]
-
-
-def test_and_and_max_meet() -> None:
-    words = [torch.tensor([7, 12]), torch.tensor([5, 10])]
-    meet([AllReduce(word, Collective.AND) for word in words])
-    assert [word.tolist() for word in words] == [[5, 8], [5, 8]]
-    values = [torch.tensor([1.0, -2.0]), torch.tensor([0.0, 3.0])]
-    meet([AllReduce(value, Collective.MAX) for value in values])
-    assert [value.tolist() for value in values] == [[1.0, 3.0], [1.0, 3.0]]

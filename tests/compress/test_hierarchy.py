@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import World
-from hybridpar.compress.hierarchy import Leaders, Nodes
+from hybridpar.compress.hierarchy import Nodes
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train, weights
 from tests.ranks import run_ranks
@@ -38,23 +37,9 @@ def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any)
     assert [nodes.place_of(rank) for rank in nodes.node_of(3)] == list(range(len(nodes.node_of(3))))
 
 
-def test_who_leads_nothing_is_alone() -> None:
-    assert Nodes.of("abbbccc").columns == ((0, 1, 4), (2,), (3,), (5,), (6,))
-
-
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
 def test_where_it_gains_nothing(names: str) -> None:
     assert not Nodes.of(names).pays
-
-
-def test_leaders_share_the_elements_and_keep_their_parameters() -> None:
-    leaders = Leaders(2)
-    assert [leaders.of(name, count) for name, count in (("a", 10), ("b", 4), ("c", 4), ("d", 3))] == [0, 1, 1, 1]
-    assert leaders.of("e", 1) == 0
-    assert [leaders.of(name, 9) for name in "abcde"] == [0, 1, 1, 1, 0]
-    resumed = Leaders(2)
-    resumed.adopt({"a": 1})
-    assert (resumed.of("a", 5), resumed.of("z", 1)) == (1, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ the DDP hook
@@ -167,43 +152,6 @@ def plain_sum(world: World) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ replicas of stages
 
 
-class Job:
-    """Stands for the world of one worker of a job, and notes how it is divided."""
-
-    def __init__(self, names: str, rank: int = 0) -> None:
-        self.names, self.rank = names, rank
-        self.splits: list[tuple[list[tuple[int, ...]], bool]] = []
-
-    def gather(self, _: object) -> list[str]:
-        return list(self.names)
-
-    def split(self, parties: list[tuple[int, ...]], lanes: int, *, shared_memory: bool) -> World:
-        self.splits.append((sorted(parties), shared_memory))
-        own = next(party for party in parties if self.rank in party)
-        return World(own.index(self.rank), len(own))
-
-
-def test_each_stage_has_its_own_nodes() -> None:
-    # The replicas of three stages: two of three on one node, all on one node, one on each of three.
-    job = Job("aabbbbabc", rank=1)
-    nodes = NodeWorlds.open(job, [range(3), range(3, 6), range(6, 9)], 2)  # type: ignore[arg-type]
-    assert job.splits == [
-        ([(0, 1), (2,), (3, 4, 5), (6,), (7,), (8,)], True),
-        ([(0, 2), (1,), (3,), (4,), (5,), (6,), (7,), (8,)], False),
-    ]
-    assert nodes is not None
-    assert (nodes.nodes.members, nodes.inside.size, nodes.across.size) == (((0, 1), (2,)), 2, 1)
-    parties = [range(3), range(3, 6), range(6, 9)]
-    assert NodeWorlds.open(Job("aabbbbabc", rank=7), parties, 2) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("names", ["aaaa", "abba", "abcd"])
-def test_nothing_is_divided_where_no_stage_gains(names: str) -> None:
-    job = Job(names)
-    assert NodeWorlds.open(job, [range(2), range(2, 4)], 2) is None  # type: ignore[arg-type]
-    assert job.splits == []
-
-
 def staged(
     world: World, names: str, codec: str, replicas: int, poisoned: bool, hierarchy: bool
 ) -> tuple[dict[str, Tensor], dict[str, str], list[list[int]], bool]:
@@ -260,14 +208,6 @@ def test_a_stage_whose_replicas_are_on_one_node_compresses_nothing() -> None:
     assert [nodes for _, _, nodes, _ in found] == [[[2]], [[2]], [[]], [[]]]
     assert [keeps for *_, keeps in found] == [False, False, True, True]
     assert len(found[0][1]) == len(list(Staged().parameters()))
-
-
-def test_stages_on_one_node_each_are_those_of_no_codec() -> None:
-    found = run_ranks(staged, 4, "aabb", "onebit", 2, False, True, shared_memory=False)
-    plain_runs = run_ranks(staged, 4, "aabb", "none", 2, False, True)  # both add through shared memory
-    for state, rows, _, _ in found:
-        assert set(rows.values()) == {"none"}
-        assert equal(state, plain_runs[0][0])
 
 
 def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

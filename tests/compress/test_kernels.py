@@ -95,7 +95,11 @@ def compare(quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: i
     return made
 
 
-SIZES = [(1, 1), (3, 5), (2, 16), (7, 27), (64, 147), (5, 1000), (9, 31), (130, 64), (1, 70_001), (17, 4608)]
+#: Among them where rows begin within bytes, and where blocks of the CUDA kernels end.
+SIZES = [
+    *((1, 1), (3, 5), (2, 16), (64, 147), (9, 31), (130, 64), (1, 70_001), (17, 4608)),
+    *((1, 6144), (3, 6145), (2, 767), (9, 769), (40, 1), (300, 3)),
+]
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -119,7 +123,7 @@ RULES = [Threshold(), Threshold(fixed=0.5), Threshold(factor=5.0, cap=1.0)]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 4096, 70_001])
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 70_001])
 def test_twobit(rule: Threshold, count: int) -> None:
     quantiser = TernaryQuantiser(rule, CPU)
     values, kept = torch.randn(count), torch.randn(count)
@@ -146,7 +150,7 @@ def test_mxnets_golden_vector_by_kernel() -> None:
     assert done.pending.tolist() == [-5, -1, 2, 2, 4, 3, 0, -1, -6, -96]
 
 
-@pytest.mark.parametrize("bits", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
 @pytest.mark.parametrize("count", [1, 31, 1000, 12_345, 5 * CHUNK + 77])
 def test_qsgd(bits: int, count: int) -> None:
     def quantiser() -> LevelQuantiser:
@@ -283,34 +287,17 @@ def test_the_gil_is_released() -> None:
     assert all(function.release_gil for function in kernels.table().functions.values())
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("onebit", "onebit:feedback=off", "onebit:decay=0.9"),
-        *("twobit", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
-        *("powersgd:rank=1", "powersgd:rank=3,decay=0.9"),
-    ],
+    "text", ["onebit:decay=0.9", "twobit", "qsgd_mn", "qsgd_mn:bits=3,meet=shard", "powersgd:rank=3,decay=0.9"]
 )
-def test_replicas_are_equal_and_steps_can_be_taken_back(text: str, workers: int) -> None:
-    team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50), "norm": (24,)}, workers)
+def test_replicas_are_equal_and_steps_can_be_taken_back(text: str) -> None:
+    team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50), "norm": (24,)}, 3)
     for seed in range(3):
         team.step(team.gradients(seed))  # which compares the replicas
     before = team.state()
     team.meet(team.gradients(9, scale=torch.inf))
     team.rollback()
     assert team.state() == before
-
-
-@pytest.mark.parametrize("text", ["onebit", "twobit", "qsgd_mn", "qsgd_mn:meet=shard"])
-def test_training_goes_the_same_way(text: str) -> None:
-    results = []
-    for _ in BOTH:
-        team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50)}, 2)
-        results.append([team.step(team.gradients(seed)) for seed in range(3)])
-    for fast, slow in zip(*results, strict=True):
-        for left, right in zip(fast, slow, strict=True):
-            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)

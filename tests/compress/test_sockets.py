@@ -78,17 +78,6 @@ def pair(timeout=20.0):
     return SocketGroup(0, {1: one}, timeout), SocketGroup(1, {0: other}, timeout)
 
 
-def test_messages_larger_than_what_the_kernel_holds_pass_each_other():
-    first, second = pair()
-    mine, theirs = torch.full((1 << 22,), 1.0), torch.full((1 << 22,), 2.0)
-    thread = threading.Thread(target=second.all_reduce, args=(theirs,))
-    thread.start()
-    first.all_reduce(mine)
-    thread.join()
-    assert torch.equal(mine, theirs)
-    assert mine.eq(3).all()
-
-
 def test_a_peer_that_leaves_is_told():
     first, second = pair()
     second.close()
@@ -122,21 +111,6 @@ def test_a_group_that_is_left_ends_the_wait_of_another_thread():
     assert errors
     with pytest.raises(RuntimeError, match="has left the job"):
         first.all_reduce(torch.ones(4))
-
-
-def in_parties(world):
-    parties = [(0, 2), (1,)]
-    mine = next(party for party in parties if world.rank in party)
-    (group,) = open_sockets(world.rank, mine, world.gather, 20.0, 1)
-    tensor = torch.tensor([float(world.rank + 1)])
-    if group.size > 1:
-        group.all_reduce(tensor)
-    group.close()
-    return group.rank, group.size, tensor.item()
-
-
-def test_parties_are_connected_apart():
-    assert run_ranks(in_parties, 3) == [(0, 2, 4.0), (0, 1, 2.0), (1, 2, 4.0)]
 
 
 def test_a_caller_without_the_token_is_turned_away():

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress import TensorSpec
 from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.scaled import scale_of
+from tests.compress.codecs.test_qsgd import draws
 from tests.compress.team import Team, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -26,12 +25,6 @@ VARIANTS = (
 )
 
 SHAPES = {"w": (50, 20)}
-
-
-def draws(text: str, gradients: list[Tensor], times: int) -> Tensor:
-    """What many steps make of the same gradients, one step per row."""
-    team = Team(text, {"w": (50, gradients[0].numel() // 50)}, len(gradients))
-    return torch.stack([team.step([[gradient] for gradient in gradients])[0] for _ in range(times)]).double()
 
 
 @pytest.mark.parametrize("text", ["qsgd_mn:least=1", "qsgd_mn:bits=2,least=1", "qsgd_mn:meet=shard,least=1"])
@@ -92,34 +85,6 @@ def test_no_sum_overflows(workers: int) -> None:
         for bits in (1, 4, 8):
             team = Team(f"qsgd_mn:bits={bits}", SHAPES, workers)
             assert team.step([[torch.full((1000,), value)]] * workers)[0].tolist() == [value] * 1000
-
-
-def test_small_grids_make_small_messages() -> None:
-    def bits(text: str, workers: int) -> float:
-        rounds = parse_codec(text).bind(TensorSpec("w", (1000, 100), workers=workers)).rounds
-        return 8 * rounds[-1].bytes / 100_000
-
-    assert bits("qsgd_mn:bits=3", 2) == pytest.approx(32 / 6, rel=1e-3)  # sums to 28, 5 bits
-    assert bits("qsgd_mn:bits=1", 4) == 4  # sums to 8
-    assert bits("qsgd_mn:bits=4,meet=shard", 4) == pytest.approx(5, rel=0.01)
-    assert bits("qsgd_mn:bits=1,meet=shard", 4) == pytest.approx(2, rel=0.01)
-
-
-def test_a_scale_that_is_not_a_number_is_infinite() -> None:
-    assert scale_of(torch.tensor([1.0, torch.nan])).isinf()
-    assert scale_of(torch.tensor([1.0, -torch.inf])).isinf()
-    assert scale_of(torch.tensor([1.0, -3.0])) == 3
-    assert scale_of(torch.zeros(3)) == 0
-    assert scale_of(torch.full((3,), 3e38)) == torch.tensor(3e38)
-
-
-def test_a_step_that_did_not_count_is_repeated() -> None:
-    team = Team("qsgd_mn", SHAPES, 2)
-    gradients = team.gradients(0)
-    first = team.meet(gradients)[0][0]
-    team.rollback()
-    assert same_bits(team.step(gradients)[0], first)
-    assert not same_bits(team.step(gradients)[0], first)
 
 
 def test_noise_is_uniform_and_fits_the_float() -> None:
