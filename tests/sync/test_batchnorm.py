@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
-from tests.ranks import run_ranks
 
 FEATURES = 4
 
@@ -81,28 +80,6 @@ def test_every_kind_of_layer_is_pooled(kind, shape):
     assert_statistics(layer, expected)
 
 
-def test_the_output_is_that_of_the_stock_layer_to_the_bit():
-    layer, stock = make_layer(), make_layer()
-    x, y = make_input().requires_grad_(), make_input().requires_grad_()
-    BatchNormPool(layer)
-    ours, theirs = layer(x), stock(y)
-    assert torch.equal(ours, theirs)
-    ours.square().sum().backward()
-    theirs.square().sum().backward()
-    assert torch.equal(x.grad, y.grad)
-    assert torch.equal(layer.weight.grad, stock.weight.grad)
-
-
-def test_nothing_moves_before_the_commit():
-    layer = make_layer()
-    before = copy.deepcopy(layer.state_dict())
-    pool = BatchNormPool(layer)
-    layer(make_input())
-    pool.fold()
-    pool.discard()
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_rolled_back_leaves_no_trace(bad):
     layer, expected = make_layer(), make_layer()
@@ -126,18 +103,6 @@ def test_evaluation_uses_the_running_statistics_and_moves_nothing():
     pool.fold()
     pool.commit(pool.sums.clone())
     assert_statistics(layer, stock)
-
-
-def test_a_layer_that_runs_twice_counts_both_times():
-    layer, expected = make_layer(), make_layer()
-    first, second = make_input(seed=3), make_input(seed=4)
-    pool = BatchNormPool(layer)
-    layer(first)
-    layer(second)
-    pool.fold()
-    pool.commit(pool.sums.clone())
-    expected(torch.cat((first, second)))
-    assert_statistics(layer, expected)
 
 
 class Branches(nn.Module):
@@ -238,40 +203,6 @@ def test_release_gives_the_stock_layer_back():
     assert_statistics(layer, expected, rtol=0, atol=0)
 
 
-def test_a_model_can_be_pooled_again_after_release():
-    layer, expected = make_layer(), make_layer()
-    for step in range(2):
-        pooled_step(layer, *make_input(seed=step).tensor_split(2)).release()
-        expected(make_input(seed=step))
-    assert_statistics(layer, expected)
-
-
-def pool_over_workers(world, shares):
-    layer = make_layer()
-    pool = BatchNormPool(layer)
-    start = sum(shares[: world.rank])
-    batch = make_input(sum(shares))[start : start + shares[world.rank]]
-    for part in batch.tensor_split(2):
-        layer(part)
-        pool.fold()
-    assert world.control_sum is not None
-    sums = pool.sums.clone()
-    world.control_sum.all_reduce(sums)
-    pool.commit(sums)
-    pool.release()
-    return layer.state_dict()
-
-
-def test_workers_with_uneven_shares_leave_the_statistics_of_the_whole_batch():
-    shares = [7, 4]
-    expected = make_layer()
-    expected(make_input(sum(shares)))
-    first, second = run_ranks(pool_over_workers, 2, shares)
-    for name, value in expected.state_dict().items():
-        assert torch.equal(first[name], second[name])
-        torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-6, msg=name)
-
-
 def test_mixed_momenta_are_each_layers_own():
     layers = [make_layer(momentum=momentum) for momentum in (0.1, None, 0.9)]
     expected = copy.deepcopy(layers)
@@ -310,7 +241,3 @@ class TestBufferRollback:
         rollback = BufferRollback(nn.Linear(2, 2))
         rollback.keep()
         rollback.restore(unless=torch.tensor(0.0))
-
-
-def test_sums_of_a_stage_without_layers_are_where_its_lane_is():
-    assert BatchNormPool(nn.Linear(2, 2), device=torch.device("meta")).sums.is_meta

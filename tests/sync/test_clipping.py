@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
 from timm.utils import dispatch_clip_grad
 from torch import nn
 
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
-from hybridpar.sync.clipping import clip_each
-from tests.small_nets import SmallNet
 from tests.train.test_trainer import assert_equal, make_batch, make_model
-
-
-@pytest.mark.parametrize(("mode", "limit"), [("value", 0.02), ("agc", 0.01)])
-def test_it_is_timms(mode, limit):
-    torch.manual_seed(0)
-    mine = SmallNet()
-    for parameter in list(mine.parameters())[1:]:
-        parameter.grad = torch.randn_like(parameter)
-    theirs = copy.deepcopy(mine)
-    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-        other.grad = None if one.grad is None else one.grad.clone()
-    clip_each(mine.parameters(), mode, limit)
-    dispatch_clip_grad(theirs.parameters(), limit, mode)
-    for one, other in zip(mine.parameters(), theirs.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
 @pytest.mark.parametrize(("mode", "limit"), [("value", 0.001), ("agc", 0.01)])

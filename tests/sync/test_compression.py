@@ -79,69 +79,6 @@ def kept(trainer: Trainer) -> dict[str, Tensor]:
     return {path: tensor for path, tensor in found.items() if "residuals" in path}
 
 
-def trained(world: World, codec: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    with make(world, codec, **options) as trainer:
-        replica = world.rank % (options.get("replicas") or world.size)
-        for step in range(STEPS):
-            result = trainer.step(batch(replica, step))
-        trainer.wait()
-        sent = result.outcome.bytes_sent
-        if options.get("stages", 1) > 1:
-            trainer.engine.pipeline.collect()
-        return state_of(trainer), sent
-
-
-CODECS = [
-    "fp16",
-    "onebit",
-    "onebit:warmup=2,decay=0.9",
-    "qsgd_mn",
-    "qsgd_mn:meet=shard",
-    "powersgd:rank=2",
-    "twobit",
-    "hylo:least=400",
-]
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_replicas_stay_equal_bit_for_bit_and_send_less(codec: str) -> None:
-    (one, sent), (other, _) = run_ranks(trained, 2, codec, {"micro_batches": 2}, shared_memory=False)
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-    (_, full), _ = run_ranks(trained, 2, "none", {"micro_batches": 2}, shared_memory=False)
-    assert sent < full
-
-
-@pytest.mark.parametrize("codec", ["onebit", "powersgd"])
-def test_stages_with_replicas_stay_equal_too(codec: str) -> None:
-    options = {"stages": 2, "replicas": 2, "micro_batches": 2}
-    runs = run_ranks(trained, 4, codec, options, shared_memory=False)
-    for state, _ in runs[1:]:
-        for name, tensor in runs[0][0].items():
-            assert torch.equal(tensor, state[name]), name
-    plain = run_ranks(trained, 4, "none", options, shared_memory=False)
-    assert any(not torch.equal(tensor, plain[0][0][name]) for name, tensor in runs[0][0].items())
-
-
-def poisoned(world: World, codec: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    with make(world, codec) as trainer:
-        for step in range(2):
-            trainer.step(batch(world.rank, step))
-        before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
-        images, labels = batch(world.rank, 2)
-        result = trainer.step((images * (float("inf") if world.rank else 1.0), labels))
-        return before, kept(trainer), result.skipped
-
-
-@pytest.mark.parametrize("codec", ["onebit", "twobit", "hylo:least=400"])
-def test_a_step_that_is_rolled_back_leaves_residuals_as_they_were(codec: str) -> None:
-    for before, after, skipped in run_ranks(poisoned, 2, codec, shared_memory=False):
-        assert skipped
-        assert any(bool(residual.any()) for residual in before.values())
-        for path, residual in before.items():
-            assert torch.equal(residual, after[path]), path
-
-
 def resumed(world: World, codec: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     with make(world, codec) as trainer:
         for step in range(STEPS):
@@ -156,7 +93,7 @@ def resumed(world: World, codec: str, directory: str) -> tuple[dict[str, Tensor]
         return whole, state_of(trainer)
 
 
-@pytest.mark.parametrize("codec", ["onebit", "qsgd_mn", "powersgd"])
+@pytest.mark.parametrize("codec", ["onebit", "qsgd_mn"])
 def test_a_resumed_run_goes_on_bit_for_bit(codec: str, tmp_path: Any) -> None:
     for whole, again in run_ranks(resumed, 2, codec, str(tmp_path), shared_memory=False):
         for name, tensor in whole.items():
