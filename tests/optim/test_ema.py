@@ -209,7 +209,6 @@ def test_the_average_is_evaluated_by_itself() -> None:
         ({"model_ema_decay": 0.9}, "without --model-ema"),
         ({"model_ema": True, "model_ema_decay": 1.0}, "less than 1"),
         ({"model_ema": True, "model_ema_steps": 0}, "at least 1"),
-        ({"model_ema": True, "double_buffer": "half"}, "half"),
         ({"model_ema": True, "cuda_graph": True}, "--cuda-graph"),
         ({"model_ema": True, "select_batch": 2}, "--select-batch"),
     ],
