@@ -92,30 +92,6 @@ def test_a_parameter_that_nobody_used_keeps_its_residual() -> None:
         assert not equal(left["v"], right["v"])
 
 
-@pytest.mark.parametrize("kernels", ["on", "off"])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_residuals_in_bfloat16_are_those_in_float32_rounded(
-    kernels: str, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kernels == "off":
-        monkeypatch.setattr("hybridpar.compress.kernels.table", lambda _device=None: None)
-    short, full = (Team(f"onebit:meet=shard{more}", {"w": (37, 83)}, workers) for more in (",residual=bf16", ""))
-    for seed in range(3):
-        gradients = short.gradients(seed)
-        out = short.step(gradients)[0][0]
-        torch.testing.assert_close(out, full.step(gradients)[0][0], rtol=1e-5, atol=1e-6)
-        pairs = [(coder_of(short, rank), coder_of(full, rank)) for rank in range(workers)]
-        for one, other in pairs:
-            for key in ("worker", "owner"):
-                assert one.residual(key).dtype == torch.bfloat16
-                torch.testing.assert_close(one.residual(key).float(), other.residual(key), rtol=2**-8, atol=1e-6)
-                other.residual(key).copy_(one.residual(key))  # so that the next step begins alike
-        before = [one.residual("worker").clone() for one, _ in pairs]
-        short.meet(short.gradients(seed + 100))
-        short.rollback()
-        assert all(torch.equal(kept, one.residual("worker")) for kept, (one, _) in zip(before, pairs, strict=True))
-
-
 def test_state_of_another_size_is_refused_and_nothing_is_taken_over() -> None:
     team, other = Team("onebit", SHAPES, 2), Team("onebit", SHAPES, 3)
     team.step(team.gradients(0))

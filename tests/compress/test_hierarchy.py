@@ -89,37 +89,6 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
 # ---------------------------------------------------------------------------------------------------------- training
 
 
-def trained(world: World, names: tuple[str, ...], codec: str, hierarchy: bool) -> tuple[dict[str, Tensor], bool, int]:
-    torch.manual_seed(0)
-    config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, hierarchy=hierarchy, micro_batches=2)
-    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
-        trainer = Trainer(Net(), config=config, world=world)
-    with trainer:
-        for step in range(2):
-            trainer.step(batch(world.rank, step))
-        before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
-        images, labels = batch(world.rank, 2)
-        assert trainer.step((images * (float("inf") if world.rank == 3 else 1.0), labels)).skipped
-        after = kept(trainer)
-        unmoved = before.keys() == after.keys() and all(torch.equal(one, after[path]) for path, one in before.items())
-        result = trainer.step(batch(world.rank, 3))
-        state = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
-        assert trainer.engine.codecs[0]._nodes is not None or not hierarchy
-    return state, unmoved, result.outcome.bytes_sent
-
-
-@pytest.mark.parametrize("names", [EVEN, UNEVEN])
-def test_a_trainer_on_nodes(names: tuple[str, ...]) -> None:
-    found = run_ranks(trained, 4, names, "onebit", True, shared_memory=False)
-    flat = run_ranks(trained, 4, names, "onebit", False, shared_memory=False)
-    for state, unmoved, _ in found:
-        assert unmoved, "a step that does not count changed a residual"
-        for name, tensor in state.items():
-            assert torch.equal(tensor, found[0][0][name]), name
-    assert any(not torch.equal(tensor, flat[0][0][name]) for name, tensor in found[0][0].items())
-    assert sum(sent for _, _, sent in found) < sum(sent for _, _, sent in flat)
-
-
 def summed(world: World, names: tuple[str, ...], codec: str) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
     with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):

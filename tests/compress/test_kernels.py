@@ -14,10 +14,9 @@ from torch import Tensor
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.powersgd import FactorProduct
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
-from hybridpar.compress.feedback import KeptResidual
+from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser
@@ -231,18 +230,6 @@ def test_powersgd(rows: int, columns: int, offset: int, rank: int) -> None:
     out = placed(old, offset).view(rows, columns)
     assert kernels.powersgd_product(left, right, out, 3.0)
     torch.testing.assert_close(out, 3 * left.t() @ right, rtol=1e-4, atol=1e-4)
-    # What is owed is subtracted on the way as it is subtracted in a pass of its own, bit for bit.
-    settled = KeptResidual(placed(kept, offset), placed(v, offset), 0.5)
-    settled.pending.copy_(residual.pending)
-    results = []
-    for one in (residual, settled):
-        one.owe(FactorProduct(left, right))
-        one.commit()
-        if one is settled:
-            torch.testing.assert_close(one.kept.view(rows, columns), v - left.t() @ right, rtol=1e-4, atol=1e-4)
-        assert kernels.powersgd_left(placed(gradient, offset).view(rows, columns), one, right, out_left)
-        results.append((one.pending.clone(), out_left.clone()))
-    assert all(map(same_bits, *results))
 
 
 def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> None:
@@ -298,6 +285,22 @@ def test_replicas_are_equal_and_steps_can_be_taken_back(text: str) -> None:
     team.meet(team.gradients(9, scale=torch.inf))
     team.rollback()
     assert team.state() == before
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_residuals_in_bfloat16_are_those_in_float32_rounded(workers: int) -> None:
+    for _ in BOTH:
+        short, full = (Team(f"onebit:meet=shard{more}", {"w": (37, 83)}, workers) for more in (",residual=bf16", ""))
+        for seed in range(3):
+            gradients = short.gradients(seed)
+            torch.testing.assert_close(short.step(gradients), full.step(gradients), rtol=1e-5, atol=1e-6)
+            for one, other in zip(short.coders("w"), full.coders("w"), strict=True):
+                assert isinstance(one, FeedbackCoder)
+                assert isinstance(other, FeedbackCoder)
+                for key in ("worker", "owner"):
+                    assert one.residual(key).dtype == torch.bfloat16
+                    torch.testing.assert_close(one.residual(key).float(), other.residual(key), rtol=2**-8, atol=1e-6)
+                    other.residual(key).copy_(one.residual(key))  # so that the next step begins alike
 
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)

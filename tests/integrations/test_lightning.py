@@ -228,23 +228,18 @@ def test_options(options: dict[str, Any], text: str) -> None:
 def public(world: World, examples: str) -> dict[str, Any]:
     """Modules that others wrote, trained by the strategy and by Lightning's own."""
     from lightning.pytorch import seed_everything
-    from lightning.pytorch.demos import boring_classes, lstm, transformer
+    from lightning.pytorch.demos import boring_classes
     from lightning.pytorch.strategies import DDPStrategy
 
     from hybridpar.integrations.lightning import HybridparStrategy
 
-    text: Any = lambda **_: None  # noqa: E731 - the text that two of them fetch
-    lstm.WikiText2 = transformer.WikiText2 = text
     sys.path.insert(0, examples)
     classifier = importlib.import_module("lightning_classifier").ImageClassifier
-    words = [(torch.arange(6) + start, torch.arange(6) + start + 1) for start in range(8)]
     images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(n)), n % 10) for n in range(16)]
     made: dict[str, tuple[Any, Any]] = {
         "BoringModel": (boring_classes.BoringModel, boring_classes.RandomDataset(32, 8)),
         "DemoModel": (boring_classes.DemoModel, boring_classes.RandomDataset(32, 8)),
         "ManualOptimBoringModel": (boring_classes.ManualOptimBoringModel, boring_classes.RandomDataset(32, 8)),
-        "LightningTransformer": (lambda: transformer.LightningTransformer(20), words),
-        "LightningLSTM": (lambda: lstm.LightningLSTM(20), words),
         "ImageClassifier": (lambda: classifier("resnet18", 0.02), images),
     }
 

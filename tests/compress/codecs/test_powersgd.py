@@ -5,6 +5,8 @@ A plausible bug breaks at least one of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -28,13 +30,19 @@ SHAPES = {"w": (30, 40)}
 LAYERS = {"a": (24, 60), "b": (7,), "c": (24, 60), "d": (60, 5, 3, 3), "e": (24, 6, 10), "f": (33, 33), "g": (60, 45)}
 
 
-@pytest.fixture(autouse=True, params=["kernels", "BLAS", "together"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["kernels", "BLAS", "together"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All ways to do the work; together is that of a GPU."""
-    if request.param != "kernels":
+    if request.param == "kernels":
+        monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+        kernels.table.cache_clear()
+        assert kernels.table(), "TVM is a dependency, so kernels can be built"
+    else:
         monkeypatch.setattr(kernels, "table", lambda device=None: None)
-    if request.param == "together":
-        monkeypatch.setattr(powersgd, "_one_by_one", lambda device: False)
+        monkeypatch.setattr(powersgd, "_one_by_one", lambda device: request.param == "BLAS")
+    yield
+    monkeypatch.undo()
+    kernels.table.cache_clear()
 
 
 class Reference:
@@ -56,6 +64,7 @@ class Reference:
         return result
 
 
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("text", ["powersgd:rank=1", "powersgd:rank=2,decay=0.9", "powersgd:rank=4", "powersgd:rank=6"])
 def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
     team = Team(f"{text},gain=1", LAYERS, 3)
@@ -79,6 +88,7 @@ def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
             assert float((kept - error).norm()) < 1e-6 * reference.size, name
 
 
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("_way", ["together"], indirect=True)
 def test_working_together_keeps_what_every_codec_promises() -> None:
     from tests.compress import test_every_codec as every  # which imports this file
@@ -91,6 +101,7 @@ def test_working_together_keeps_what_every_codec_promises() -> None:
         every.test_gradients_of_any_stride_and_results_in_place(text)
 
 
+@pytest.mark.usefixtures("_way")
 def test_a_parameter_that_nobody_used_keeps_its_state_beside_others_of_its_shape() -> None:
     team, alone = Team("powersgd:rank=2", LAYERS, 2), Team("powersgd:rank=2", {"c": LAYERS["c"]}, 2)
     for seed in range(4):

@@ -11,9 +11,8 @@ import torch
 from hybridpar.compress import TensorSpec
 from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.noise import Noise
-from hybridpar.compress.packing import Fields
 from tests.compress.codecs.test_qsgd import draws
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
@@ -56,27 +55,6 @@ def test_error_is_less_than_a_step_and_the_largest_is_exact(bits: int) -> None:
     assert float((found - gradient).abs().max()) < 10 / (2**bits - 1)
     assert found[7] == 10
     assert found[8] == -10
-
-
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_sums_of_codes_are_the_mean_of_what_each_worker_says(workers: int) -> None:
-    """Each worker alone, with the agreed scale, says w / s * q; together they say the mean of that."""
-    steps, scale = 15, 4.0
-    team = Team("qsgd_mn", SHAPES, workers)
-    gradients = team.gradients(0)
-    codes = torch.zeros(1000)
-    for rank, (own,) in enumerate(gradients):
-        own[rank] = scale if own.abs().max() <= scale else own[rank]
-        own.clamp_(-scale, scale)
-        noise, scratch = Noise(TensorSpec("w", (50, 20), rank, workers)), Scratch(torch.device("cpu"))
-        fields = Fields.summable(1000, 2 * steps, workers)
-        noise.begin()
-        noise.draw(fields.words, scratch)
-        for start in range(0, 1000, fields.words):
-            part = own[start : start + fields.words]
-            codes[start : start + len(part)] += (part / scale * steps + noise.take(len(part))).floor().clamp(max=steps)
-    expected = codes / (steps * workers) * scale
-    assert same_bits(team.step(gradients)[0], expected)
 
 
 @pytest.mark.parametrize("workers", [2, 33])
