@@ -87,32 +87,6 @@ def test_a_static_graph() -> None:
     assert torch.equal(one, other)
 
 
-def accumulated(world: World) -> int:
-    """How many times four micro-batches exchange."""
-    model = net()
-    ddp, state = make("onebit", model)
-    assert state is not None
-    calls = 0
-    exchange = state.exchange
-
-    def count(bucket: Any) -> Any:
-        nonlocal calls
-        calls += int(bucket.index() == 0)
-        return exchange(bucket)
-
-    state.exchange = count  # type: ignore[method-assign]
-    with state:
-        for part in range(4):
-            images, labels = batch(world.rank, part)
-            with ddp.no_sync() if part < 3 else nullcontext():
-                F.cross_entropy(ddp(images), labels).backward()
-    return calls
-
-
-def test_accumulation_exchanges_once() -> None:
-    assert run_ranks(accumulated, 2) == [1] * 2
-
-
 def closed(world: World) -> tuple[str, int, bool]:
     before = threading.active_count()
     model = net()

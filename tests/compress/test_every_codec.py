@@ -208,16 +208,6 @@ def test_the_sum_is_the_mean_times_the_workers(text: str) -> None:
         torch.testing.assert_close(4 * left, right)
 
 
-def test_memory_is_not_made_anew(text: str) -> None:
-    team = Team(text, {"conv": (64, 64, 3, 3)}, 2)
-    for seed in range(3):
-        team.step(team.gradients(seed))
-    exchange = team.exchanges[0]
-    buffers = list(exchange._stages)
-    team.step(team.gradients(9))
-    assert exchange._stages == buffers
-
-
 def test_parameters_that_do_not_fit_travel_as_without_a_codec(text: str) -> None:
     codec, full = parse_codec(text), parse_codec("none")
     for name, shape in SHAPES.items():

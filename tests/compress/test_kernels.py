@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -210,28 +208,6 @@ def test_special_values(kind: str) -> None:
     assert largest.item() == scale_of(values).item()
 
 
-@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("rows", "columns", "offset"), [(1, 1, 0), (3, 5, 1), (64, 147, 0), (11, 64, 3), (130, 576, 0)]
-)
-def test_powersgd(rows: int, columns: int, offset: int, rank: int) -> None:
-    gradient, kept, old = (torch.randn(rows, columns) for _ in range(3))
-    right, left = torch.randn(rank, columns), torch.randn(rank, rows)
-    residual = KeptResidual(placed(kept, offset), placed(old, offset), 0.5)
-    out_left, out_right = torch.empty(rank, rows), torch.empty(rank, columns)
-    assert kernels.powersgd_left(placed(gradient, offset).view(rows, columns), residual, right, out_left)
-    v = gradient + 0.5 * kept
-    torch.testing.assert_close(residual.pending.view(rows, columns), v)
-    assert same_bits(residual.kept, kept.view(-1))
-    torch.testing.assert_close(out_left, right @ v.t(), rtol=1e-4, atol=1e-4)
-    assert kernels.powersgd_right(residual, left, out_right)
-    torch.testing.assert_close(out_right, left @ v, rtol=1e-4, atol=1e-4)
-    out = placed(old, offset).view(rows, columns)
-    assert kernels.powersgd_product(left, right, out, 3.0)
-    torch.testing.assert_close(out, 3 * left.t() @ right, rtol=1e-4, atol=1e-4)
-
-
 def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> None:
     five, some = torch.randn(5, 8), KeptResidual.zeros(64, CPU)
     assert not kernels.powersgd_left(torch.randn(8, 8), some, five, five.clone())
@@ -316,15 +292,13 @@ def test_however_they_are_asked_for_they_are_loaded_once() -> None:
     assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)
 
 
-def test_what_is_built_aside_is_waited_for_and_computing_goes_first(monkeypatch):
+def test_what_is_built_aside_is_waited_for(monkeypatch):
     begun, ready = threading.Event(), threading.Event()
-    priorities, parent = [], os.getpriority(os.PRIO_PROCESS, 0)
 
     class Built:
         @classmethod
         def load(cls) -> Built:
             if threading.current_thread() is not threading.main_thread():
-                priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
                 begun.set()
                 assert ready.wait(60)
             return cls()
@@ -340,6 +314,3 @@ def test_what_is_built_aside_is_waited_for_and_computing_goes_first(monkeypatch)
     threading.Timer(0.2, ready.set).start()
     assert isinstance(kernels.table(), Built)
     assert ready.is_set(), "nobody goes on without what is being built"
-    assert os.getpriority(os.PRIO_PROCESS, 0) == parent
-    if sys.platform == "linux":
-        assert priorities[0] > parent

@@ -19,7 +19,8 @@ from hybridpar.errors import UsageError
 from hybridpar.optim.ema import ModelAverage
 from tests.ranks import run_ranks
 from tests.train.test_engine import assert_close, make_trainer, steps
-from tests.train.training import config, make_net, share
+from tests.train.test_trainer_load import go_on, open_trainer
+from tests.train.training import make_net
 
 EMA: dict[str, Any] = {"model_ema": True, "model_ema_decay": 0.8, "model_ema_warmup": True}
 
@@ -131,21 +132,11 @@ WAYS: dict[str, dict[str, Any]] = {
 def resumed(world: World, options: dict[str, Any], folder: Path) -> list[str]:
     """Names of tensors that differ between a run that was resumed and one that was not."""
     ends = []
-    for load in (None, folder / "step-2"):
-        if "stages" in options:
-            trainer = make_trainer(**options, **EMA, world=world)
-        else:
-            trainer = Trainer(make_net(norm=True), config=config(**options, **EMA), world=world, total_steps=20)
-        with trainer:
+    for load in (None, folder / "whole" / "step-2"):
+        with open_trainer(world, {**options, **EMA}) as trainer:
             if load is not None:
                 trainer.load(load)
-            while trainer.steps_done < 4:
-                if trainer.steps_done == 2 and load is None:
-                    trainer.save(folder)
-                if "stages" in options:
-                    steps(trainer, 1)
-                else:
-                    trainer.step(share(world, trainer.steps_done))
+            go_on(trainer, options, folder / ("whole" if load is None else "rest"))  # saving makes workers meet
             ends.append(average_of(trainer))
     return [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])]
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.sync.buckets import cut_buckets, layout_fingerprint, make_buckets
 
 sizes = st.lists(st.integers(0, 300), max_size=40)
@@ -106,30 +105,3 @@ def test_slots_of_a_bucket_touch_and_do_not_overlap(shapes, limit):
             end += slot.parameter.numel()
         assert end == bucket.numel
         assert len({slot.parameter.dtype for slot in bucket.slots}) == 1
-
-
-@pytest.mark.parametrize(
-    ("tensor", "dense"),
-    [
-        (torch.zeros(3, 4), True),
-        (torch.zeros(3, 4).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(2, 1, 3).expand(2, 1, 3), True),
-        (torch.zeros(()), True),
-        (torch.zeros(0, 3), True),
-        (torch.zeros(3, 8)[:, ::2], False),
-        (torch.zeros(3, 8)[:, :4], False),
-        (torch.zeros(1, 4).expand(3, 4), False),
-    ],
-)
-def test_dense_is_without_gaps_and_overlaps(tensor, dense):
-    assert is_dense(tensor) is dense
-
-
-def test_a_flat_view_shares_its_memory_in_memory_order():
-    tensor = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
-    flat = flat_view(tensor)
-    assert flat.data_ptr() == tensor.data_ptr()
-    assert torch.equal(flat, tensor.permute(0, 2, 3, 1).flatten())
-    part = torch.arange(10.0)[4:8]
-    assert torch.equal(flat_view(part), part)

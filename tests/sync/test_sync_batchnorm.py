@@ -84,13 +84,6 @@ def test_a_large_mean_loses_nothing_in_float32() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
 
 
-def test_its_gradients_are_those_of_finite_differences() -> None:
-    x, _, weight, bias = (tensor.double().requires_grad_() for tensor in data((4, 2, 3)))
-    assert torch.autograd.gradcheck(
-        lambda *given: normalise_over_replicas(*given, 1e-5, Alone())[0], (x - 100, weight, bias)
-    )
-
-
 def trained(world: World, batch_norm: str, micro_batches: int, share: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = SmallNet()
