@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
@@ -45,6 +43,16 @@ def test_messages_that_meet_alike_travel_together() -> None:
         else:
             request.out.copy_(request.inp)
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
+
+
+@pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
+def test_two_workers_send_to_each_other_and_more_to_owners(text: str) -> None:
+    def collective(text: str, workers: int) -> Collective:
+        return exchange_of({"a": text}, workers=workers).coders[0].rounds[0].collective
+
+    assert [collective(text, workers) for workers in (2, 3)] == [Collective.GATHER, Collective.SHARD]
+    assert collective(f"{text},meet=shard", 2) is Collective.SHARD
+    assert collective(f"{text},meet=gather", 3) is Collective.GATHER
 
 
 def test_bytes_on_the_wire() -> None:
@@ -85,23 +93,5 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
         next(exchange.requests(tensors, tensors))
     assert fix in caught.value.fix
     exchange.rollback()  # nothing was started
-    right = [torch.zeros(1320), torch.zeros(9)]
-    exchange.run(_Copies(), right, right)
-    exchange.commit()
-
-
-class _Copies:
-    """A group of one."""
-
-    size, rank = 1, 0
-
-    def all_reduce(self, tensor: torch.Tensor, collective: Collective) -> None:
-        pass
-
-    def all_to_all(
-        self, out: torch.Tensor, inp: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
-    ) -> None:
-        out.copy_(inp)
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        out.copy_(inp)
+    right = [[torch.zeros(1320), torch.zeros(9)]]
+    run_together([exchange], right, right)

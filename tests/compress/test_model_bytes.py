@@ -38,7 +38,6 @@ def ratio(text: str, model: str) -> float:
         # resnet18, resnet50, vgg16, mobilenet_v2. Of MobileNetV2 1 % of the elements is in vectors, which go in full.
         ("onebit", (28, 28, 31, 10)),
         ("qsgd_mn:bits=3,meet=shard", (7.5, 7.5, 7.5, 7.4)),
-        ("qsgd_mn:bits=4,meet=shard", (6, 6, 6, 6)),
         ("qsgd_mn:bits=3", (5, 5, 5, 5)),
         ("hylo", (4, 3.5, 12, 2)),
         ("powersgd:rank=2", (100, 100, 700, 35)),
@@ -46,7 +45,6 @@ def ratio(text: str, model: str) -> float:
         ("signsgd", (30, 30, 31, 23)),
         ("terngrad", (12, 12, 12, 11)),
         ("topk", (45, 45, 45, 30)),
-        ("topk:cast=bf16", (60, 58, 60, 39)),
         ("grandk_mn", (340, 240, 470, 75)),
         ("qsgd_mn_ts", (4, 4, 4, 4)),
         ("qsgd_mn_ms", (3.5, 3.5, 3.5, 3.5)),

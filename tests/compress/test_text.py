@@ -51,6 +51,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("onebit:cast=fp16", "nothing to cast"),
         ("none:cast=fp61", "cast=fp61\nIt names a 16-bit type.\nDid you mean fp16"),
         ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
+        ("qsgd_mn:feedback=on", "It is unbiased"),
         ("", "unknown codec ''"),
         ("qsgd_mn:bits=9", "bits=9\nCodes have 1 to 8 bits."),
         ("twobit:pull=full,meet=gather", "pull=full with meet=gather"),

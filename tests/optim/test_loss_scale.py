@@ -92,10 +92,6 @@ def trained(world: World, steps: int, options: dict[str, Any]) -> tuple[dict[str
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}, scale["scale"], skipped
 
 
-def layout(world: World, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float, list[bool]]:
-    return trained(world, 8, options)
-
-
 LAYOUTS = [
     (1, {"stages": 2, "micro_batches": 2}),
     (2, {"stages": 2, "micro_batches": 2}),
@@ -110,7 +106,7 @@ def test_every_layout_trains_like_one_process(ranks, options):
     assert skipped[3]
     assert not skipped[-1]
     assert scale < 2**16
-    for state, other_scale, other_skipped in run_ranks(layout, ranks, options, shared_memory=False):
+    for state, other_scale, other_skipped in run_ranks(trained, ranks, 8, options, shared_memory=False):
         assert (other_scale, other_skipped) == (scale, skipped)
         for name, value in wanted.items():
             torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-3)

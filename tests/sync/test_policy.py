@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
+from hybridpar.compress import Policy, parse_codec
+from hybridpar.compress.auto import PROVEN
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import WHOLE
+from hybridpar.sync.choice import proof_lines
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
 from hybridpar.sync.options import SyncOptions
@@ -54,6 +57,12 @@ def test_workers_with_different_policies_are_refused_at_the_start(texts, told):
     for part in told:
         assert part in texts_of_workers[0][0]
     assert [code for _, code in texts_of_workers] == [2, 2]
+
+
+@pytest.mark.parametrize("codec", [*PROVEN, "fp16"])
+def test_codecs_that_lose_something_come_with_what_is_known_of_it(codec: str) -> None:
+    told = proof_lines(Policy.of(parse_codec(codec)))
+    assert [f"learning rate of {PROVEN[codec]:g}" in line for line in told] == [True] * (codec in PROVEN)
 
 
 def trained(world: World, codec: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[str], Any, list[Any]]:

@@ -29,23 +29,6 @@ def test_each_element_goes_once_in_each_turn_of_the_queue(text: str) -> None:
     assert not torch.equal(*orders), "the queue is drawn anew"
 
 
-def test_a_large_value_that_has_to_wait_arrives_whole() -> None:
-    team = Team("grandk_mn:rate=0.25,levels=8", SHAPES, 2)
-    gradients = team.gradients(0)
-    zeros = [[torch.zeros(1000)] for _ in range(2)]
-    came = team.step(gradients)[0]
-    for _ in range(11):  # what was rounded off goes in the next turns
-        came = came + team.step(zeros)[0]
-    torch.testing.assert_close(came, (gradients[0][0] + gradients[1][0]) / 2, rtol=0, atol=1e-4)
-
-
-def test_without_feedback_it_is_unbiased() -> None:
-    team = Team("grandk_mn:rate=0.2,levels=8,feedback=off", SHAPES, 1)
-    (gradient,) = team.gradients(0)[0]
-    mean = torch.stack([team.step([[gradient]])[0] for _ in range(100)]).mean(0)
-    assert float((mean - gradient).abs().max()) < 5 * 5 * float(gradient.abs().max()) / (2 * 255) / 20**0.5
-
-
 def test_a_number_that_is_not_finite_need_not_wait_for_its_turn() -> None:
     for place in range(0, 1000, 90):
         team = Team("grandk_mn:rate=0.01", SHAPES, 2)

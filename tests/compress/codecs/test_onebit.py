@@ -23,6 +23,7 @@ VARIANTS = (
     "onebit:warmup=2",
     "onebit:decay=0.9,rescale=on",
     "onebit:least=1,meet=shard",
+    "onebit:least=1,meet=gather",
     "onebit:residual=bf16",
     "onebit:residual=bf16,least=1,meet=shard",
 )

@@ -26,18 +26,6 @@ VARIANTS = (
 SHAPES = {"w": (50, 20)}
 
 
-@pytest.mark.parametrize("text", ["qsgd_mn:least=1", "qsgd_mn:bits=2,least=1", "qsgd_mn:meet=shard,least=1"])
-def test_unbiased(text: str) -> None:
-    gradients = [torch.randn(100) for _ in range(2)]
-    times, steps = 800, 3 if "bits=2" in text else 15
-    # Each element stands there 16 times, so that a step is 16 draws of it.
-    found = draws(text, [gradient.repeat(16) for gradient in gradients], times // 16).view(times, 100)
-    mean = (gradients[0] + gradients[1]).double() / 2
-    scale = float(torch.stack(gradients).abs().max())
-    assert float((found.mean(0) - mean).abs().max()) < 5 * (scale / (2 * steps)) / times**0.5
-    assert float(found.std(0).max()) > 0, "nothing was drawn"
-
-
 def test_variance_is_within_the_bound_and_workers_draw_apart() -> None:
     gradient = torch.randn(1000)
     scale, steps = float(gradient.abs().max()), 15

@@ -11,7 +11,7 @@ import torch
 from hybridpar.compress import Collective
 from hybridpar.compress.codec import Scratch
 from hybridpar.compress.codecs.topk import TopK
-from hybridpar.compress.sparse import largest, share
+from hybridpar.compress.sparse import largest
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
@@ -44,15 +44,6 @@ def test_it_is_the_textbook() -> None:
     torch.testing.assert_close(team.unsent("w").float(), torch.stack(residuals).sum(0), rtol=0, atol=1e-5)
 
 
-def test_what_the_cast_rounds_off_is_kept() -> None:
-    team = Team("topk:rate=0.5,cast=bf16", SHAPES, 1)
-    (gradient,) = team.gradients(0)[0]
-    out = team.step([[gradient]])[0]
-    assert same_bits(out, out.bfloat16().float())
-    assert not same_bits(out[out != 0], gradient[out != 0])
-    assert same_bits(out + team.unsent("w").float(), gradient)
-
-
 def test_both_ways_say_the_same() -> None:
     sparse, dense = Team("topk:rate=0.4", SHAPES, 3), Team("topk:rate=0.5", SHAPES, 3)
     assert sparse.coders("w")[0].rounds[0].collective is Collective.GATHER
@@ -64,11 +55,6 @@ def test_both_ways_say_the_same() -> None:
             places = gradient.abs().argsort(descending=True)[:count]
             total[places] += gradient[places] / 3
         torch.testing.assert_close(team.step(gradients)[0], total, rtol=0, atol=1e-6)
-
-
-def test_shares_are_rounded_up_and_never_nothing() -> None:
-    assert [share(0.01, count) for count in (1, 99, 100, 101, 250)] == [1, 1, 1, 2, 3]
-    assert share(1, 7) == 7
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, float("nan")])

@@ -22,6 +22,7 @@ VARIANTS = (
     "twobit:threshold=0.5",
     "twobit:pull=full",
     "twobit:feedback=off",
+    "twobit:least=1,meet=gather",
     "twobit:factor=1,cap=0.8,least=1,meet=shard",
 )
 
