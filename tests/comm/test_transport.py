@@ -231,16 +231,6 @@ def channel(timeout: float = 20.0) -> tuple[SharedSend, SharedReceive]:
     return sender, receiver
 
 
-def test_what_fits_into_the_ring_waits_for_nobody() -> None:
-    sender, receiver = channel()
-    for number in range(SLOTS):
-        sender.send([torch.full((3,), float(number))])
-    for number in range(SLOTS):
-        assert receiver.receive([MessagePart((3,))])[0].tolist() == [number] * 3
-    sender.close()
-    receiver.close()
-
-
 def test_the_last_messages_of_a_sender_that_has_left_arrive() -> None:
     sender, receiver = channel()
     for number in range(SLOTS):

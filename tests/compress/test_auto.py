@@ -124,15 +124,6 @@ def test_positions_wait_for_the_one_whose_sync_ends_last():
     assert with_it < without
 
 
-def test_backward_passes_of_stages_before_hide_too():
-    times = [PhaseTimes(1.0, 10.0, 2.0)]
-    exposed = [
-        predict(times, Layers([[("a", (8,))]], workers=2, backward_ms=4.0, after_ms=after)).exposed_ms
-        for after in (0.0, 5.0, 50.0)
-    ]
-    assert exposed == [13.0, 8.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("lanes", "backward", "sync", "exposed"),
     [

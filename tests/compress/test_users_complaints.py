@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, ErrorFeedback, parse_codec, run_together
+from tests.compress.hang_hunt import for_small
 from tests.compress.team import Team, equal, same_bits
 from tests.compress.test_ddp import batch, make, net, weights
 from tests.ranks import run_ranks
@@ -24,9 +25,7 @@ SHAPES = {"matrix": (40, 33), "conv": (12, 10, 3, 3), "few": (3, 70), "bias": (7
 
 @pytest.fixture(params=list(CODECS))
 def text(request: pytest.FixtureRequest) -> str:
-    """The codec without its least size, where it has one, so that it compresses what is small, too."""
-    name = str(request.param)
-    return f"{name}:least=32" if hasattr(CODECS.get(name), "least") else name
+    return for_small(str(request.param))
 
 
 def test_generators_of_the_process_are_left_alone_and_make_no_difference(text: str) -> None:

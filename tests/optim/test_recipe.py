@@ -43,7 +43,6 @@ def test_a_contradiction_is_one_error_that_names_both(options, one, other):
         {"sync": "local:0"},
         {"sync": "local:x"},
         {"outer_lr": 0.0, "sync": "outer:4"},
-        {"outer_qsr": -1.0, "sync": "outer:4"},
         {"outer_fragments": 5, "sync": "outer:4"},
         {"outer_delay": 2, "outer_fragments": 2, "sync": "outer:4"},
         {"outer_mix": 1.1, "sync": "outer:4"},

@@ -276,12 +276,8 @@ def test_kinds_of_layers_are_named(module, name, kind):
 
 
 def test_the_table_fits_a_narrow_terminal_and_leaves_nothing_out_of_its_sums():
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks_with_a_rather_long_name = nn.ModuleList(nn.Linear(300 + one, 400) for one in range(80))
-
-    model = Deep()
+    layers = nn.ModuleList(nn.Linear(300 + one, 400) for one in range(80))
+    model = nn.ModuleDict({"blocks_with_a_rather_long_name": layers})
     known = {
         name: ("onebit:decay=0.95,warmup=1000", 4 * one.numel(), one.numel() // 8)
         if one.ndim > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Setting, batches_of, train_whole
 from tests.pipeline.oracle import images as make_data
+from tests.pipeline.oracle import state_of as state_of_model
 from tests.ranks import RankError, run_ranks
 
 
@@ -57,12 +59,7 @@ def make_config(**options: Any) -> TrainConfig:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    for name, parameter in trainer.model.named_parameters():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"{name}/{key}"] = value.clone()
-    return state
+    return state_of_model(trainer.model, [trainer.optimizer])
 
 
 def train_replica(
@@ -72,23 +69,14 @@ def train_replica(
     torch.manual_seed(100 + world.rank)
     config = make_config(**options)
     checker = Checker(seed=world.rank, max_delay=0.001) if checked else None
-    lanes = Lanes("cpu", check=checker)
-    try:
-        trainer = Trainer(Net(**net), config=config, world=world, lanes=lanes)
+    mine = slice(sum(shares[: world.rank]), sum(shares[: world.rank + 1]))
+    with Lanes("cpu", check=checker) as lanes, Trainer(Net(**net), config=config, world=world, lanes=lanes) as trainer:
         reference = copy.deepcopy(trainer.model.state_dict())
-        start = sum(shares[: world.rank])
         for step in range(steps):
             x, y = make_data(sum(shares), seed=step)
-            mine = slice(start, start + shares[world.rank])
-            if checker is not None:
-                with checker:
-                    trainer.step((x[mine], y[mine]))
-            else:
+            with checker or nullcontext():
                 trainer.step((x[mine], y[mine]))
-        trainer.close()
-    finally:
-        lanes.close()
-    return {"initial/" + name: tensor for name, tensor in reference.items()} | state_of(trainer)
+        return {"initial/" + name: tensor for name, tensor in reference.items()} | state_of(trainer)
 
 
 def train_oracle(

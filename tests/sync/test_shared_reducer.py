@@ -46,8 +46,8 @@ def train(
         torch.manual_seed(4)
         net = Net(unused=True)
         net.threshold = -math.inf if world.rank else math.inf
-        lanes = Lanes("cpu", check=Checker(seed=world.rank, max_delay=0.001)) if checked else None
-        with pytest.MonkeyPatch.context() as patch:
+        checker = Checker(seed=world.rank, max_delay=0.001) if checked else None
+        with pytest.MonkeyPatch.context() as patch, Lanes("cpu", check=checker) as lanes:
             if kind is GradientReducer:
                 patch.setattr(CodedReducer, "fits", lambda _: False)
             with Trainer(net, config=make_config(**options), world=world, lanes=lanes) as trainer:
@@ -66,8 +66,6 @@ def train(
                 for codec in trainer.engine.codecs:
                     for name, state in codec.state_dict()["parameters"].items():
                         states[-1] |= {f"{name}/{key}": one for key, one in state.get("residuals", {}).items()}
-        if lanes is not None:
-            lanes.close()
     return states
 
 

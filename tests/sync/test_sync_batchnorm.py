@@ -28,9 +28,6 @@ class Alone:
     def all_reduce(self, tensor: Tensor) -> None:
         """Nothing to add."""
 
-    def close(self) -> None:
-        """Nothing to leave."""
-
 
 def data(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(3)

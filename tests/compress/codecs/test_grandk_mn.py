@@ -27,11 +27,3 @@ def test_each_element_goes_once_in_each_turn_of_the_queue(text: str) -> None:
         assert set(sent.sum(1).tolist()) == {142, 143}
         orders.append(sent)
     assert not torch.equal(*orders), "the queue is drawn anew"
-
-
-def test_a_number_that_is_not_finite_need_not_wait_for_its_turn() -> None:
-    for place in range(0, 1000, 90):
-        team = Team("grandk_mn:rate=0.01", SHAPES, 2)
-        gradients = team.gradients(0)
-        gradients[1][0][place] = torch.nan
-        assert all(not own[0].isfinite().all() for own in team.meet(gradients))

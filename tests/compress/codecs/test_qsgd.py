@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.compress import parse_codec
-from hybridpar.errors import UsageError
 from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -64,9 +62,3 @@ def test_norms_do_not_overflow() -> None:
     (found,) = draws("qsgd:bits=8", [torch.full((1000,), 3e38)], 1)
     assert found.isfinite().all()
     assert float(found.mean()) == pytest.approx(3e38, rel=0.05)
-
-
-@pytest.mark.parametrize("option", ["bits=1", "bits=9", "bucket=0", "bucket=65537", "meet=sum", "least=0"])
-def test_what_cannot_be_is_refused(option: str) -> None:
-    with pytest.raises(UsageError, match=option):
-        parse_codec(f"qsgd:{option}")
