@@ -38,6 +38,7 @@ def ratio(text: str, model: str) -> float:
         # resnet18, resnet50, vgg16, mobilenet_v2. Of MobileNetV2 1 % of the elements is in vectors, which go in full.
         ("onebit", (28, 28, 31, 10)),
         ("qsgd_mn:bits=3,meet=shard", (7.5, 7.5, 7.5, 7.4)),
+        ("qsgd_mn:bits=4,meet=shard", (6, 6, 6, 6)),
         ("qsgd_mn:bits=3", (5, 5, 5, 5)),
         ("hylo", (4, 3.5, 12, 2)),
         ("powersgd:rank=2", (100, 100, 700, 35)),
@@ -45,6 +46,7 @@ def ratio(text: str, model: str) -> float:
         ("signsgd", (30, 30, 31, 23)),
         ("terngrad", (12, 12, 12, 11)),
         ("topk", (45, 45, 45, 30)),
+        ("topk:cast=bf16", (60, 58, 60, 39)),
         ("grandk_mn", (340, 240, 470, 75)),
         ("qsgd_mn_ts", (4, 4, 4, 4)),
         ("qsgd_mn_ms", (3.5, 3.5, 3.5, 3.5)),
@@ -56,6 +58,13 @@ def ratio(text: str, model: str) -> float:
 def test_bytes_of_models(text: str, least: tuple[float, ...]) -> None:
     for model, bound in zip(("resnet18", "resnet50", "vgg16", "mobilenet_v2"), least, strict=True):
         assert ratio(text, model) >= bound, model
+
+
+@pytest.mark.parametrize(("model", "least"), [("vgg16", 12), ("resnet18", 4), ("resnet50", 3.5)])
+def test_push_to_hylos_servers_is_small_and_the_answer_is_not(model: str, least: float) -> None:
+    full, sent = traffic("none", model), traffic("hylo:mode=server", model)
+    assert full.push / sent.push >= least
+    assert sent.pull == pytest.approx(full.pull, rel=0.05)
 
 
 @pytest.mark.parametrize("text", ["onebit", "qsgd_mn:meet=shard", "twobit", "powersgd", "hylo", "signsgd"])

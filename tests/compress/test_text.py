@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.compress import Cast, ErrorFeedback, format_codec, parse_codec
-from hybridpar.compress.codecs.none import NoCompression
-from hybridpar.compress.codecs.onebit import OneBit
+from hybridpar.compress import format_codec, parse_codec
 from hybridpar.errors import UsageError
-
-
-def test_a_biased_codec_comes_with_error_feedback() -> None:
-    assert parse_codec("onebit") == ErrorFeedback(OneBit())
-    assert parse_codec("onebit:feedback=off") == OneBit()
-
-
-def test_options_go_where_they_belong() -> None:
-    codec = parse_codec(" onebit : decay=0.9, least=8 ,warmup=20".replace(" : ", ":"))
-    assert codec == ErrorFeedback(OneBit(least=8), decay=0.9, warmup=20)
-    assert parse_codec("none:cast=bf16") == Cast(NoCompression(), "bf16")
 
 
 @pytest.mark.parametrize(
