@@ -27,12 +27,6 @@ def test_bits_come_back(values: list[bool]) -> None:
     assert torch.equal(unpack_bits(out, len(values)), bits)
 
 
-def test_the_first_bit_is_the_most_significant() -> None:
-    out = torch.empty(2, dtype=torch.uint8)
-    pack_bits(torch.tensor([1, 0, 0, 0, 0, 0, 1, 1, 1], dtype=torch.bool), out)
-    assert out.tolist() == [0b10000011, 0b10000000]
-
-
 def test_bits_without_numpy_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = torch.rand(1003) < 0.5
     expected = torch.from_numpy(np.packbits(bits.numpy()))
@@ -57,14 +51,6 @@ class _Device(str):
         return super().__new__(cls, "cpu")
 
     type = "elsewhere"
-
-
-def test_pairs_lie_as_in_mxnet() -> None:
-    # The codes of the test vector of apache/mxnet's 2-bit compression: -, 0, 0, +, +, +, 0, -, -, -
-    values = torch.tensor([-1, 0, 0, 1, 1, 1, 0, -1, -1, -1])
-    out = torch.full((pairs_size(10),), 255, dtype=torch.uint8)
-    pack_pairs(values != 0, values > 0, out, Scratch(CPU))
-    assert out.tolist() == [0x83, 0xF2, 0xA0, 0x00]
 
 
 @given(st.lists(st.sampled_from([-1, 0, 1]), max_size=70))

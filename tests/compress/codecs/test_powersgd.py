@@ -12,7 +12,7 @@ import torch
 
 from hybridpar.compress import TensorSpec, kernels, parse_codec
 from hybridpar.compress.codecs import powersgd
-from hybridpar.compress.codecs.powersgd import LowRank
+from hybridpar.compress.codecs.powersgd import LowRank, orthonormal
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import CheckpointError
 from tests.compress.team import Team, equal, same_bits
@@ -126,6 +126,24 @@ def test_full_rank_is_exact() -> None:
     for name in ("w", "v"):
         # What is kept is how the workers differ, and adds up to nothing.
         assert float(team.unsent(name).abs().max()) < 1e-5
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("_way", ["BLAS", "together"], indirect=True)
+def test_rows_are_orthonormal_also_of_matrices_of_lower_rank() -> None:
+    few = torch.randn(4, 50)
+    few[2] = few[0] - 3 * few[1]
+    huge, tiny, square, single = (
+        1e30 * torch.randn(4, 7),
+        1e-30 * torch.randn(4, 50),
+        torch.ones(4, 4),
+        torch.ones(1, 9),
+    )
+    factors = [torch.randn(4, 50), few, torch.zeros(4, 20), torch.ones(4, 50), huge, tiny, square, single]
+    for factor, rows in zip(factors, orthonormal(factors), strict=True):
+        torch.testing.assert_close(rows @ rows.t(), torch.eye(len(rows)), rtol=0, atol=1e-5)
+        inside = factor / factor.abs().max().clamp(min=1e-38)
+        torch.testing.assert_close(inside @ rows.t() @ rows, inside, rtol=0, atol=1e-5)
 
 
 def test_what_is_compressed() -> None:
