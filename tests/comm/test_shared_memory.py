@@ -13,9 +13,7 @@ from torch import Tensor
 
 from hybridpar.comm import shared_memory
 from hybridpar.comm.shared_memory import CHUNK_BYTES, SharedMemorySum
-from hybridpar.comm.world import World
 from hybridpar.machine.process import host_identity
-from tests.ranks import run_ranks
 
 
 class Meeting:
@@ -72,16 +70,6 @@ def test_sums_of_any_size_are_right_and_equal_everywhere(size: int, dtype: torch
             assert torch.equal(answer[place], answers[0][place])
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
         torch.testing.assert_close(answers[0][place].double(), expected, rtol=tolerance, atol=tolerance)
-
-
-def test_two_workers_add_as_one_process_would() -> None:
-    def work(rank: int, group: SharedMemorySum) -> Tensor:
-        tensor = values(rank, 10_001, torch.float32)
-        group.all_reduce(tensor)
-        return tensor
-
-    expected = values(0, 10_001, torch.float32) + values(1, 10_001, torch.float32)
-    assert all(torch.equal(answer, expected) for answer in on_threads(2, work))
 
 
 def test_slots_are_not_overwritten_while_a_slow_peer_still_reads() -> None:
@@ -153,16 +141,6 @@ def test_a_worker_without_shared_memory_makes_all_do_without(monkeypatch: pytest
 
     with ThreadPoolExecutor(2) as pool:
         assert len(set(pool.map(one, range(2)))) == 1
-
-
-def transport_of(world: World) -> str:
-    return world.transport
-
-
-def test_a_world_chooses_its_transport() -> None:
-    assert run_ranks(transport_of, 2) == ["shared memory"] * 2
-    assert run_ranks(transport_of, 2, shared_memory=False) == ["sockets"] * 2
-    assert run_ranks(transport_of, 1) == ["none"]
 
 
 def test_other_network_namespaces_are_other_hosts() -> None:

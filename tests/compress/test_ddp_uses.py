@@ -87,64 +87,6 @@ def test_a_static_graph() -> None:
     assert torch.equal(one, other)
 
 
-def rebuilt(world: World) -> tuple[list[tuple[str, ...]], list[str], bool]:
-    """The buckets of the first and of a later step, and whether residuals went from one to the other."""
-    model = net()
-    ddp, state = make("onebit", model)
-    assert state is not None
-    with state:
-        train(ddp, world.rank, range(1))
-        before = state.state_dict()["parameters"]
-        first = set(state._exchanges)
-        train(ddp, world.rank, range(1, 2))
-        later = [names for names in state._exchanges if names not in first]
-        coders = list(state._coders)
-        state.settle()
-        kept = state._coders["3.weight"].state_dict()["steps"] == before["3.weight"]["steps"] + 1
-        return later, coders, kept
-
-
-def test_buckets_are_cut_anew_and_memory_stays_with_its_parameter() -> None:
-    for later, coders, kept in run_ranks(rebuilt, 2):
-        assert later, "DDP no longer rebuilds its buckets: nothing is tested here"
-        assert sorted(coders) == sorted(name for name, _ in net().named_parameters())
-        assert kept
-
-
-def accumulated(world: World, inside: bool) -> int:
-    """How many collectives four micro-batches take; the context belongs around the forward pass, too."""
-    model = net()
-    ddp, state = make("onebit", model)
-    assert state is not None
-    calls = 0
-    exchange = state.exchange
-
-    def count(bucket: Any) -> Any:
-        nonlocal calls
-        calls += int(bucket.index() == 0)
-        return exchange(bucket)
-
-    state.exchange = count  # type: ignore[method-assign]
-    with state:
-        for part in range(4):
-            images, labels = batch(world.rank, part)
-            quiet = part < 3
-            if inside:
-                with ddp.no_sync() if quiet else nullcontext():
-                    F.cross_entropy(ddp(images), labels).backward()
-            else:
-                loss = F.cross_entropy(ddp(images), labels)
-                with ddp.no_sync() if quiet else nullcontext():
-                    loss.backward()
-    return calls
-
-
-@pytest.mark.parametrize(("inside", "expected"), [(True, 1), (False, 4)])
-def test_accumulation_exchanges_once(inside: bool, expected: int) -> None:
-    """The second row is how DDP itself is: `no_sync` around `backward` alone does nothing."""
-    assert run_ranks(accumulated, 2, inside) == [expected] * 2
-
-
 def closed(world: World) -> tuple[str, int, bool]:
     before = threading.active_count()
     model = net()
@@ -203,37 +145,34 @@ class Odd(nn.Module):
         return self.last(images.flatten(1)) + self.odd.sum().real  # type: ignore[no-any-return]
 
 
-def odd(world: World, parameter: Tensor, codec: str) -> tuple[Tensor | str]:
+def odd(world: World, parameter: Tensor) -> Tensor | str:
     model = Odd(nn.Parameter(parameter))
-    ddp = DistributedDataParallel(model)
-    state, hook = ddp_hook(codec, model)
-    ddp.register_comm_hook(state, hook)
+    ddp, state = make("onebit", model)
+    assert state is not None
     with state:
         try:
             train(ddp, world.rank, range(3))
         except Exception as error:
-            return (str(error),)
-    return (model.last.weight.detach(),)
+            return str(error)
+    return model.last.weight.detach()
 
 
-@pytest.mark.parametrize("codec", ["onebit", "powersgd", "none"])
-def test_a_parameter_of_no_elements(codec: str) -> None:
-    (one,), (other,) = run_ranks(odd, 2, torch.zeros(0, 5), codec)
+def test_a_parameter_of_no_elements() -> None:
+    one, other = run_ranks(odd, 2, torch.zeros(0, 5))
     assert isinstance(one, Tensor), one
     assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_gradients_of_another_type_are_refused(dtype: torch.dtype) -> None:
-    for (text,) in run_ranks(odd, 2, torch.zeros(3, dtype=dtype), "onebit"):
+    for text in run_ranks(odd, 2, torch.zeros(3, dtype=dtype)):
         assert f"gradients of type {dtype}" in text
 
 
 def sparse(world: World) -> str:
     model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 2))
-    ddp = DistributedDataParallel(model)
-    state, hook = ddp_hook("onebit", model)
-    ddp.register_comm_hook(state, hook)
+    ddp, state = make("onebit", model)
+    assert state is not None
     with state:
         try:
             ddp(torch.tensor([[1, 2], [3, 4]])).sum().backward()
@@ -279,17 +218,12 @@ def test_a_layer_that_changed_its_shape() -> None:
 
 
 def unlike(world: World, what: str) -> str:
-    options = {
-        "codec": lambda: ddp_hook(["onebit", "onebit:decay=0.9"][world.rank]),
-        "hierarchical": lambda: ddp_hook("onebit", hierarchical=bool(world.rank)),
-        "seed": lambda: ddp_hook("qsgd_mn", seed=world.rank),
-    }
     with pytest.raises(UsageError) as caught:
-        options[what]()
+        ddp_hook("qsgd_mn", **{what: world.rank})
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["codec", "hierarchical", "seed"])
+@pytest.mark.parametrize("what", ["hierarchical", "seed"])
 def test_workers_that_are_not_told_the_same(what: str) -> None:
     one, other = run_ranks(unlike, 2, what)
     assert one == other

@@ -16,7 +16,7 @@ from torch import Tensor
 import hybridpar
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS
-from tests.compress.team import Team, equal, same_bits
+from tests.compress import test_every_codec
 from tests.compress.test_ddp import batch, net, weights
 from tests.ranks import run_ranks
 
@@ -66,24 +66,12 @@ def test_two_workers_train_by_its_name(text: str) -> None:
     assert torch.equal(one[2], other[2])
 
 
-def kept_in_order(_world: World, text: str) -> dict[str, bool]:
-    """Of three workers: whether all see a bad number, whether it leaves nothing behind, and whether all is saved."""
-    shapes = {"conv": (16, 8, 3, 3), "bias": (7,)}
+def kept(_world: World, text: str) -> None:
     with registered(text):
-        team, again = Team(text, shapes, 3), Team(text, shapes, 3)
-        for seed in range(3):
-            team.step(team.gradients(seed))  # compares the workers bit for bit
-        before = team.snapshot()
-        gradients = team.gradients(9)
-        gradients[1][0][5] = torch.nan
-        seen = not any(own[0].isfinite().all() for own in team.meet(gradients))
-        team.rollback()
-        undone = equal(team.snapshot(), before)
-        again.restore(team.state())
-        steps = zip(team.step(team.gradients(4)), again.step(team.gradients(4)), strict=True)
-        return {"seen": seen, "undone": undone, "saved": all(same_bits(*pair) for pair in steps)}
+        test_every_codec.test_a_bad_number_is_seen_by_all_and_can_be_taken_back(text)
+        test_every_codec.test_state_is_saved_and_restored(text)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_it_keeps_to_the_contract(text: str) -> None:
-    assert run_ranks(kept_in_order, 1, text) == [{"seen": True, "undone": True, "saved": True}]
+    run_ranks(kept, 1, text)

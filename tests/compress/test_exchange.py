@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
-from hybridpar.compress.codec import Full
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.together import meet
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
@@ -49,21 +45,14 @@ def test_messages_that_meet_alike_travel_together() -> None:
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
 
 
-def test_what_is_at_work_writes_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
+@pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
+def test_two_workers_send_to_each_other_and_more_to_owners(text: str) -> None:
+    def collective(text: str, workers: int) -> Collective:
+        return exchange_of({"a": text}, workers=workers).coders[0].rounds[0].collective
 
-    def note(coders: Sequence[Full], index: int, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        calls.append([coder.spec.name for coder in coders])
-        for coder, own in zip(coders, parts, strict=True):
-            coder.write(index, own)
-
-    monkeypatch.setattr(Full, "write_together", note)
-    exchange = exchange_of({"a": "powersgd:warmup=1", "b": "none", "c": "onebit", "d": "none"}, workers=1)
-    gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
-    for _ in range(2):
-        list(exchange.requests(gradients, gradients))
-        exchange.commit()
-    assert calls == [["a", "b", "d"], ["b", "d"]]  # during the warm-up, and then
+    assert [collective(text, workers) for workers in (2, 3)] == [Collective.GATHER, Collective.SHARD]
+    assert collective(f"{text},meet=shard", 2) is Collective.SHARD
+    assert collective(f"{text},meet=gather", 3) is Collective.GATHER
 
 
 def test_bytes_on_the_wire() -> None:
@@ -86,21 +75,6 @@ def test_stripes_are_cut_as_cntk_does() -> None:
     assert cut_stripes(0, 1, 2) == [(0, 0), (0, 0)]
 
 
-def test_coders_of_different_workers_are_refused() -> None:
-    codec = parse_codec("none")
-    with pytest.raises(ValueError, match="one worker"):
-        Exchange([codec.bind(TensorSpec("a", (3,), 0, 2)), codec.bind(TensorSpec("b", (3,), 1, 2))])
-    with pytest.raises(ValueError, match="different parameters"):
-        Exchange([codec.bind(TensorSpec("a", (3,))), codec.bind(TensorSpec("a", (3,)))])
-
-
-def test_workers_that_do_not_match_are_noticed() -> None:
-    pair = [exchange_of({"b": "none"}, 0), exchange_of({"b": "fp16"}, 1)]
-    tensors = [[torch.zeros(9)], [torch.zeros(9)]]
-    with pytest.raises(ValueError, match="different tensors"):
-        run_together(pair, tensors, tensors)
-
-
 @pytest.mark.parametrize(
     ("gradient", "fix"),
     [
@@ -119,42 +93,5 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
         next(exchange.requests(tensors, tensors))
     assert fix in caught.value.fix
     exchange.rollback()  # nothing was started
-    right = [torch.zeros(1320), torch.zeros(9)]
-    exchange.run(_Copies(), right, right)
-    exchange.commit()
-
-
-class _Solo:
-    """A group of one that carries out nothing."""
-
-    size, rank = 1, 0
-
-
-class _Copies(_Solo):
-    """A group of one."""
-
-    def all_reduce(self, tensor: torch.Tensor, collective: Collective) -> None:
-        pass
-
-    def all_to_all(
-        self, out: torch.Tensor, inp: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
-    ) -> None:
-        out.copy_(inp)
-
-    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
-        out.copy_(inp)
-
-
-def test_a_group_of_other_workers_is_refused() -> None:
-    tensors = [torch.zeros(9)]
-    with pytest.raises(ValueError, match="worker 1 of 2 on worker 0 of 1"):
-        exchange_of({"b": "none"}, rank=1).run(_Solo(), tensors, tensors)  # type: ignore[arg-type]
-
-
-def test_and_and_max_meet() -> None:
-    words = [torch.tensor([7, 12]), torch.tensor([5, 10])]
-    meet([AllReduce(word, Collective.AND) for word in words])
-    assert [word.tolist() for word in words] == [[5, 8], [5, 8]]
-    values = [torch.tensor([1.0, -2.0]), torch.tensor([0.0, 3.0])]
-    meet([AllReduce(value, Collective.MAX) for value in values])
-    assert [value.tolist() for value in values] == [[1.0, 3.0], [1.0, 3.0]]
+    right = [[torch.zeros(1320), torch.zeros(9)]]
+    run_together([exchange], right, right)

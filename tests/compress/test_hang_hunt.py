@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hybridpar.compress import CODECS
 from tests.compress import hang_hunt
 from tests.ranks import run_ranks
 
-NAMES = list(CODECS)
 
-
-def chased(workers: int, seed: int, steps: int, *, checked: bool = False) -> list[list[torch.Tensor]]:
-    lanes = hang_hunt.LANES
-    return run_ranks(
-        hang_hunt.chase_all, workers, NAMES, seed, steps, checked, lanes=lanes, timeout=150, shared_memory=False
-    )
-
-
-def test_some_steps_of_every_codec_on_three_workers() -> None:
-    hang_hunt.require_equal(NAMES, chased(3, 3, 4))
-
-
-def test_every_codec_on_two_workers_with_and_without_the_checking_lane() -> None:
-    plain, checked = chased(2, 5, 2), chased(2, 5, 2, checked=True)
-    for codec, one, other in zip(NAMES, plain[0], checked[0], strict=True):
-        assert torch.equal(one, other), codec
-    hang_hunt.require_equal(NAMES, checked)
-
-
-def test_what_fails_can_be_started_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert hang_hunt.main(["--codec", "onebit", "--workers", "2", "--seed", "3", "--steps", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "--codec onebit --workers 2 --seed 3 --steps 2 ... " in said
-    assert said.endswith("0 of 1 failed\n")
-
-
-def test_replicas_that_differ_are_noticed() -> None:
-    with pytest.raises(AssertionError, match="under fp16"):
-        hang_hunt.require_equal(["none", "fp16"], [[torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.ones(1)]])
+@pytest.mark.parametrize(("workers", "checked"), [(3, False), (2, True)])
+def test_some_steps_of_every_codec(workers: int, checked: bool) -> None:
+    where = {"lanes": hang_hunt.LANES, "timeout": 150, "shared_memory": False}
+    found = run_ranks(hang_hunt.chase_all, workers, list(CODECS), 3, 4, checked, **where)
+    hang_hunt.require_equal(CODECS, found)

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar import TrainConfig, Trainer
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import World
-from hybridpar.compress.hierarchy import Leaders, Nodes
+from hybridpar.compress.hierarchy import Nodes
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train, weights
 from tests.ranks import run_ranks
-from tests.sync.test_compression import Net, Staged, batch, kept
+from tests.sync.test_compression import Staged, batch, kept
 from tests.sync.test_compression import make as make_trainer
 
 EVEN = ("a", "a", "b", "b")
@@ -38,23 +36,9 @@ def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any)
     assert [nodes.place_of(rank) for rank in nodes.node_of(3)] == list(range(len(nodes.node_of(3))))
 
 
-def test_who_leads_nothing_is_alone() -> None:
-    assert Nodes.of("abbbccc").columns == ((0, 1, 4), (2,), (3,), (5,), (6,))
-
-
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
 def test_where_it_gains_nothing(names: str) -> None:
     assert not Nodes.of(names).pays
-
-
-def test_leaders_share_the_elements_and_keep_their_parameters() -> None:
-    leaders = Leaders(2)
-    assert [leaders.of(name, count) for name, count in (("a", 10), ("b", 4), ("c", 4), ("d", 3))] == [0, 1, 1, 1]
-    assert leaders.of("e", 1) == 0
-    assert [leaders.of(name, 9) for name in "abcde"] == [0, 1, 1, 1, 0]
-    resumed = Leaders(2)
-    resumed.adopt({"a": 1})
-    assert (resumed.of("a", 5), resumed.of("z", 1)) == (1, 0)
 
 
 # ------------------------------------------------------------------------------------------------------ the DDP hook
@@ -104,104 +88,26 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
 # ---------------------------------------------------------------------------------------------------------- training
 
 
-def trained(world: World, names: tuple[str, ...], codec: str, hierarchy: bool) -> tuple[dict[str, Tensor], bool, int]:
-    torch.manual_seed(0)
-    config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, hierarchy=hierarchy, micro_batches=2)
-    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
-        trainer = Trainer(Net(), config=config, world=world)
+def summed(world: World, codec: str) -> tuple[list[Tensor], list[Any]]:
+    """The gradients after a step, and what codecs know of nodes."""
+    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=EVEN[world.rank]):
+        trainer = make_trainer(world, codec)
     with trainer:
-        for step in range(2):
-            trainer.step(batch(world.rank, step))
-        before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
-        images, labels = batch(world.rank, 2)
-        assert trainer.step((images * (float("inf") if world.rank == 3 else 1.0), labels)).skipped
-        after = kept(trainer)
-        unmoved = before.keys() == after.keys() and all(torch.equal(one, after[path]) for path, one in before.items())
-        result = trainer.step(batch(world.rank, 3))
-        state = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
-        assert trainer.engine.codecs[0]._nodes is not None or not hierarchy
-    return state, unmoved, result.outcome.bytes_sent
-
-
-@pytest.mark.parametrize("names", [EVEN, UNEVEN])
-def test_a_trainer_on_nodes(names: tuple[str, ...]) -> None:
-    found = run_ranks(trained, 4, names, "onebit", True, shared_memory=False)
-    flat = run_ranks(trained, 4, names, "onebit", False, shared_memory=False)
-    for state, unmoved, _ in found:
-        assert unmoved, "a step that does not count changed a residual"
-        for name, tensor in state.items():
-            assert torch.equal(tensor, found[0][0][name]), name
-    assert any(not torch.equal(tensor, flat[0][0][name]) for name, tensor in found[0][0].items())
-    assert sum(sent for _, _, sent in found) < sum(sent for _, _, sent in flat)
-
-
-def summed(world: World, names: tuple[str, ...], codec: str) -> tuple[list[Tensor], str]:
-    torch.manual_seed(0)
-    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
-        trainer = Trainer(Net(), config=TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02), world=world)
-    with trainer:
-        nodes = trainer.engine.codecs[0]._nodes
-        assert nodes is not None
         trainer.step(batch(world.rank, 0))
         grads = [one.grad.clone() for one in trainer.model.parameters() if one.grad is not None]
-        return grads, nodes.inside.transport
+        return grads, [codec.state_dict()["nodes"] for codec in trainer.engine.codecs]
 
 
 def test_a_codec_that_keeps_everything_gives_the_sum() -> None:
     """A warm-up step of error feedback travels in full precision: nodes change nothing but the order of additions."""
-    found = run_ranks(summed, 4, EVEN, "onebit:warmup=9", shared_memory=False)
-    plain_sums = run_ranks(plain_sum, 4, shared_memory=False)
-    for (ours, transport), theirs in zip(found, plain_sums, strict=True):
-        assert transport == "shared memory"
+    found = run_ranks(summed, 4, "onebit:warmup=9", shared_memory=False)
+    for (ours, nodes), (theirs, _) in zip(found, run_ranks(summed, 4, "none", shared_memory=False), strict=True):
+        assert nodes == [[2, 2]]
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def plain_sum(world: World) -> list[Tensor]:
-    torch.manual_seed(0)
-    with Trainer(Net(), config=TrainConfig(lr=0.05, bucket_mb=0.02), world=world) as trainer:
-        trainer.step(batch(world.rank, 0))
-        return [one.grad.clone() for one in trainer.model.parameters() if one.grad is not None]
-
-
 # ------------------------------------------------------------------------------------------------ replicas of stages
-
-
-class Job:
-    """Stands for the world of one worker of a job, and notes how it is divided."""
-
-    def __init__(self, names: str, rank: int = 0) -> None:
-        self.names, self.rank = names, rank
-        self.splits: list[tuple[list[tuple[int, ...]], bool]] = []
-
-    def gather(self, _: object) -> list[str]:
-        return list(self.names)
-
-    def split(self, parties: list[tuple[int, ...]], lanes: int, *, shared_memory: bool) -> World:
-        self.splits.append((sorted(parties), shared_memory))
-        own = next(party for party in parties if self.rank in party)
-        return World(own.index(self.rank), len(own))
-
-
-def test_each_stage_has_its_own_nodes() -> None:
-    # The replicas of three stages: two of three on one node, all on one node, one on each of three.
-    job = Job("aabbbbabc", rank=1)
-    nodes = NodeWorlds.open(job, [range(3), range(3, 6), range(6, 9)], 2)  # type: ignore[arg-type]
-    assert job.splits == [
-        ([(0, 1), (2,), (3, 4, 5), (6,), (7,), (8,)], True),
-        ([(0, 2), (1,), (3,), (4,), (5,), (6,), (7,), (8,)], False),
-    ]
-    assert nodes is not None
-    assert (nodes.nodes.members, nodes.inside.size, nodes.across.size) == (((0, 1), (2,)), 2, 1)
-    parties = [range(3), range(3, 6), range(6, 9)]
-    assert NodeWorlds.open(Job("aabbbbabc", rank=7), parties, 2) is None  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("names", ["aaaa", "abba", "abcd"])
-def test_nothing_is_divided_where_no_stage_gains(names: str) -> None:
-    job = Job(names)
-    assert NodeWorlds.open(job, [range(2), range(2, 4)], 2) is None  # type: ignore[arg-type]
-    assert job.splits == []
 
 
 def staged(
@@ -260,14 +166,6 @@ def test_a_stage_whose_replicas_are_on_one_node_compresses_nothing() -> None:
     assert [nodes for _, _, nodes, _ in found] == [[[2]], [[2]], [[]], [[]]]
     assert [keeps for *_, keeps in found] == [False, False, True, True]
     assert len(found[0][1]) == len(list(Staged().parameters()))
-
-
-def test_stages_on_one_node_each_are_those_of_no_codec() -> None:
-    found = run_ranks(staged, 4, "aabb", "onebit", 2, False, True, shared_memory=False)
-    plain_runs = run_ranks(staged, 4, "aabb", "none", 2, False, True)  # both add through shared memory
-    for state, rows, _, _ in found:
-        assert set(rows.values()) == {"none"}
-        assert equal(state, plain_runs[0][0])
 
 
 def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

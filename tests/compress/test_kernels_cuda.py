@@ -112,36 +112,6 @@ def levels_of(bits: int, count: int) -> LevelQuantiser:
     return LevelQuantiser(2**bits - 1, noise)
 
 
-def test_onebit_of_any_shape(found: CudaKernels, by_torch: Callable[[], None]) -> None:
-    draw = torch.Generator().manual_seed(1)
-
-    def number(most: int) -> int:
-        return int(torch.randint(1, most + 1, (1,), generator=draw))
-
-    cases = [(number(40), number(100)) for _ in range(40)] + [(number(5), number(9000)) for _ in range(10)]
-    for groups, length in [*cases, (1, 6144), (3, 6145), (2, 767), (9, 769), (40, 1), (300, 3)]:
-        quantiser = RowSigns((groups, length))
-        values, kept = torch.randn(2, groups * length, generator=draw)
-        pending, decoded, total = torch.full((3, values.numel()), torch.nan)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernels, "table", lambda device=CPU: found)
-            message = message_of(quantiser, values, KeptResidual(kept, pending))
-            quantiser.decode(message, quantiser.view(decoded), 1, SCRATCH)
-            quantiser.add(message, quantiser.view(total.copy_(kept)), SCRATCH)
-        by_torch()
-        v = values + kept
-        expected = message_of(quantiser, v, Residual())
-        assert torch.equal(message[8 * groups :], expected[8 * groups :]), (groups, length)
-        torch.testing.assert_close(
-            message[: 8 * groups].view(torch.float32), expected[: 8 * groups].view(torch.float32)
-        )
-        own = torch.empty_like(v)
-        quantiser.decode(message, quantiser.view(own), 1, SCRATCH)
-        assert same_bits(decoded, own), (groups, length)
-        assert same_bits(pending, v - own), (groups, length)
-        assert same_bits(total, kept + own), (groups, length)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("count", [1, 2, 1001, 77_777])
 def test_qsgd_rounds_and_adds_like_torch_to_the_last_bit(

@@ -52,12 +52,6 @@ def test_binding_falls_back_to_full_precision_where_a_codec_does_not_fit():
     assert policy.bind(TensorSpec("bn1.weight", (64,), workers=2)).rounds[0].sizes == (64,)
 
 
-def test_the_difference_of_two_policies_is_named():
-    mine = read_policy("a -> onebit; b -> fp16")
-    assert mine.difference(read_policy("a -> onebit; b -> bf16")) == "rule 2 is b -> bf16 and not b -> fp16"
-    assert mine.difference(read_policy("a -> onebit")) == "it has 1 rule(s) and not 2"
-
-
 def test_rules_for_single_parameters_match_nothing_else():
     policy = exact_rules([("a.weight", "onebit"), ("b[0].weight", "fp16")])
     assert [rule.matches(name) for rule, name in zip(policy.rules, ["a.weight", "b[0].weight"], strict=True)] == [

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.compress import Cast, ErrorFeedback, format_codec, parse_codec
-from hybridpar.compress.codecs.none import NoCompression
-from hybridpar.compress.codecs.onebit import OneBit
+from hybridpar.compress import format_codec, parse_codec
 from hybridpar.errors import UsageError
-
-
-def test_a_biased_codec_comes_with_error_feedback() -> None:
-    assert parse_codec("onebit") == ErrorFeedback(OneBit())
-    assert parse_codec("onebit:feedback=off") == OneBit()
-
-
-def test_options_go_where_they_belong() -> None:
-    codec = parse_codec(" onebit : decay=0.9, least=8 ,warmup=20".replace(" : ", ":"))
-    assert codec == ErrorFeedback(OneBit(least=8), decay=0.9, warmup=20)
-    assert parse_codec("none:cast=bf16") == Cast(NoCompression(), "bf16")
 
 
 @pytest.mark.parametrize(
@@ -28,10 +15,7 @@ def test_options_go_where_they_belong() -> None:
         ("onebit:feedback=on", "onebit"),
         ("onebit:warmup=20,decay=0.90,least=32", "onebit:decay=0.9,warmup=20"),
         ("onebit:rescale=TRUE", "onebit:rescale=on"),
-        ("onebit:feedback=off,least=64", "onebit:least=64,feedback=off"),
-        ("none:cast=fp16", "none:cast=fp16"),
         ("powersgd:cast=bf16,rank=4,decay=0.5", "powersgd:rank=4,decay=0.5,cast=bf16"),
-        ("twobit:threshold=auto", "twobit"),
         ("twobit:threshold=1e-3", "twobit:threshold=0.001"),
     ],
 )
@@ -49,28 +33,22 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("onebit:decay=much", "decay=much\nThe value of decay is a number"),
         ("onebit:warmup=1.5", "The value of warmup is a whole number"),
         ("onebit:rescale=perhaps", "The value of rescale is on or off"),
-        ("onebit:decay=1.5", "decay=1.5\nIt is above 0"),
-        ("onebit:warmup=-1", "warmup=-1"),
         ("onebit:meet=gathr", "meet=gathr\nIt says how messages meet.\nDid you mean gather?"),
-        ("onebit:least=0", "least=0"),
         ("onebit:cast=fp16", "nothing to cast"),
         ("none:cast=fp61", "cast=fp61\nIt names a 16-bit type.\nDid you mean fp16"),
         ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
-        ("none:decay=0.9", "decay in 'none:decay=0.9'"),
-        ("", "unknown codec ''"),
-        ("qsgd_mn:bits=9", "bits=9\nCodes have 1 to 8 bits."),
-        ("qsgd_mn:meet=sumed", "Did you mean sum?"),
         ("qsgd_mn:feedback=on", "It is unbiased"),
+        ("", "unknown codec ''"),
+        ("twobit:pull=full,meet=gather", "pull=full with meet=gather"),
+        ("onebit:residual=bf17", "residual=bf17"),
+        ("onebit_sgd:adagrad=ovner", "adagrad=ovner"),
+        ("onebit_sgd:momentum=1", "momentum=1"),
         ("powersgd:rank=0", "rank=0"),
-        ("powersgd:gain=-1", "gain=-1"),
+        ("qsgd:bits=1", "bits=1"),
+        ("qsgd:bucket=65537", "bucket=65537"),
+        ("topk:rate=nan", "above 0 and at most 1"),
+        ("terngrad:clip=0.5", "clip=0.5"),
         ("twobit:threshold=0", "threshold=0\nIt is above 0."),
-        ("twobit:cap=1.5", "cap=1.5\nAbove 1 nothing might be sent."),
-        ("twobit:factor=nan", "factor=nan"),
-        ("twobit:pull=none", "pull=none"),
-        ("hylo:rate=0", "rate=0"),
-        ("hylo:power=-1", "power=-1"),
-        ("hylo:delay=-1", "delay=-1"),
-        ("hylo:cap=0", "cap=0"),
     ],
 )
 def test_slips_are_named(text: str, message: str) -> None:

@@ -225,50 +225,6 @@ def test_options(options: dict[str, Any], text: str) -> None:
             found.HybridparStrategy(**options)
 
 
-def public(world: World, examples: str) -> dict[str, Any]:
-    """Modules that others wrote, trained by the strategy and by Lightning's own."""
-    from lightning.pytorch import seed_everything
-    from lightning.pytorch.demos import boring_classes, lstm, transformer
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from hybridpar.integrations.lightning import HybridparStrategy
-
-    text: Any = lambda **_: None  # noqa: E731 - the text that two of them fetch
-    lstm.WikiText2 = transformer.WikiText2 = text
-    sys.path.insert(0, examples)
-    classifier = importlib.import_module("lightning_classifier").ImageClassifier
-    words = [(torch.arange(6) + start, torch.arange(6) + start + 1) for start in range(8)]
-    images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(n)), n % 10) for n in range(16)]
-    made: dict[str, tuple[Any, Any]] = {
-        "BoringModel": (boring_classes.BoringModel, boring_classes.RandomDataset(32, 8)),
-        "DemoModel": (boring_classes.DemoModel, boring_classes.RandomDataset(32, 8)),
-        "ManualOptimBoringModel": (boring_classes.ManualOptimBoringModel, boring_classes.RandomDataset(32, 8)),
-        "LightningTransformer": (lambda: transformer.LightningTransformer(20), words),
-        "LightningLSTM": (lambda: lstm.LightningLSTM(20), words),
-        "ImageClassifier": (lambda: classifier("resnet18", 0.02), images),
-    }
-
-    def train(name: str, strategy: type, given: dict[str, Any]) -> list[Tensor]:
-        seed_everything(1, verbose=False)
-        module = made[name][0]()
-        torch.manual_seed(2)
-        trainer = lightning_trainer(world, strategy, 2, given)
-        trainer.fit(module, torch.utils.data.DataLoader(made[name][1], 2, shuffle=True, drop_last=True))
-        return [one.detach().clone() for one in module.parameters()]
-
-    found: dict[str, Any] = {}
-    for name in made:
-        ours, theirs = train(name, HybridparStrategy, {}), train(name, DDPStrategy, {})
-        found[name] = all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    return found
-
-
-def test_public_modules_train_unmodified() -> None:
-    pytest.importorskip("lightning")
-    for found in run_ranks(public, 2, str(Path(__file__).parents[2] / "examples" / "converted")):
-        assert not [name for name, holds in found.items() if not holds]
-
-
 def test_without_lightning_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.pytorch.strategies", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)

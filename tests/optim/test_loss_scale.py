@@ -39,25 +39,6 @@ def test_the_scale_is_that_of_torchs_grad_scaler_step_by_step(as_tensor):
     assert min(seen) < 1024 < max(seen)
 
 
-def test_gradients_are_divided_by_the_scale_as_it_is_until_the_hooks_go():
-    net = nn.Linear(3, 2)
-    scale = LossScale(CPU)
-    hooks = scale.attach(net)
-    inputs = torch.randn(4, 3)
-    net(inputs).sum().backward()
-    plain = [one.grad.clone() * 2.0**16 for one in net.parameters()]
-    scale.update(False)
-    for _ in range(2):  # they add up
-        net(inputs).sum().backward(scale.value)
-    for one, gradient in zip(net.parameters(), plain, strict=True):
-        assert torch.equal(one.grad, gradient / 2**16 + 2 * gradient)
-    for hook in hooks:
-        hook.remove()
-    net.zero_grad()
-    net(inputs).sum().backward()
-    assert torch.equal(net.bias.grad, plain[1])
-
-
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -92,10 +73,6 @@ def trained(world: World, steps: int, options: dict[str, Any]) -> tuple[dict[str
         return {name: value.clone() for name, value in trainer.model.state_dict().items()}, scale["scale"], skipped
 
 
-def layout(world: World, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float, list[bool]]:
-    return trained(world, 8, options)
-
-
 LAYOUTS = [
     (1, {"stages": 2, "micro_batches": 2}),
     (2, {"stages": 2, "micro_batches": 2}),
@@ -110,7 +87,7 @@ def test_every_layout_trains_like_one_process(ranks, options):
     assert skipped[3]
     assert not skipped[-1]
     assert scale < 2**16
-    for state, other_scale, other_skipped in run_ranks(layout, ranks, options, shared_memory=False):
+    for state, other_scale, other_skipped in run_ranks(trained, ranks, 8, options, shared_memory=False):
         assert (other_scale, other_skipped) == (scale, skipped)
         for name, value in wanted.items():
             torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-3)

@@ -13,24 +13,18 @@ from tests.train.training import close, same, train_rank
 
 CONTRADICTIONS = [
     ({"recipe": "onebit-sgd", "compress": "fp16"}, "--recipe onebit-sgd", "--compress fp16"),
-    ({"recipe": "onebit-sgd", "optimizer": "adamw"}, "--recipe onebit-sgd", "--optimizer adamw"),
     ({"recipe": "onebit-sgd", "nesterov": True}, "--recipe onebit-sgd", "--nesterov"),
     ({"recipe": "onebit-sgd", "sync": "local:4"}, "--recipe onebit-sgd", "--sync local:4"),
     ({"double_buffer": "half", "optimizer": "adamw"}, "--double-buffer half", "--optimizer adamw"),
-    ({"double_buffer": "delay", "cuda_graph": True}, "--double-buffer delay", "--cuda-graph"),
     ({"double_buffer": "delay", "sync": "local:2"}, "--double-buffer delay", "--sync local:2"),
     ({"sync": "local:2", "compress": "onebit"}, "--sync local:2", "--compress onebit"),
-    ({"sync": "outer:2", "cuda_graph": True}, "--sync outer:2", "--cuda-graph"),
     ({"sync": "outer:2", "compress": "auto"}, "--sync outer:2", "--compress auto"),
     ({"sync": "outer:2", "select_batch": 1}, "--select-batch 1", "--sync outer:2"),
-    ({"sync": "local:2,opt=nesterov"}, "--sync local:2", "'opt'"),
     ({"sync": "ps,fragments=2"}, "--sync ps", "'fragments'"),
     ({"sync": "allreduce,delay=1"}, "--sync allreduce", "'delay'"),
     ({"sync": "outer:2,momentum=0.5"}, "momentum=0.5", "opt=mean"),
-    ({"sync": "local:2", "batch_norm": "sync"}, "--sync local:2", "--batch-norm sync"),
     ({"lr_per_sample": 0.01, "lr": 0.3}, "--lr-per-sample 0.01", "--lr 0.3"),
     ({"select_batch": 1, "steps": 10}, "--select-batch 1", "--steps 10"),
-    ({"select_batch": 1, "optimizer": "adamw"}, "--select-batch 1", "--optimizer adamw"),
 ]
 
 
@@ -47,20 +41,12 @@ def test_a_contradiction_is_one_error_that_names_both(options, one, other):
     "options",
     [
         {"sync": "local:0"},
-        {"sync": "local"},
         {"sync": "local:x"},
-        {"sync": "outer:0"},
         {"sync": "outer:4,lr=0"},
-        {"sync": "outer:4,opt=nesterov,momentum=1"},
-        {"sync": "outer:4,qsr=-1"},
         {"sync": "outer:4,fragments=5"},
-        {"sync": "outer:4,fragments=0"},
         {"sync": "outer:4,fragments=2,delay=2"},
-        {"sync": "outer:4,delay=-1"},
         {"sync": "gossip"},
-        {"warm_start_steps": -1, "recipe": "onebit-sgd"},
         {"warm_start_steps": 5},
-        {"select_batch": -1},
         {"lr_per_sample": 0.0},
     ],
 )

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.sockets import SocketGroup
 from hybridpar.compress.together import run_together
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.reducer import GradientReducer
-from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.sync.test_reducer import Net, make_config, make_data, state_of
-from tests.sync.test_shared_reducer import reducer_of
+from tests.sync.test_shared_reducer import assert_equal, train
 
 SETTINGS: list[dict[str, Any]] = [
     {"compress": "onebit:least=1"},
@@ -45,72 +40,21 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def train(
-    world: World, settings: list[dict[str, Any]], direct: bool, bad: int | None = None, checked: bool = False
-) -> list[dict[str, Tensor]]:
-    """Train a net with each of some settings; one step may have a gradient that is not finite on rank 1."""
-    states = []
-    for options in settings:
-        torch.manual_seed(4)
-        net = Net(unused=True)
-        net.threshold = -math.inf if world.rank else math.inf
-        lanes = Lanes("cpu", check=Checker(seed=world.rank, max_delay=0.001)) if checked else None
-        with pytest.MonkeyPatch.context() as patch:
-            if not direct:
-                patch.setattr(CodedReducer, "fits", lambda _: False)
-            with Trainer(net, config=make_config(**options), world=world, lanes=lanes) as trainer:
-                assert type(reducer_of(trainer)) is (CodedReducer if direct else GradientReducer)
-                norms = []
-                for step in range(5):
-                    images, labels = make_data(8, seed=10 * step + world.rank)
-                    if step == bad and world.rank == 1:
-                        images[0, 0, 0, 0] = math.inf
-                    outcome = trainer.step((images, labels)).outcome
-                    assert outcome.committed == (step != bad)
-                    if outcome.committed and options.get("guard", True):
-                        norms.append(outcome.grad_norm)
-                kept = {}
-                for name, state in trainer.engine.codecs[0].state_dict()["parameters"].items():
-                    for key, residual in state.get("residuals", {}).items():
-                        kept[f"{name}/{key}"] = residual
-                states.append({**state_of(trainer), **kept, "norms": torch.tensor(norms, dtype=torch.float64)})
-        if lanes is not None:
-            lanes.close()
-    return states
-
-
-def assert_equal(direct: list[Any], buckets: list[Any], settings: list[dict[str, Any]]) -> None:
-    for options, ours, theirs in zip(settings, direct[0], buckets[0], strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            # The order in which squares are added counts, and a norm that clips.
-            close = (
-                1e-4
-                if name == "norms" or (options.get("clip_mode", "norm") == "norm" and "clip_norm" in options)
-                else 0
-            )
-            torch.testing.assert_close(ours[name], theirs[name], rtol=close, atol=close / 10, msg=f"{options} {name}")
-    for ranks in zip(*direct, strict=True):
-        for name in ranks[0]:
-            if "/worker" not in name and "/owner" not in name:
-                assert all(torch.equal(ranks[0][name], other[name]) for other in ranks[1:]), name
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_parameters_and_residuals_equal_those_of_buckets(workers: int) -> None:
     settings = SETTINGS if workers == 2 else [*SETTINGS[:3], SETTINGS[8]]
-    direct = run_ranks(train, workers, settings, True, shared_memory=False)
-    assert_equal(direct, run_ranks(train, workers, settings, False, shared_memory=False), settings)
+    direct = run_ranks(train, workers, settings, CodedReducer, shared_memory=False)
+    assert_equal(settings, direct, run_ranks(train, workers, settings, GradientReducer, shared_memory=False))
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
     settings = [SETTINGS[0], SETTINGS[2], {"compress": "qsgd:bits=4"}, {"compress": "fp16"}, *SETTINGS[8:10]]
-    direct = run_ranks(train, 2, settings, True, 2, shared_memory=False)
-    assert_equal(direct, run_ranks(train, 2, settings, False, 2, shared_memory=False), settings)
+    direct = run_ranks(train, 2, settings, CodedReducer, 2, shared_memory=False)
+    assert_equal(settings, direct, run_ranks(train, 2, settings, GradientReducer, 2, shared_memory=False))
 
 
 def test_every_access_is_ordered_across_lanes() -> None:
-    run_ranks(train, 2, [*SETTINGS[:3], SETTINGS[8]], True, None, True, shared_memory=False)
+    run_ranks(train, 2, [*SETTINGS[:3], SETTINGS[8]], CodedReducer, None, True, shared_memory=False)
 
 
 @pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])

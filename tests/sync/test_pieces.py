@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -130,22 +129,6 @@ def test_state_that_was_loaded_in_another_memory_format_keeps_its_elements(name:
                 state.update({key: one.contiguous() for key, one in state.items()})
         step_optimizer(optimizer, Slots(parameters, 2, 2))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_what_cannot_be_stepped_in_pieces_gets_whole_gradients() -> None:
-    ours, theirs = make_parameters(), make_parameters()
-    seen = []
-    for parameters, pieces in ((ours, True), (theirs, False)):
-        optimizer = torch.optim.RMSprop(parameters, lr=0.01)
-        slots = Slots(parameters, 2, 7)
-        if pieces:
-            assert not can_step(optimizer)
-            step_optimizer(optimizer, slots)
-        else:
-            slots.materialise()
-            optimizer.step()
-        seen.append(copy.deepcopy([one.data for one in parameters]))
-    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
 
 
 def test_hooks_on_the_step_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +15,13 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.lanes import Checker, Lanes
+from hybridpar.optim.build import build_optimizer
+from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from hybridpar.train.trainer import Trainer
-from tests.pipeline.oracle import Moments
+from tests.pipeline.oracle import Setting, batches_of, train_whole
+from tests.pipeline.oracle import images as make_data
+from tests.pipeline.oracle import state_of as state_of_model
 from tests.ranks import RankError, run_ranks
 
 
@@ -48,23 +53,13 @@ class Net(nn.Module):
     threshold = math.inf
 
 
-def make_data(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
-
-
 def make_config(**options: Any) -> TrainConfig:
     # A small bucket, so that the tiny model has several.
     return TrainConfig(**{"lr": 0.1, "momentum": 0.9, "bucket_mb": 0.001, **options})
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-    for name, parameter in trainer.model.named_parameters():
-        for key, value in trainer.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"{name}/{key}"] = value.clone()
-    return state
+    return state_of_model(trainer.model, [trainer.optimizer])
 
 
 def train_replica(
@@ -74,23 +69,14 @@ def train_replica(
     torch.manual_seed(100 + world.rank)
     config = make_config(**options)
     checker = Checker(seed=world.rank, max_delay=0.001) if checked else None
-    lanes = Lanes("cpu", check=checker)
-    try:
-        trainer = Trainer(Net(**net), config=config, world=world, lanes=lanes)
+    mine = slice(sum(shares[: world.rank]), sum(shares[: world.rank + 1]))
+    with Lanes("cpu", check=checker) as lanes, Trainer(Net(**net), config=config, world=world, lanes=lanes) as trainer:
         reference = copy.deepcopy(trainer.model.state_dict())
-        start = sum(shares[: world.rank])
         for step in range(steps):
             x, y = make_data(sum(shares), seed=step)
-            mine = slice(start, start + shares[world.rank])
-            if checker is not None:
-                with checker:
-                    trainer.step((x[mine], y[mine]))
-            else:
+            with checker or nullcontext():
                 trainer.step((x[mine], y[mine]))
-        trainer.close()
-    finally:
-        lanes.close()
-    return {"initial/" + name: tensor for name, tensor in reference.items()} | state_of(trainer)
+        return {"initial/" + name: tensor for name, tensor in reference.items()} | state_of(trainer)
 
 
 def train_oracle(
@@ -98,41 +84,15 @@ def train_oracle(
 ) -> dict[str, Tensor]:
     """One process: each rank's micro-batches are accumulated apart, the sums are added in rank order."""
     config = make_config(**options)
-    accumulate = config.micro_batches
     model = Net(**net)
     model.load_state_dict(initial)
-    from hybridpar.optim.build import build_optimizer
-
-    optimizer = build_optimizer(model, config)
-    loss_function = nn.CrossEntropyLoss()
-    for step in range(steps):
-        x, y = make_data(sum(shares), seed=step)
-        totals: dict[str, Tensor] = {}
-        moments = Moments(model)
-        start = 0
-        for share in shares:
-            for parameter in model.parameters():
-                parameter.grad = None
-            mine = slice(start, start + share)
-            for inputs, targets in zip(x[mine].tensor_split(accumulate), y[mine].tensor_split(accumulate), strict=True):
-                loss = loss_function(model(inputs), targets)
-                (loss * (len(targets) / sum(shares))).backward()
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    totals[name] = totals[name] + parameter.grad if name in totals else parameter.grad.clone()
-            start += share
-        for name, parameter in model.named_parameters():
-            parameter.grad = totals.get(name)
-        if config.clip_norm is not None:
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], config.clip_norm)
-        optimizer.step()
-        moments.commit()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"{name}/{key}"] = value.clone()
-    return state
+    setting = Setting(
+        config.micro_batches,
+        lambda whole: build_optimizer(whole, config),
+        sync=SyncOptions(clip_norm=config.clip_norm),
+        shares=tuple(shares),
+    )
+    return train_whole(model, batches_of(sum(shares), steps), setting).state
 
 
 def assert_matches(states: list[dict[str, Tensor]], oracle: dict[str, Tensor], *, exact: bool) -> None:
@@ -196,36 +156,6 @@ def test_every_access_is_ordered_across_lanes(case: str) -> None:
     net, options = CASES[case]
     states = run_ranks(train_replica, 2, net, options, [8, 8], 3, True)
     assert_matches(states, train_oracle(initial_of(states[0]), net, options, [8, 8], 3), exact=True)
-
-
-def train_ddp(world: World, steps: int) -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    model = Net()
-    ddp = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(steps):
-        x, y = make_data(16, seed=step)
-        mine = slice(8 * world.rank, 8 * world.rank + 8)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
-        optimizer.step()
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    torch.manual_seed(7)
-    config = make_config(weight_decay=0.0)
-    with Trainer(
-        Net(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), config=config, world=world
-    ) as ours:
-        for step in range(steps):
-            x, y = make_data(16, seed=step)
-            ours.step((x[8 * world.rank :][:8], y[8 * world.rank :][:8]))
-        return {name: (tensor - expected[name]).abs().max() for name, tensor in ours.model.state_dict().items()}
-
-
-def test_matches_ddp() -> None:
-    for differences in run_ranks(train_ddp, 2, 3):
-        for name, difference in differences.items():
-            if "running" not in name and "tracked" not in name:
-                assert difference <= 1e-6, name
 
 
 def skip_inf(world: World, where: str) -> list[Any]:

@@ -5,14 +5,11 @@ Outputs and gradients are compared.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar import TrainConfig
 from hybridpar.comm.world import World
@@ -30,9 +27,6 @@ class Alone:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Nothing to add."""
-
-    def close(self) -> None:
-        """Nothing to leave."""
 
 
 def data(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,13 +78,6 @@ def test_a_large_mean_loses_nothing_in_float32() -> None:
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
 
 
-def test_its_gradients_are_those_of_finite_differences() -> None:
-    x, _, weight, bias = (tensor.double().requires_grad_() for tensor in data((4, 2, 3)))
-    assert torch.autograd.gradcheck(
-        lambda *given: normalise_over_replicas(*given, 1e-5, Alone())[0], (x - 100, weight, bias)
-    )
-
-
 def trained(world: World, batch_norm: str, micro_batches: int, share: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = SmallNet()
@@ -119,29 +106,3 @@ def test_replicas_train_as_one_replica_with_the_whole_batch(micro_batches: int) 
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     if micro_batches == 1:
         assert_close(states[0], trained(World(), "pooled", 1, False))
-
-
-def ddp_gradients(world: World) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = SmallNet()
-    torch.manual_seed(1)
-    x, y = torch.randn(12, 3, 8, 8), torch.randint(0, 10, (12,))
-    wrapped = DistributedDataParallel(model, process_group=world.control, broadcast_buffers=False)
-    mine = slice(world.rank * 6, world.rank * 6 + 6)
-    nn.functional.cross_entropy(wrapped(x[mine]), y[mine]).backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
-    dist.barrier(group=world.control)
-    return gradients
-
-
-def test_micro_batches_of_one_worker_are_replicas_of_ddp() -> None:
-    """M micro-batches of b are the same function as DDP with M replicas of b, for BatchNorm too."""
-    expected = run_ranks(ddp_gradients, 2)[0]
-    torch.manual_seed(0)
-    model = SmallNet()
-    torch.manual_seed(1)
-    x, y = torch.randn(12, 3, 8, 8), torch.randint(0, 10, (12,))
-    with Trainer(copy.deepcopy(model), config=TrainConfig(micro_batches=2)) as trainer:
-        trainer.step((x, y))
-        for name, parameter in trainer.model.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)

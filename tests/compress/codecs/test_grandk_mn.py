@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import parse_codec
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
@@ -28,53 +27,3 @@ def test_each_element_goes_once_in_each_turn_of_the_queue(text: str) -> None:
         assert set(sent.sum(1).tolist()) == {142, 143}
         orders.append(sent)
     assert not torch.equal(*orders), "the queue is drawn anew"
-
-
-def test_all_workers_send_the_same_elements_and_the_others_are_zero_everywhere() -> None:
-    """With unlike gradients, on workers that are seeded alike and drawn apart."""
-    team = Team("grandk_mn:rate=0.1", SHAPES, 3)
-    for seed in range(3):
-        outs = team.meet(team.gradients(seed))
-        team.commit()
-        assert all(same_bits(own[0], outs[0][0]) for own in outs)
-        assert int((outs[0][0] != 0).sum()) <= 100
-
-
-def test_a_large_value_that_has_to_wait_arrives_whole() -> None:
-    team = Team("grandk_mn:rate=0.25,levels=8", SHAPES, 2)
-    gradients = team.gradients(0)
-    zeros = [[torch.zeros(1000)] for _ in range(2)]
-    came = team.step(gradients)[0]
-    for _ in range(11):  # what was rounded off goes in the next turns
-        came = came + team.step(zeros)[0]
-    torch.testing.assert_close(came, (gradients[0][0] + gradients[1][0]) / 2, rtol=0, atol=1e-4)
-
-
-def test_without_feedback_it_is_unbiased() -> None:
-    team = Team("grandk_mn:rate=0.2,levels=8,feedback=off", SHAPES, 1)
-    (gradient,) = team.gradients(0)[0]
-    mean = torch.stack([team.step([[gradient]])[0] for _ in range(100)]).mean(0)
-    assert float((mean - gradient).abs().max()) < 5 * 5 * float(gradient.abs().max()) / (2 * 255) / 20**0.5
-
-
-def test_two_scales_have_less_error_than_one() -> None:
-    def error(levels: str) -> float:
-        team = Team(f"grandk_mn:rate=1,levels={levels}", SHAPES, 2)
-        gradients = team.gradients(0)
-        return float((team.step(gradients)[0] - (gradients[0][0] + gradients[1][0]) / 2).norm())
-
-    assert error("4/5") < 0.8 * error("4")
-
-
-def test_a_number_that_is_not_finite_need_not_wait_for_its_turn() -> None:
-    for place in range(0, 1000, 90):
-        team = Team("grandk_mn:rate=0.01", SHAPES, 2)
-        gradients = team.gradients(0)
-        gradients[1][0][place] = torch.nan
-        assert all(not own[0].isfinite().all() for own in team.meet(gradients))
-
-
-def test_it_travels_without_places() -> None:
-    traffic = Team("grandk_mn:rate=0.1", {"w": (1000, 100)}, 2).exchanges[0].traffic
-    assert traffic.payload == pytest.approx(10_000 * 6.4 / 8, rel=0.01)  # sums of two codes of 5 bits, 5 in 32 bits
-    assert parse_codec("grandk_mn").stateful

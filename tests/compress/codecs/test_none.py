@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import TensorSpec, parse_codec
 from tests.compress.team import Team, same_bits
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -46,9 +45,3 @@ def test_what_leaves_the_range_is_infinite_for_all() -> None:
     outs = Team("fp16", SHAPES, 1).step([[torch.full((35,), 1e6), torch.zeros(3)]])
     assert outs[0].isinf().all()
     assert Team("bf16", SHAPES, 1).step([[torch.full((35,), 1e6), torch.zeros(3)]])[0].isfinite().all()
-
-
-def test_a_cast_of_nothing_is_the_codec_of_that_name() -> None:
-    for text in ("fp16", "bf16"):
-        spec = TensorSpec("a", (9, 9))
-        assert parse_codec(text).bind(spec).rounds == parse_codec(f"none:cast={text}").bind(spec).rounds

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codecs.nuqsgd import PowerLevels
-from hybridpar.compress.noise import Noise
 from tests.compress.codecs.test_qsgd import draws, norms
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -17,14 +14,6 @@ VARIANTS = (
     "nuqsgd:rounding=zero",
     "nuqsgd:rounding=zero,feedback=on",
 )
-
-
-@pytest.mark.parametrize("text", ["nuqsgd:bucket=100,meet=gather", "nuqsgd:bits=3,bucket=100,meet=shard"])
-def test_unbiased(text: str) -> None:
-    gradients, times = [torch.randn(1000) for _ in range(3)], 60
-    found = draws(text, gradients, times)
-    error = found.mean(0) - torch.stack(gradients).double().mean(0)
-    assert float(error.square().sum() / found.var(0).sum()) * times == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
@@ -43,18 +32,6 @@ def test_values_are_the_powers_of_two_around_them(bits: int) -> None:
     assert bool((ratios[sent].sign() == true[sent].sign()).all())
 
 
-@pytest.mark.parametrize("steps", [1, 3, 7, 15, 127])
-def test_places_of_levels_are_whole_and_linear_between(steps: int) -> None:
-    levels = PowerLevels(steps, 512, Noise(TensorSpec("w", (1,))))
-    exact = torch.cat((torch.zeros(1), 2.0 ** torch.arange(1 - steps, 1, dtype=torch.float64).float()))
-    for place, expected in ((exact.clone(), torch.arange(steps + 1.0)), ((exact[:-1] + exact[1:]) / 2, None)):
-        levels.place(place)
-        assert torch.equal(place, torch.arange(steps) + 0.5 if expected is None else expected)
-    codes = torch.arange(-float(steps), steps + 1)
-    levels.level(codes)
-    assert torch.equal(codes, torch.cat((-exact.flip(0)[:-1], exact)))
-
-
 def test_variance_is_smaller_than_that_of_even_levels() -> None:
     """Most elements of a large bucket are small beside its norm, and the levels are denser there."""
     gradient = torch.randn(1000)
@@ -63,8 +40,3 @@ def test_variance_is_smaller_than_that_of_even_levels() -> None:
     )
     assert 0 < powers < even / 2
     assert float(norms(gradient, 1000)[0]) > 10 * float(gradient.abs().mean())
-
-
-def test_bytes_are_those_of_qsgd() -> None:
-    spec = TensorSpec("w", (1000, 512), workers=4)
-    assert parse_codec("nuqsgd").bind(spec).rounds == parse_codec("qsgd").bind(spec).rounds

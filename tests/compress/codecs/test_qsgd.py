@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.errors import UsageError
 from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -27,14 +25,6 @@ def draws(text: str, gradients: list[Tensor], times: int) -> Tensor:
 def norms(gradient: Tensor, bucket: int) -> Tensor:
     """The norm of the bucket of each element."""
     return torch.cat([torch.full((len(part),), float(part.norm())) for part in gradient.split(bucket)])
-
-
-@pytest.mark.parametrize("meet", ["gather", "shard"])
-def test_unbiased(meet: str) -> None:
-    gradients, times = [torch.randn(1000) for _ in range(3)], 60
-    found = draws(f"qsgd:bucket=100,meet={meet}", gradients, times)
-    error = found.mean(0) - torch.stack(gradients).double().mean(0)
-    assert float(error.square().sum() / found.var(0).sum()) * times == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.parametrize(("bits", "bucket"), [(2, 1000), (4, 100), (8, 512)])
@@ -72,15 +62,3 @@ def test_norms_do_not_overflow() -> None:
     (found,) = draws("qsgd:bits=8", [torch.full((1000,), 3e38)], 1)
     assert found.isfinite().all()
     assert float(found.mean()) == pytest.approx(3e38, rel=0.05)
-
-
-def test_bytes_are_those_of_the_codes_and_a_norm_per_bucket() -> None:
-    for bits in (2, 3, 4, 8):
-        (entry,) = parse_codec(f"qsgd:bits={bits}").bind(TensorSpec("w", (1000, 512), workers=4)).rounds
-        assert entry.bytes == pytest.approx(1000 * (512 * bits / 8 + 4), rel=0.01)
-
-
-@pytest.mark.parametrize("option", ["bits=1", "bits=9", "bucket=0", "bucket=65537", "meet=sum", "least=0"])
-def test_what_cannot_be_is_refused(option: str) -> None:
-    with pytest.raises(UsageError, match=option):
-        parse_codec(f"qsgd:{option}")

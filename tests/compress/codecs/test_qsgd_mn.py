@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress import TensorSpec
 from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.noise import Noise
-from hybridpar.compress.packing import Fields
-from hybridpar.compress.scaled import scale_of
-from tests.compress.team import Team, same_bits
+from tests.compress.codecs.test_qsgd import draws
+from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
 VARIANTS = (
@@ -26,24 +24,6 @@ VARIANTS = (
 )
 
 SHAPES = {"w": (50, 20)}
-
-
-def draws(text: str, gradients: list[Tensor], times: int) -> Tensor:
-    """What many steps make of the same gradients, one step per row."""
-    team = Team(text, {"w": (50, gradients[0].numel() // 50)}, len(gradients))
-    return torch.stack([team.step([[gradient] for gradient in gradients])[0] for _ in range(times)]).double()
-
-
-@pytest.mark.parametrize("text", ["qsgd_mn:least=1", "qsgd_mn:bits=2,least=1", "qsgd_mn:meet=shard,least=1"])
-def test_unbiased(text: str) -> None:
-    gradients = [torch.randn(100) for _ in range(2)]
-    times, steps = 800, 3 if "bits=2" in text else 15
-    # Each element stands there 16 times, so that a step is 16 draws of it.
-    found = draws(text, [gradient.repeat(16) for gradient in gradients], times // 16).view(times, 100)
-    mean = (gradients[0] + gradients[1]).double() / 2
-    scale = float(torch.stack(gradients).abs().max())
-    assert float((found.mean(0) - mean).abs().max()) < 5 * (scale / (2 * steps)) / times**0.5
-    assert float(found.std(0).max()) > 0, "nothing was drawn"
 
 
 def test_variance_is_within_the_bound_and_workers_draw_apart() -> None:
@@ -65,61 +45,12 @@ def test_error_is_less_than_a_step_and_the_largest_is_exact(bits: int) -> None:
     assert found[8] == -10
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_sums_of_codes_are_the_mean_of_what_each_worker_says(workers: int) -> None:
-    """Each worker alone, with the agreed scale, says w / s * q; together they say the mean of that."""
-    steps, scale = 15, 4.0
-    team = Team("qsgd_mn", SHAPES, workers)
-    gradients = team.gradients(0)
-    codes = torch.zeros(1000)
-    for rank, (own,) in enumerate(gradients):
-        own[rank] = scale if own.abs().max() <= scale else own[rank]
-        own.clamp_(-scale, scale)
-        noise, scratch = Noise(TensorSpec("w", (50, 20), rank, workers)), Scratch(torch.device("cpu"))
-        fields = Fields.summable(1000, 2 * steps, workers)
-        noise.begin()
-        noise.draw(fields.words, scratch)
-        for start in range(0, 1000, fields.words):
-            part = own[start : start + fields.words]
-            codes[start : start + len(part)] += (part / scale * steps + noise.take(len(part))).floor().clamp(max=steps)
-    expected = codes / (steps * workers) * scale
-    assert same_bits(team.step(gradients)[0], expected)
-
-
 @pytest.mark.parametrize("workers", [2, 33])
 def test_no_sum_overflows(workers: int) -> None:
     for value in (1.0, -1.0):
         for bits in (1, 4, 8):
             team = Team(f"qsgd_mn:bits={bits}", SHAPES, workers)
             assert team.step([[torch.full((1000,), value)]] * workers)[0].tolist() == [value] * 1000
-
-
-def test_small_grids_make_small_messages() -> None:
-    def bits(text: str, workers: int) -> float:
-        rounds = parse_codec(text).bind(TensorSpec("w", (1000, 100), workers=workers)).rounds
-        return 8 * rounds[-1].bytes / 100_000
-
-    assert bits("qsgd_mn:bits=3", 2) == pytest.approx(32 / 6, rel=1e-3)  # sums to 28, 5 bits
-    assert bits("qsgd_mn:bits=1", 4) == 4  # sums to 8
-    assert bits("qsgd_mn:bits=4,meet=shard", 4) == pytest.approx(5, rel=0.01)
-    assert bits("qsgd_mn:bits=1,meet=shard", 4) == pytest.approx(2, rel=0.01)
-
-
-def test_a_scale_that_is_not_a_number_is_infinite() -> None:
-    assert scale_of(torch.tensor([1.0, torch.nan])).isinf()
-    assert scale_of(torch.tensor([1.0, -torch.inf])).isinf()
-    assert scale_of(torch.tensor([1.0, -3.0])) == 3
-    assert scale_of(torch.zeros(3)) == 0
-    assert scale_of(torch.full((3,), 3e38)) == torch.tensor(3e38)
-
-
-def test_a_step_that_did_not_count_is_repeated() -> None:
-    team = Team("qsgd_mn", SHAPES, 2)
-    gradients = team.gradients(0)
-    first = team.meet(gradients)[0][0]
-    team.rollback()
-    assert same_bits(team.step(gradients)[0], first)
-    assert not same_bits(team.step(gradients)[0], first)
 
 
 def test_noise_is_uniform_and_fits_the_float() -> None:

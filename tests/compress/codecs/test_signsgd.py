@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import TensorSpec, parse_codec
 from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -35,14 +34,3 @@ def test_the_level_is_the_mean_magnitude_of_the_stripe() -> None:
     magnitudes = torch.stack([own[0] for own in gradients]).abs()
     for part, own in zip(out.view(2, -1), magnitudes.view(2, 2, -1).unbind(1), strict=True):
         torch.testing.assert_close(part, torch.full((1000,), float(own.mean())))
-
-
-def test_a_layer_without_gradient_stays_where_it_is() -> None:
-    for text in ("signsgd", "signsgd:level=one"):
-        out = Team(text, SHAPES, 2).step([[torch.zeros(2000)], [torch.zeros(2000)]])[0]
-        assert not out.any()
-
-
-def test_one_bit_both_ways() -> None:
-    (entry,) = parse_codec("signsgd").bind(TensorSpec("w", (1000, 80), workers=4)).rounds
-    assert entry.sizes == entry.merged == (20_000 // 8 + 12,) * 4  # 8 bytes of level, up to a multiple of 8
