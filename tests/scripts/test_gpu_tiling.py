@@ -1,0 +1,35 @@
+"""The cases whose times show what virtual threads and phases are worth: an equal tile, and fewer predicted conflicts."""
+
+from __future__ import annotations
+
+from hybridpar.tvm_kernels.cuda_space import bank_conflicts, reject
+from scripts.gpu_tiling import Case, cases, phases_of
+
+
+def conflicts(case: Case) -> float:
+    with phases_of(case):
+        return bank_conflicts(case.variant.tile)
+
+
+def test_every_case_is_a_kernel_with_the_tile_of_its_shape() -> None:
+    tiles: dict[str, set[int]] = {}
+    for case in cases():
+        variant = case.variant
+        assert reject(variant.shape, variant.direction, variant.layout, variant.dtype, variant.parameters) is None
+        with phases_of(case):
+            tiles.setdefault(case.shape, set()).add(variant.tile.horizontal.tile)
+    assert all(len(sizes) == 1 for sizes in tiles.values())
+
+
+def test_virtual_threads_and_phases_that_lie_apart_have_fewer_conflicts() -> None:
+    found = {case: conflicts(case) for case in cases()}
+    for case, value in found.items():
+        alone = next(
+            other for other in found if (other.shape, other.direction, other.virtual) == (case.shape, case.direction, 1)
+        )
+        assert value <= found[alone]
+        if case.virtual == 4:
+            assert value < found[alone]
+        mixed = Case(case.shape, case.direction, case.columns, case.virtual, apart=False)
+        if mixed in found:
+            assert found[Case(case.shape, case.direction, case.columns, case.virtual, apart=True)] <= found[mixed]
