@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from hybridpar.cli import main
-from tests.runs import restored_modes, train
+from tests.runs import train
+
+pytestmark = pytest.mark.usefixtures("modes")
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +20,6 @@ def run_dir(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("export") / "run"
     assert train(run_dir, epochs=1, model_ema=True) == 0
     return run_dir
-
-
-@pytest.fixture(autouse=True)
-def _modes():
-    with restored_modes():
-        yield
 
 
 def export(run_dir, target, *words, form="torch-export"):

@@ -9,7 +9,6 @@ import shutil
 
 import pytest
 
-from benchmarks.report.main import frame_times
 from hybridpar.cli import main
 from hybridpar.observe import write_timeline
 from tests.observe.timelines import a_timeline
@@ -99,14 +98,6 @@ def page(tmp_path_factory):
     return place / "page.html"
 
 
-@pytest.fixture(scope="module")
-def page_of_two(tmp_path_factory):
-    place = tmp_path_factory.mktemp("runs")
-    runs = [a_run(place / name, summary={}, options={"lr": lr}) for name, lr in (("one", 0.1), ("two", 0.2))]
-    assert main(["report", *map(str, runs), "-o", str(place / "page.html")]) == 0
-    return place / "page.html"
-
-
 def until(window, holds):
     """Wait for what the page does in its next frames; its security policy lets no test wait inside of it."""
     for _ in range(500):
@@ -144,19 +135,6 @@ def test_every_section_is_there(opened, page):
     assert codecs.count() == 15
 
 
-def test_pointing_tells_the_values_of_a_step(opened, page):
-    window = opened(page)
-    box = window.locator(".chart.loss .plot").bounding_box()
-    window.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50)
-    window.wait_for_selector(".chart.loss .tip:not([hidden])")
-    assert "step 2" in window.inner_text(".chart.loss .tip")
-    assert "train" in window.inner_text(".chart.loss .tip")
-    count = "all => all.filter(one => getComputedStyle(one).visibility === 'visible').length"
-    assert window.eval_on_selector_all(".cross", count) > 1  # in the other charts as well
-    window.mouse.move(5, 5)
-    window.wait_for_selector(".chart.loss .tip", state="hidden")
-
-
 def test_curves_are_zoomed_by_mouse_keys_and_buttons(opened, page):
     window = opened(page)
     plot = window.locator(".chart.loss .plot")
@@ -187,59 +165,3 @@ def test_curves_are_zoomed_by_mouse_keys_and_buttons(opened, page):
     until(window, lambda: shown(window)[1] < 2)  # seconds
     window.get_by_role("checkbox").check()
     until(window, lambda: window.locator(".chart.loss .tick").first.text_content() != "0")
-
-
-def test_runs_side_by_side_are_compared_hidden_and_chosen(opened, page_of_two):
-    window = opened(page_of_two)
-    assert window.locator("#comparison th", has_text="--lr").count() == 1
-    curves = window.locator(".chart.loss path.mean")
-    assert curves.count() == 4  # training and test loss of both
-    assert len({curve.get_attribute("stroke-dasharray") for curve in curves.all()}) == 2
-    window.get_by_title("Show or hide this run").first.click()
-    until(window, lambda: curves.count() == 2)
-    assert window.locator("[role=tabpanel]:visible h2").first.inner_text() == "one"
-    window.get_by_role("tab", name="one").focus()
-    window.keyboard.press("ArrowRight")
-    assert window.locator("[role=tabpanel]:visible h2").first.inner_text() == "two"
-    assert window.locator("[role=tab][aria-selected=true]").inner_text() == "two"
-
-
-def luminance(window, element, what):
-    text = window.eval_on_selector(element, f"node => getComputedStyle(node).{what}")
-    return sum(map(float, text.removeprefix("rgb(").removesuffix(")").split(",")))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_light_or_dark_as_the_reader_has_it_and_light_on_paper(opened, page, scheme, tmp_path):
-    window = opened(page, color_scheme=scheme)
-    dark = luminance(window, "body", "backgroundColor") < 200
-    assert dark == (scheme == "dark")
-    assert (luminance(window, "body", "color") > 500) == dark
-    window.emulate_media(media="print")
-    assert luminance(window, "body", "backgroundColor") == 765
-    assert not window.locator(".tools label").first.is_visible()
-    window.emulate_media(media="screen")
-    paper = window.pdf(format="A4")
-    assert paper.startswith(b"%PDF")
-    assert 2 <= paper.count(b"/Type /Page\n") <= 8
-
-
-def test_a_narrow_window_does_not_scroll_sideways(opened, page):
-    window = opened(page, viewport={"width": 380, "height": 800})
-    assert window.evaluate("document.documentElement.scrollWidth") <= 380
-
-
-def test_a_long_run_draws_no_more_than_a_screen_can_show(browser, opened, tmp_path):
-    assert main(["report", str(a_run(tmp_path / "a", 5000)), "-o", str(tmp_path / "page.html")]) == 0
-    window = opened(tmp_path / "page.html")
-    points = window.eval_on_selector_all(
-        ".chart.loss path", "all => all.map(one => one.getAttribute('d').split('L').length)"
-    )
-    assert 2000 <= max(points) <= 4001
-    assert window.locator(".chart.loss .range").count() == 1
-
-
-def test_frame_times_are_measured(browser, page):
-    found = frame_times(page, browser, moves=10)
-    assert found["zoom"]["frames"] > 10
-    assert found["point"]["work_median_ms"] >= 0

@@ -17,7 +17,6 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import Answer, find_plan
 from tests.planner.small import RATES
 from tests.ranks import run_ranks
@@ -90,25 +89,6 @@ def test_plans_that_are_exact_train_the_same_model():
     for name, state in states.items():
         for key, one in state.items():
             torch.testing.assert_close(one, oracle[key], rtol=1e-5, atol=1e-6, msg=f"{key} of {name}")
-
-
-def test_a_plan_s_options_are_those_of_a_run():
-    answer = searched(4, "lossy")
-    codec_choices = answer.evaluator.space.codec_choices
-    base = TrainConfig(lr=0.5, batch_size=BATCH)
-    for outcome in answer.ranked:
-        candidate, plan = outcome.candidate, plan_of(answer, outcome)
-        shape, run = candidate.shape, resolve(base, plan.workers, plan, ())
-        assert plan.workers == shape.workers
-        placement = run.placement
-        assert (len(placement.stages), placement.replicas, run.pipeline.micro_batches) == (
-            shape.stages,
-            shape.replicas,
-            shape.micro_batches,
-        )
-        assert base.may_compress(run.sync.codec) == bool(codec_choices[candidate.codec].codecs)
-        assert run.pipeline.schedule == candidate.schedule
-        assert run.inputs == plan.inputs
 
 
 def refused(world: World, text: str) -> str:
