@@ -36,14 +36,6 @@ def test_the_gap_between_steps_is_waiting_for_data():
     assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
 
 
-def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
-    clock = StepClock()
-    first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
-    assert (first.compute_ms, first.exposed_sync_ms, first.step_ms) == pytest.approx((500.0, 100.0, 600.0))
-    second, _ = clock.divide(busy(1.7, 2.0), 0.0)
-    assert (second.data_ms, second.step_ms) == pytest.approx((100.0, 400.0))
-
-
 def test_what_sums_outlast_is_exposed_and_no_computation():
     clock = StepClock()
     spans = step(0.0, ("compute", "0B0", 0, 100), ("sync", "0SYNC0", 60, 130), ("compute", "0STEP", 130, 140))
@@ -63,16 +55,6 @@ def test_evaluation_and_checkpoints_are_no_waiting_for_data():
     assert times.data_ms == pytest.approx(600 - 250 - 100)
     later, _ = clock.divide(busy(3.5, 4.0), 0.0)
     assert later.data_ms == pytest.approx(500)
-
-
-def test_time_away_while_the_lanes_worked_is_not_counted_against_data():
-    now = iter([1.0, 1.95])  # away until the lanes had been idle for 50 ms
-    clock = StepClock(lambda: next(now))
-    with clock.away():
-        pass
-    clock.divide(busy(1.0, 1.9), 0.0)
-    times, _ = clock.divide(busy(2.0, 2.5), 0.0)
-    assert times.data_ms == pytest.approx(50)
 
 
 def test_receives_that_waited_during_the_step_before_are_cut():
@@ -132,16 +114,6 @@ def test_the_bubble_is_that_of_the_textbook(stages, micro_batches, replicas):
     assert figures["bubble"] == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-4)
 
 
-def test_other_clocks_do_not_change_it():
-    assert combined(shares(2, 4, ahead=(0.0, 123.0)), 1) == combined(shares(2, 4), 1)
-
-
-def test_means_over_workers_and_medians_over_steps():
-    figures = combined(shares(3, 2), 1)
-    assert figures["bytes_sent"] == 100.0
-    assert "compute_ms" not in figures, "there is no step that it could be a part of"
-
-
 _MILLISECONDS = st.floats(0.0, 1e4)
 
 
@@ -169,16 +141,6 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
         assert parts == []
 
 
-def test_a_part_is_a_share_of_its_own_workers_step():
-    found = []
-    for compute, exposed in ((30.0, 10.0), (10.0, 30.0)):  # the faster one waits for the slower one
-        timings = Timings()
-        timings.add(StepTimes(compute, exposed, 0.0), 0, NOTHING)
-        found.append(timings.share())
-    assert combined(found, 1, 40.0)["exposed_sync_ms"] == 20.0
-    assert combined(found[:1], 1, 40.0)["exposed_sync_ms"] == 10.0
-
-
 def test_overlap_is_what_did_not_outlast_computation():
     costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5),),), replicas=2, sync_link=Link(8.0))
     timeline = simulate(_accumulate(), costs).timeline
@@ -195,17 +157,6 @@ def _accumulate():
     return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
 
 
-def test_what_was_not_recorded_is_not_told():
-    timings = Timings()
-    timings.add(StepTimes(5.0, 0.0, 1.0), 7, NOTHING)
-    assert combined([timings.share(), Timings().share()], 2, 6.0) == {
-        "compute_ms": 5.0,
-        "exposed_sync_ms": 0.0,
-        "data_ms": 1.0,
-        "bytes_sent": 7,
-    }
-
-
 def test_the_first_steps_count_only_where_there_are_no_others():
     timings = Timings()
     for number in range(6):
@@ -216,15 +167,6 @@ def test_the_first_steps_count_only_where_there_are_no_others():
     few = Timings()
     few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
     assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)
-
-
-def test_a_step_that_takes_long_counts_in_the_rate_and_in_what_was_sent():
-    timings = Timings()
-    assert timings.steps_per_second() is None
-    for number in range(11):
-        timings.add(StepTimes(10.0, 200.0 if number == 10 else 0.0, 0.0), 800 if number == 10 else 0)
-    assert timings.steps_per_second() == pytest.approx(8 / 0.28)
-    assert timings.share().medians["bytes_sent"] == 100
 
 
 def test_a_mean_step_counts_the_few_that_exchange():
