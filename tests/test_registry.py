@@ -20,26 +20,6 @@ def fruits():
     return registry
 
 
-def test_an_entry_is_found_by_its_name(fruits):
-    assert fruits.get("pear") == "P"
-    assert "pear" in fruits
-    assert "plum" not in fruits
-
-
-def test_names_and_descriptions_come_in_alphabetical_order(fruits):
-    assert list(fruits) == ["apple", "pear"]
-    assert list(fruits.describe().items()) == [("apple", "red"), ("pear", "green")]
-
-
-def test_a_decorated_thing_stays_what_it_is(fruits):
-    @fruits.register("quince", "yellow")
-    def make():
-        return "Q"
-
-    assert make() == "Q"
-    assert fruits.get("quince") is make
-
-
 def test_an_unknown_name_is_answered_with_the_near_ones(fruits):
     with pytest.raises(UsageError) as caught:
         fruits.get("peer")
