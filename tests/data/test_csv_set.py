@@ -80,7 +80,6 @@ def test_several_labels_become_float_targets(root: Path, header: str, rows: tupl
     [
         ("file,label", "images/0.png,a", "has no column 'path'; it has file, label"),
         ("path,label", "images/0.png,", "line 2 of train.csv has no label"),
-        ("path,label", ",a", "line 2 of train.csv has no path"),
         ("path,label,split", "images/0.png,a,dev", "line 2 of train.csv has the split 'dev'"),
         ("path,a,b", "images/0.png,1,2", "line 2 of train.csv has '2' in the column 'b'"),
     ],

@@ -20,16 +20,12 @@ from hybridpar.errors import DataError, UsageError
 datasets = pytest.importorskip("datasets")
 
 
-def rows(count: int, **columns: list) -> dict[str, list]:
-    return {"picture": [Image.new("RGB", (20, 20), (number * 9, 1, 2)) for number in range(count)], **columns}
-
-
 def saved(root: Path, feature: object, *, column: str = "label", **parts: list) -> Path:
     features = datasets.Features({"picture": datasets.Image(), column: feature})
-    made = {
-        part: datasets.Dataset.from_dict(rows(len(labels), **{column: labels}), features=features)
-        for part, labels in parts.items()
-    }
+    made = {}
+    for part, labels in parts.items():
+        pictures = [Image.new("RGB", (20, 20), (number * 9, 1, 2)) for number in range(len(labels))]
+        made[part] = datasets.Dataset.from_dict({"picture": pictures, column: labels}, features=features)
     datasets.DatasetDict(made).save_to_disk(str(root))
     return root
 

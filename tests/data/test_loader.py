@@ -42,24 +42,12 @@ def file_data(tmp_path_factory):
 def memory_data():
     """Random images in memory, with shifts and mirrors; each sample's label is its index."""
     generator = torch.Generator().manual_seed(0)
-    train, test = (
-        MemoryImages(
-            torch.randint(0, 256, (samples, 3, 8, 8), dtype=torch.uint8, generator=generator),
-            torch.arange(samples),
-            pad=2,
-            flip=True,
-        )
-        for samples in (SAMPLES, TESTED)
-    )
-    return ImageData(
-        name="random",
-        class_names=tuple(map(str, range(SAMPLES))),
-        sample_shape=(3, 8, 8),
-        train=train,
-        test=test,
-        mean=(0.5, 0.4, 0.3),
-        std=(0.2, 0.3, 0.4),
-    )
+    parts = []
+    for samples in (SAMPLES, TESTED):
+        images = torch.randint(0, 256, (samples, 3, 8, 8), dtype=torch.uint8, generator=generator)
+        parts.append(MemoryImages(images, torch.arange(samples), pad=2, flip=True))
+    facts = {"name": "random", "class_names": tuple(map(str, range(SAMPLES))), "sample_shape": (3, 8, 8)}
+    return ImageData(**facts, train=parts[0], test=parts[1], mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 
 
 @pytest.fixture(params=["memory", "files"])
@@ -67,17 +55,9 @@ def data(request):
     return request.getfixturevalue(f"{request.param.removesuffix('s')}_data")
 
 
-def train_batches(data, workers=1, micro_batches=1, rank=0, batch_size=24, seed=5, loader_workers=0, **options):
-    return TrainBatches(
-        data,
-        seed=seed,
-        batch_size=batch_size,
-        rank=rank,
-        workers=workers,
-        micro_batches=micro_batches,
-        loader_workers=loader_workers,
-        **options,
-    )
+def train_batches(data, workers=1, micro_batches=1, rank=0, **options):
+    layout = {"workers": workers, "micro_batches": micro_batches, "rank": rank}
+    return TrainBatches(data, **{"seed": 5, "batch_size": 24, "loader_workers": 0, **layout, **options})
 
 
 def read_steps(data, workers, micro_batches, epoch=0, **options):
@@ -228,15 +208,8 @@ def numbered_files(root, samples, augment):
     paths = [f"{number:03d}.png" for number in range(samples)]
     write_images(root, paths)
     source = FileImages(root, paths, range(samples), augment=augment, prepare=augment)
-    return ImageData(
-        name="numbered",
-        class_names=tuple(paths),
-        sample_shape=(3, 20, 24),
-        train=source,
-        test=source,
-        mean=(0.0,) * 3,
-        std=(1.0,) * 3,
-    )
+    facts = {"name": "numbered", "class_names": tuple(paths), "sample_shape": (3, 20, 24)}
+    return ImageData(**facts, train=source, test=source, mean=(0.0,) * 3, std=(1.0,) * 3)
 
 
 def to_pixels(image):

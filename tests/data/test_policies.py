@@ -12,14 +12,14 @@ from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.data import TestBatches, TrainBatches, load_dataset
+from hybridpar.data import TestBatches, load_dataset
 from hybridpar.data.decode import RandomCrop
 from hybridpar.data.policies import TimmPolicy
 from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import AugmentKey, cut_epoch, epoch_order, repeated
 from hybridpar.data.sources import imagenet_transforms
 from hybridpar.errors import UsageError
-from tests.data.test_loader import read_steps, same
+from tests.data.test_loader import read_steps, same, train_batches
 
 MEAN = (0.485, 0.456, 0.406)
 LINEAR, CUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
@@ -70,7 +70,7 @@ def test_test_images_are_cut_out_by_the_crop_ratio():
 @pytest.mark.parametrize("name", ["photos", "digits"])
 def test_test_images_may_have_another_size(name):
     data = load_dataset(TrainConfig(data=name, image_size=16, test_image_size=24))
-    train = TrainBatches(data, seed=0, batch_size=8, rank=0, workers=1, micro_batches=1, loader_workers=0)
+    train = train_batches(data, batch_size=8)
     assert next(train.epoch(0)).micro_batches[0][0].shape[-2:] == (16, 16)
     assert next(iter(TestBatches(data, batch_size=4, rank=0, workers=1, loader_workers=0)))[0].shape[-2:] == (24, 24)
 

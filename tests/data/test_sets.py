@@ -199,12 +199,6 @@ def test_folder_agrees_with_image_folder(folder, test):
         assert [(str(source.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
 
 
-def test_folder_prepares_test_images_as_torchvision_weights_expect(folder):
-    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=28))
-    expected = reference.center_crop(reference.resize(Image.open(data.test.path(0)), [32]), [28])
-    assert torch.equal(data.test.load(np.array([0]), None, torch.device("cpu"))[0], reference.pil_to_tensor(expected))
-
-
 def test_folder_prefers_test_to_val(folder):
     save_image(folder / "val" / "cow" / "0.png")
     assert load_dataset(DataConfig(data="folder", data_root=folder)).class_names == ("cat", "dog")
