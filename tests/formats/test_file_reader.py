@@ -33,7 +33,6 @@ def test_no_part_of_an_error_is_long():
     [
         ("{", "not JSON: .*line 1"),
         ("1" * 5_000, "too many digits"),
-        (f'{{"a": [-{10**20}]}}', "too many digits"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"more than {MOST_DEPTH} deep"),
         ('{"a": "\\ud800"}', "no Unicode"),
     ],

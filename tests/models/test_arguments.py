@@ -15,7 +15,6 @@ from hybridpar.models import parse_arguments
         ("{a = 1}", {"a": 1}),
         ('"avg"', "avg"),
         ("a=b", "a=b"),
-        ("2024-01-01", "2024-01-01"),
         ("1\nx = 2", "1\nx = 2"),
         ("", ""),
     ],

@@ -43,7 +43,6 @@ class Plain:
     ("outputs", "auxiliary"),
     [
         (SCORES, []),
-        ([SCORES, FIRST], [FIRST]),
         ((SCORES, FEATURES), []),
         ((SCORES, None, FIRST, SECOND), [FIRST, SECOND]),
         (Named(SCORES, FIRST, SECOND), [FIRST, SECOND]),
