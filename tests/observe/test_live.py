@@ -98,20 +98,6 @@ def test_no_line_of_the_bar_is_wider_than_the_terminal_or_a_hundred_columns(info
     assert all(len(line) <= min(width, MOST_COLUMNS) for line in lines[-3:])
 
 
-def test_the_bar_is_repainted_four_times_a_second_at_most(info, make_step, clock):
-    console, stream = terminal(80)
-    progress = LiveProgress(console, clock=clock)
-    progress.start(info)
-    before = sent(stream).count("step ")
-    for step in range(1, 1001):
-        clock.now += 0.01
-        progress.step(make_step(step))
-    painted = sent(stream).count("epoch 1/2")
-    progress.close()
-    assert before >= 1
-    assert 35 <= painted <= 42
-
-
 def test_a_terminal_without_unicode_gets_an_ascii_bar(info, make_step, clock):
     console, stream = terminal(80, encoding="ascii")
     with LiveProgress(console, clock=clock) as progress:

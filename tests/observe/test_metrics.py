@@ -34,6 +34,19 @@ def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_ep
     assert epoch == {"event": "epoch", "epoch": 0, **told}
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_json_does_not_know_is_null(tmp_path, make_step, make_epoch, bad):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1, loss=bad, grad_norm=bad, step_ms=bad, lr=bad))
+        writer.write_epoch(make_epoch(0, train_loss=bad, test_loss=bad))
+    step, epoch = rows(tmp_path)
+    assert [step[key] for key in ("loss", "grad_norm", "step_ms", "lr", "images_per_second")] == [None] * 5
+    assert epoch["train_loss"] is epoch["test_loss"] is None
+    table = read_metrics(tmp_path)
+    assert math.isnan(table.steps["loss"][0])
+    assert math.isnan(table.epochs[0].train_loss)
+
+
 @given(loss=st.floats(), lr=st.floats(0, 1), skipped=st.booleans(), sent=st.integers(0, 2**50))
 def test_what_is_read_is_what_was_written(tmp_path_factory, loss, lr, skipped, sent):
     run_dir = tmp_path_factory.mktemp("run")

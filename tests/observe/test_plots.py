@@ -71,14 +71,6 @@ def test_every_odd_run_gives_a_picture(tmp_path, make_step, make_epoch, losses, 
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_a_loss_over_decades_is_drawn_on_a_log_scale(tmp_path, make_step, make_epoch, drawn):
-    write(tmp_path, make_step, make_epoch, [10 ** (-step / 20) for step in range(100)])
-    draw_loss(tmp_path)
-    write(tmp_path, make_step, make_epoch, [2 - step / 100 for step in range(100)])
-    draw_loss(tmp_path)
-    assert [figure.axes[0].get_yscale() for figure in drawn] == ["log", "linear"]
-
-
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, make_step, make_epoch, monkeypatch, capsys):
     write(tmp_path, make_step, make_epoch, [1.0])
     monkeypatch.setitem(sys.modules, "matplotlib", None)

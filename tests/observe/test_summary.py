@@ -85,13 +85,6 @@ def test_warm_up_of_a_resumed_part_is_left_out_too(info, record):
     assert [resumed[key] for key in ("steps", "epochs", "resumed_from")] == [11, 1, 5]
 
 
-def test_a_run_that_starts_from_another_runs_checkpoint_has_its_warm_up_left_out(info, record):
-    table = record([100, 100, 100, 20, 20, 20], first=101, accuracies=[0.5] * 20)
-    summary = summarize(info, table, seed=0, ended="finished", resumed_from=100)
-    assert summary["step_ms_median"] == 20
-    assert summary["steps"] == 106
-
-
 def test_an_interrupted_run_without_a_step_has_nulls_and_is_valid(info, tmp_path):
     summary = summarize(info, read_metrics(tmp_path), seed=0, ended="interrupted", versions={"tvm": "0.27"})
     SCHEMA.validate(summary)
