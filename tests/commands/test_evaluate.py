@@ -46,7 +46,6 @@ def test_files_are_written_once_and_replaced_with_force(run_dir, tmp_path, capsy
         (["nowhere"], "there is no run"),
         (["RUN", "--workers", "0"], "at least 1"),
         (["RUN", "--weights", "ema"], "no moving average"),
-        (["RUN", "--data", "no-such-data"], "unknown data set"),
     ],
 )
 def test_a_wrong_request_is_refused(run_dir, words, told, capsys):

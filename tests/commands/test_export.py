@@ -75,14 +75,14 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "words", "told"),
+    ("name", "words", "told"),
     [
-        ("torch-export", "net.pt", [], "ends in .pt2"),
-        ("torch-export", "net.pt2", ["--images", "nowhere"], "there is no nowhere"),
-        ("torch-export", "net.pt2", ["--model", "nothing"], "unknown model"),
+        ("net.pt", [], "ends in .pt2"),
+        ("net.pt2", ["--images", "nowhere"], "there is no nowhere"),
+        ("net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )
-def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, form, name, words, told, capsys):
-    assert export(run_dir, tmp_path / name, *words, form=form) == 2
+def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, name, words, told, capsys):
+    assert export(run_dir, tmp_path / name, *words) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

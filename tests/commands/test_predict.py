@@ -92,7 +92,6 @@ def test_with_binary_cross_entropy_each_class_has_a_probability_of_its_own(tmp_p
         (["RUN", "nowhere.png"], "there is no nowhere.png"),
         (["RUN", "EMPTY"], "there is no image in"),
         (["RUN", "IMAGE", "--top", "0"], "at least 1"),
-        (["nowhere", "IMAGE"], "there is no run"),
     ],
 )
 def test_a_wrong_request_is_refused(run_dir, images, tmp_path, words, told, capsys):

@@ -99,7 +99,6 @@ def test_a_plan_without_a_schedule_is_printed_but_not_drawn(tmp_path):
     ("name", "text", "said"),
     [
         ("missing.json", None, "cannot read"),
-        ("a.json", "[1]", "not a plan"),
         ("a.csv", "0F0,0B0\n0F1,0B1\n", "stands on lanes 0 and 1"),
         ("a.json", '{"traceEvents": []}', "not a trace of hybridpar"),
         ("missing.csv", None, "cannot read"),

@@ -99,15 +99,6 @@ def test_a_model_of_norms_alone_has_them_measured(call, tmp_path):
     assert f"0 searches done, {len(call.norms.asked)} were done before" in call(*options)[2]
 
 
-def test_shapes_of_norms_may_stand_among_others(call, tmp_path):
-    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6 # a norm\n")
-    code, table, _ = call("--shapes", "shapes.txt", "--threads", "1", "--draw", "k.png", "-o", "k.jsonl")
-    assert code == 0
-    assert call.norms.asked == [NormShape(25088, 96, "relu6")]
-    assert table.count(SHAPE) == 3
-    assert max(call.norms.seconds) <= 1.5
-
-
 @pytest.mark.parametrize("options", ["--workers 2 --micro-batches 2 --batch-size 32", "--memory-format contiguous"])
 def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     small = "--data synthetic --image-size 8 --synthetic-samples 64"
@@ -168,17 +159,14 @@ def test_without_a_compiler_it_says_so(tmp_path):
         (["--shapes", "no_database"], ["no_database, line 1", "'no shape' is not a shape"]),
         (["--shapes", "small", "--budget", "1s"], ["too short to try one candidate", "--budget"]),
         (["--shapes", "small", "--budget", "soon"], ["'soon' is not a time", "10m"]),
-        (["--shapes", "small", "--threads", "0"], ["--threads is 0"]),
         (["--shapes", "small", "-o", "no/where.jsonl"], ["there is no directory"]),
         (["--shapes", "small", "-o", "no_database"], ["is not a kernel database", "or a new one for"]),
-        (["--shapes", "small", "--draw", "k.txt"], ["--draw k.txt"]),
         (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
         (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution, and no BatchNorm", "mobilenet_v2"]),
         (["--shapes", "norm"], ["norm, line 1", "'4x4 gelu' is no shape of a norm"]),
         (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
         (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
         (["mobilenet_v2", "--for", "--data cifer10"], ["unknown data set 'cifer10'"]),
-        (["mobilenet_v2", "--for", "--wrokers 2"], ["--workers"]),
     ],
 )
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
