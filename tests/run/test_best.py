@@ -17,7 +17,7 @@ from hybridpar.run.best import MetricRule, keep_rule, stop_rule
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
-from tests.runs import assert_same_state, check_run, train, train_rank
+from tests.runs import check_run, train, train_rank
 
 
 def epochs_of(*accuracies: float, losses: tuple[float, ...] = ()) -> list[EpochRecord]:
@@ -92,9 +92,3 @@ def test_all_workers_stop_early_at_the_same_step(tmp_path: Path):
     early = check_run(tmp_path / "early")["steps"]
     assert early < 54
     assert early % 6 == 0
-
-
-def test_what_is_watched_changes_nothing(tmp_path: Path):
-    train(tmp_path / "one", "dropping")
-    train(tmp_path / "other", "dropping", keep_best="train_loss:3", stop_early="train_loss:9")
-    assert_same_state(tmp_path / "one", tmp_path / "other")

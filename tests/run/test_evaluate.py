@@ -7,18 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import UsageError
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.evaluation import Evaluation
 from tests.ranks import run_ranks
-from tests.runs import check_run, restored_modes, train, train_rank
-from tests.small_nets import plain
+from tests.runs import check_run, restored_modes, train_rank
 
 
 @pytest.fixture(scope="module")
@@ -108,30 +106,6 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
     assert run_ranks(evaluated_file_on_rank, 2, file)[0] == same.accuracy  # sent by worker 0
     assert same.images == 256  # another number of samples, as nothing says how many the run had
     assert raw.classes == same.classes
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [({"model": "squeezenet1_1"}, "is not of"), ({"weights": "ema"}, "no moving")],
-)
-def test_another_model_and_weights_that_are_not_there_are_refused(tmp_path, options, problem):
-    train(tmp_path, steps=1)
-    with pytest.raises((CheckpointError, UsageError), match=problem):
-        load_trained(find_trained(str(tmp_path), TrainedOptions(**options)), 10)
-
-
-def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, caplog):
-    for number in range(6):
-        for part in ("train", "test"):
-            folder = tmp_path / part / "ab"[number % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (40 * number,) * 3).save(folder / f"{number}.png")
-    (tmp_path / "test" / "b" / "3.png").write_bytes(b"damaged")
-    torch.save(plain(2).state_dict(), tmp_path / "weights.pt")
-    options = {"model": "tests.small_nets:plain", "data": "folder", "data_root": tmp_path, "image_size": 8}
-    _, result = evaluated(tmp_path / "weights.pt", **options)
-    assert (result.images, result.unreadable, result.images_of_class.tolist()) == (5, 1, [3, 2])
-    assert "3.png" in caplog.text
 
 
 def test_of_several_classes_each_is_right_by_itself():

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 
-import pytest
-
-from hybridpar.errors import UsageError
 from hybridpar.observe import write_timeline
 from hybridpar.observe.page import page_json
-from hybridpar.run.page_data import check_runs, page_data
+from hybridpar.run.page_data import page_data
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run
 
@@ -110,11 +107,3 @@ def test_damaged_files_are_named_and_left_out(tmp_path):
     assert "plan.json" in told["notes"][0]
     assert "compress.csv cannot be read" in sections(told)["gradients"][-1]["text"]
     assert "plan" not in sections(told)
-
-
-def test_what_is_no_run_or_named_twice_is_refused(tmp_path):
-    run = a_run(tmp_path / "a", 1)
-    with pytest.raises(UsageError, match="not the directory of a run"):
-        check_runs([run, tmp_path])
-    with pytest.raises(UsageError, match="named twice"):
-        check_runs([run, tmp_path / "." / "a"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -64,17 +63,6 @@ def test_deterministic_is_asked_of_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     train(tmp_path, steps=1, deterministic=True)
     assert asked[0] is True
-
-
-def test_the_learning_rate_in_the_metrics_is_the_schedule(straight):
-    rates = read_metrics(straight).steps["lr"]
-    assert rates[:6] == pytest.approx([0.05 * step / 6 for step in range(1, 7)])
-    assert all(earlier > later for earlier, later in itertools.pairwise(rates[6:]))
-
-
-def test_steps_end_a_run_within_an_epoch(tmp_path):
-    assert train(tmp_path, steps=4) == 0
-    assert check_run(tmp_path, steps=4)["epochs"] == 0
 
 
 def refused(world, directory, options):

@@ -146,12 +146,6 @@ def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, de
     assert str(config.timeline) in caught.value.what
 
 
-def test_it_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UsageError, match="no directory"):
-        train(tmp_path / "run", timeline=tmp_path / "nowhere" / "trace.json", **PIPELINE)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     def full(path, timeline):
         raise RunDirectoryError(f"cannot write {path}: No space left on device")

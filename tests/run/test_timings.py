@@ -36,6 +36,14 @@ def test_the_gap_between_steps_is_waiting_for_data():
     assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
 
 
+def test_an_exchange_after_a_step_is_exposed_and_no_waiting_for_data():
+    clock = StepClock()
+    first, _ = clock.divide(busy(1.0, 1.5), 0.0, 100.0)
+    assert (first.compute_ms, first.exposed_sync_ms, first.step_ms) == pytest.approx((500.0, 100.0, 600.0))
+    second, _ = clock.divide(busy(1.7, 2.0), 0.0)
+    assert (second.data_ms, second.step_ms) == pytest.approx((100.0, 400.0))
+
+
 def test_what_sums_outlast_is_exposed_and_no_computation():
     clock = StepClock()
     spans = step(0.0, ("compute", "0B0", 0, 100), ("sync", "0SYNC0", 60, 130), ("compute", "0STEP", 130, 140))
@@ -55,6 +63,16 @@ def test_evaluation_and_checkpoints_are_no_waiting_for_data():
     assert times.data_ms == pytest.approx(600 - 250 - 100)
     later, _ = clock.divide(busy(3.5, 4.0), 0.0)
     assert later.data_ms == pytest.approx(500)
+
+
+def test_time_away_while_the_lanes_worked_is_not_counted_against_data():
+    now = iter([1.0, 1.95])  # away until the lanes had been idle for 50 ms
+    clock = StepClock(lambda: next(now))
+    with clock.away():
+        pass
+    clock.divide(busy(1.0, 1.9), 0.0)
+    times, _ = clock.divide(busy(2.0, 2.5), 0.0)
+    assert times.data_ms == pytest.approx(50)
 
 
 def test_receives_that_waited_during_the_step_before_are_cut():
@@ -92,18 +110,18 @@ def combined(found, replicas, step_ms=None):
     return combine(found, [range(replica, len(found), replicas) for replica in range(replicas)], step_ms)
 
 
-def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
+def shares(positions, micro_batches, replicas):
     layout = place_stages(positions, positions)
     program = lower(make("gpipe", ScheduleRequest(layout, micro_batches)), layout, [1] * positions)
-    costs = costs or Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
+    costs = Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
     timeline = simulate(program, costs).timeline
     found = []
     for rank in range(positions * replicas):
-        timings, skew = Timings(), ahead[rank] if ahead else 0.0
+        timings = Timings()
         for number in range(5):
             mine = tuple(span for span in timeline if span.worker == rank // replicas)
-            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number + skew, mine))
-        found.append(timings.share(skew))
+            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number, mine))
+        found.append(timings.share())
     return found
 
 
