@@ -134,9 +134,8 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
     [
         (4, {"compress": "onebit", "optimizer": "adamw", "lr": 0.01}),
         (4, {"compress": "powersgd:rank=2", "amp": "bf16", "batch_norm": "local"}),
-        (4, {"amp": "bf16", "clip_norm": 1.0, "batch_norm": "sync"}),
-        (4, {"shard_optimizer": True, "model_ema": True, "optimizer": "adamw", "lr": 0.01}),
-        (2, {"amp": "fp16"}),
+        (4, {"shard_optimizer": True, "model_ema": True, "optimizer": "adamw", "lr": 0.01, "batch_norm": "sync"}),
+        (2, {"amp": "fp16", "clip_norm": 1.0}),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(value),
 )

@@ -15,10 +15,7 @@ from hybridpar import Trainer
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, TrainingError, UsageError
-from hybridpar.lanes import Lanes
 from hybridpar.optim.build import build_optimizer
-from hybridpar.planner import planned_run
-from hybridpar.planner.resolve import resolve
 from hybridpar.train.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
 from tests.small_nets import SmallNet
@@ -182,14 +179,6 @@ def test_the_users_own_optimizer_and_loss_are_used():
 def test_parameters_of_another_model_are_refused():
     with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
-
-
-def test_a_batch_smaller_than_its_micro_batches_is_refused():
-    with Trainer(make_model(), config=TrainConfig(micro_batches=4)) as trainer:
-        with pytest.raises(UsageError) as caught:
-            trainer.step(make_batch(samples=3))
-    assert caught.value.what == "a batch of 3 samples cannot be divided into 4 micro-batches"
-    assert caught.value.fix
 
 
 def test_fit_trains_and_evaluates_every_epoch():
@@ -375,33 +364,3 @@ def test_a_bad_step_is_rolled_back_where_there_were_no_samples_too(options, shar
 
 def spoiled(world, options, steps, kinds):
     return training.train_rank(world, options, steps, **kinds)
-
-
-# ------------------------------------------------------------------------------------------------- another plan
-
-
-def test_a_trainer_goes_on_by_a_plan_that_is_found_between_its_steps(monkeypatch):
-    plan = resolve(TrainConfig(memory_format="channels_last"), 1)
-
-    def search(model, world, question, announce):
-        for _ in range(2):
-            torch.rand(3)
-            yield
-        return plan, ("plan     as it was written",)
-
-    monkeypatch.setattr(planned_run, "_search_in_parts", search)
-    config = TrainConfig(momentum=0.9, lr=0.05, model_ema=True)
-    options: dict[str, Any] = {"total_steps": 200, "example": make_batch()[0]}
-    losses = []
-    for asked in (dataclasses.replace(config, plan="none"), config):
-        with Trainer(make_model(dropout=0.2), config=asked, **options) as trainer:
-            losses.append([trainer.step(make_batch(step)).loss for step in range(8)])
-            with trainer.averaged():
-                losses[-1].append(float(sum(one.double().sum() for one in trainer.model.parameters())))
-    assert trainer.plan.channels_last
-    assert losses[0][:3] == losses[1][:3]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-    with Trainer(make_model(), config=config, lanes=Lanes(torch.device("cpu")), **options) as trainer:
-        assert trainer.plan.channels_last, "lanes that are others' stay as they are, so the plan comes first"
-        with pytest.raises(UsageError, match="with lanes that were given"):
-            trainer.adopt(trainer.planned)
