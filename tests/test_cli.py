@@ -108,9 +108,6 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], ["unknown model 'resnet19'", "resnet18"]),
-        (["resnet18", "--data", "cifer10"], ["unknown data set 'cifer10'", "cifar10"]),
-        (["no_module:net"], ["cannot import 'no_module'", "current directory"]),
         (["tests.small_nets:plane"], ["no factory 'plane'", "Did you mean plain"]),
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
@@ -132,7 +129,6 @@ def test_a_wrong_request_exits_with_2(call, arguments, said, tmp_path):
     ("arguments", "said"),
     [
         (["train", "resnet18", "--epoch", "3"], "--epochs"),
-        (["train", "resnet18", "--optimizer", "sdg"], "sgd"),
         (["train", "resnet18", "--lr", "fast"], "fast"),
         (["train"], "MODEL"),
         (["trane", "resnet18"], "train"),
@@ -191,9 +187,6 @@ def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
 def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert call(*small_arguments(tmp_path / "run"))[0] == 0
     newest = tmp_path / "run" / "checkpoints" / "step-12"
-    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", model="tests.small_nets:wide"))
-    assert code == 2
-    assert_one_error(error, "is of another model", "body.0.weight is (8, 3, 3, 3) there and (12, 3, 3, 3) here")
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", "--optimizer=adamw"))
     assert code == 2
     assert_one_error(error, "state of SGD, this run uses AdamW")
@@ -292,7 +285,7 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], "unknown model 'resnet19'"),
+        (["resnet19"], "unknown model 'resnet19'\nDid you mean resnet18"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
     ],

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import hybridpar
-from hybridpar.data import DATA_SETS
 from hybridpar.errors import UsageError
 from hybridpar.registry import Registry, names_in_source
 
@@ -39,8 +35,3 @@ def test_names_are_read_from_the_source_without_an_import(tmp_path):
         "@KINDS.register()\ndef second(): ...\n@OTHER.register('third')\ndef third(): ...\n"
     )
     assert names_in_source(tmp_path, "KINDS.register") == {"first", "second"}
-
-
-def test_all_data_sets_of_the_package_are_found_in_its_source():
-    own = set(names_in_source(Path(hybridpar.__file__).parent / "data", "DATA_SETS.register"))
-    assert {"digits", "cifar10", "synthetic", "folder"} <= own <= set(DATA_SETS)
