@@ -84,11 +84,6 @@ def fixed() -> nn.Module:
     return SmallNet(1000)
 
 
-def by_keyword(**options: int) -> nn.Module:
-    """A factory as in timm, which takes the number of classes among others."""
-    return SmallNet(**{"num_classes": 1000, **options})
-
-
 def broken(num_classes: int = 10) -> nn.Module:
     """A factory with a bug."""
     return nn.Linear(num_classes, torch.zeros(3)[7])  # type: ignore[arg-type]

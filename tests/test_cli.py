@@ -14,12 +14,10 @@ from dataclasses import fields
 import pytest
 from PIL import Image
 
-from hybridpar import __version__
 from hybridpar.cli import main
 from hybridpar.commands import COMMANDS, HELP_ALL
-from hybridpar.commands.train import GROUPS, SHOWN, NodeOptions, Train
+from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
-from hybridpar.config.files import FileOptions
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank
@@ -47,16 +45,6 @@ def assert_one_error(error: str, *said: str) -> None:
     assert "Traceback" not in error
     for part in said:
         assert part in error
-
-
-def test_the_version_is_told(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"hybridpar {__version__}\n"
-
-
-def test_a_command_that_is_misspelt_is_guessed(capsys):
-    assert main(["trian", "resnet18"]) == 2
-    assert_one_error(capsys.readouterr().err, "unknown command 'trian'", "Did you mean train?")
 
 
 def help_of(command: list[str], capsys, option: str = "--help") -> str:
@@ -97,12 +85,6 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     assert "None" not in full, "a default that is no value says nothing"
 
 
-def test_every_option_of_train_is_in_one_group(capsys):
-    groups = [*GROUPS.values(), (FileOptions,), (NodeOptions,)]
-    inside = [field.name for bases in groups for base in bases for field in fields(base)]
-    assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
-
-
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
 def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
@@ -126,9 +108,6 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], ["unknown model 'resnet19'", "resnet18"]),
-        (["resnet18", "--data", "cifer10"], ["unknown data set 'cifer10'", "cifar10"]),
-        (["no_module:net"], ["cannot import 'no_module'", "current directory"]),
         (["tests.small_nets:plane"], ["no factory 'plane'", "Did you mean plain"]),
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
@@ -150,7 +129,6 @@ def test_a_wrong_request_exits_with_2(call, arguments, said, tmp_path):
     ("arguments", "said"),
     [
         (["train", "resnet18", "--epoch", "3"], "--epochs"),
-        (["train", "resnet18", "--optimizer", "sdg"], "sgd"),
         (["train", "resnet18", "--lr", "fast"], "fast"),
         (["train"], "MODEL"),
         (["trane", "resnet18"], "train"),
@@ -163,7 +141,7 @@ def test_a_command_line_that_cannot_be_read_exits_with_2(call, arguments, said):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("data", ["cifar10", "cifar100", "caltech101", "folder"])
+@pytest.mark.parametrize("data", ["cifar10", "folder"])
 def test_missing_data_exits_with_2(call, tmp_path, data):
     code, error = call("train", "resnet18", "--data", data, "--data-root", str(tmp_path / "nowhere"))
     assert code == 2
@@ -172,8 +150,7 @@ def test_missing_data_exits_with_2(call, tmp_path, data):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("loaders", ["0", "1"])
-def test_damaged_images_are_named_and_end_nothing(call, tmp_path, loaders, caplog):
+def test_damaged_images_are_named_and_end_nothing(call, tmp_path, caplog):
     for part in ("train", "test"):
         for label in ("cat", "dog"):
             folder = tmp_path / "photos" / part / label
@@ -186,20 +163,13 @@ def test_damaged_images_are_named_and_end_nothing(call, tmp_path, loaders, caplo
     with contextlib.redirect_stdout(told):
         code, _ = call(
             *small_arguments(tmp_path / "run", "--data=folder", f"--data-root={tmp_path / 'photos'}"),
-            *("--batch-size=4", f"--loader-workers={loaders}"),
+            *("--batch-size=4", "--loader-workers=1"),
         )
     assert code == 0
     assert "8 training and 8 test images, 2 classes, 8x8\n" in told.getvalue()
     assert "the accuracy is over 7 of 8 test images" in told.getvalue()
     for part in ("train", "test"):
         assert f"{part}/dog/2.png" in caplog.text
-
-
-def test_a_run_directory_that_cannot_be_written_exits_with_2(call, tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    code, error = call(*small_arguments(tmp_path / "file" / "run"))
-    assert code == 2
-    assert_one_error(error, str(tmp_path / "file" / "run"), "--run-dir")
 
 
 def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
@@ -217,9 +187,6 @@ def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
 def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert call(*small_arguments(tmp_path / "run"))[0] == 0
     newest = tmp_path / "run" / "checkpoints" / "step-12"
-    code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", model="tests.small_nets:wide"))
-    assert code == 2
-    assert_one_error(error, "is of another model", "body.0.weight is (8, 3, 3, 3) there and (12, 3, 3, 3) here")
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", "--optimizer=adamw"))
     assert code == 2
     assert_one_error(error, "state of SGD, this run uses AdamW")
@@ -278,31 +245,21 @@ def test_a_port_in_use_is_named(call, monkeypatch):
     assert_one_error(error, f"127.0.0.1:{port}", "in use", "another MASTER_PORT")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train", "resnet18", "--workers", "2"], "training resnet18 on digits, 2 workers, in runs/resnet18-digits\n"),
-        (
-            ["train", "my.nets:a", "--workers", "1"],
-            "training my.nets:a on digits, 1 worker, in runs/my.nets-a-digits\n",
-        ),
-    ],
-)
-def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, said):
+@pytest.mark.parametrize(("workers", "said"), [("2", "2 workers"), ("1", "1 worker")])
+def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, workers, said):
     """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
-    (tmp_path / "my").mkdir()
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
         "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
         "train.launch_workers = train.prepare_worker = started\n"
-        f"cli.main({arguments})"
+        f"cli.main(['train', 'resnet18', '--workers', '{workers}'])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (7, "False\n")
-    assert said in done.stdout
+    assert f"training resnet18 on digits, {said}, in runs/resnet18-digits\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -328,12 +285,9 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], "unknown model 'resnet19'"),
-        (["no_module:net"], "cannot import 'no_module'"),
+        (["resnet19"], "unknown model 'resnet19'\nDid you mean resnet18"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
-        (["resnet18", "--checkpoint-every", "often"], "often"),
-        (["resnet18", "--lr", "-1"], "--lr is -1"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):
@@ -373,7 +327,6 @@ def too_small(world, options):
         ({"batch_size": 5}, "Use --batch-size 6 or more"),
         ({"batch_size": 8, "micro_batches": 2}, "Use --batch-size 12 or more"),
         ({"synthetic_samples": 5}, "Use at most 2 workers"),
-        ({"synthetic_samples": 2}, "Use at most 1 worker "),
     ],
 )
 def test_too_many_workers_are_told_what_works(options, said):

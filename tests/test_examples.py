@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import math
 import os
 import re
-import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks.rig.table import check_csv
 from hybridpar.comm.world import World
 from hybridpar.commands import find_command
 from hybridpar.commands.train import Train, check_names
@@ -76,17 +73,6 @@ def test_loops_of_ones_own_on_two_workers(tmp_path: Path) -> None:
     assert saved["codec"]["codec"] == "onebit:warmup=10"
 
 
-def test_own_loop_learns_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    try:
-        assert load(ROOT / "examples/own_loop.py").train(epochs=4, samples=640) > 0.5
-    finally:
-        for name in ("own_loop", "user_model"):
-            sys.modules.pop(name, None)
-
-
 def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -> None:
     script = str(ROOT / "scripts/train_resnet.py")
     options = ["--data", "synthetic", "--synthetic-samples", "40", "--image-size", "16", "--batch-size", "20"]
@@ -98,37 +84,9 @@ def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -
     assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic", 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "passed_on"),
-    [
-        ([], ["train", "resnet18"]),
-        (["--lr", "0.1"], ["train", "resnet18", "--lr", "0.1"]),
-        (["resnet34", "--lr", "0.1"], ["train", "resnet34", "--lr", "0.1"]),
-    ],
-)
-def test_train_resnet_puts_a_model_first(
-    given: list[str], passed_on: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr("hybridpar.cli.main", lambda arguments: seen.append(arguments) or 7)
-    monkeypatch.setattr(sys, "argv", ["train_resnet.py", *given])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(ROOT / "scripts/train_resnet.py"), run_name="__main__")
-    assert (seen, left.value.code) == ([passed_on], 7)
-
-
 @pytest.fixture(scope="module")
 def gpu_check() -> ModuleType:
     return load(ROOT / "scripts/gpu_check.py")
-
-
-def test_gpu_check_without_a_gpu_says_so(
-    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
-    assert gpu_check.main() == 3
-    assert capsys.readouterr().out == "torch sees no GPU here: nothing was checked\n"
 
 
 def test_gpu_check_finds_equal_devices_equal(gpu_check: ModuleType) -> None:
@@ -165,29 +123,6 @@ def test_gpu_check_compares_with_a_plain_step_that_does_the_same(gpu_check: Modu
         states.append(model.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], msg=name)
-
-
-def test_gpu_check_times_both_in_one_table(gpu_check: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "results/steps.csv"
-    gpu_check.time_steps("examples.user_model:small_net", 4, 16, gpu_check.EQUAL["sgd"], CPU, path)
-    rows = check_csv(path)
-    assert [(row.method, row.baseline, row.setting) for row in rows] == [
-        ("plain loop", "plain loop", "examples.user_model:small_net, 16x16, batch 4, fp32"),
-        ("hybridpar", "plain loop", "examples.user_model:small_net, 16x16, batch 4, fp32"),
-    ]
-    assert all(row.extra["images_per_second"] > 0 for row in rows)
-
-
-def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "results/checks.csv"
-    check = gpu_check.Check("equal", 1.23456e-5, 1e-3, True)
-    gpu_check.write_checks([check], path, "H100")
-    gpu_check.write_checks([check, check], path, "H100")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["device"], row["check"], row["value"], row["passed"]) for row in rows] == [
-        ("H100", "equal", "1.23e-05", "True")
-    ] * 3
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from hybridpar.errors import PlanError
 from hybridpar.plan import (
@@ -52,12 +51,9 @@ FULL = Plan(
 )
 
 
-@pytest.mark.parametrize(
-    "plan", [FULL, trivial_plan(MODEL), trivial_plan(MODEL, replicas=3, device="cuda", sync=Sync())]
-)
-def test_a_plan_survives_the_disk(tmp_path, plan):
-    plan.save(tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json") == plan
+def test_a_plan_survives_the_disk(tmp_path):
+    FULL.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == FULL
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -96,14 +92,9 @@ def test_the_text_is_stable_so_that_plans_can_be_compared():
     assert parse_plan(shuffled).to_json() == text
 
 
-def test_absent_sections_and_values_are_left_out():
-    data = json.loads(trivial_plan(MODEL).to_json())
-    assert data.keys() == {"version", "model", "partition", "placement"}
-    assert "null" not in trivial_plan(MODEL).to_json()
-
-
 def test_the_format_of_version_1_never_changes():
     # Plans on disk are read by later versions: a change here needs a new version and a reader for this one.
+    stage = {"stage": 0, "worker": 0, "device": "cpu", "lane": 0}
     assert json.loads(trivial_plan(MODEL, ["conv1"]).to_json()) == {
         "version": 1,
         "model": {
@@ -113,11 +104,7 @@ def test_the_format_of_version_1_never_changes():
             "input": [3, 224, 224],
         },
         "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "cut": "whole"},
-        "placement": {
-            "kind": "linear",
-            "replicas": 1,
-            "stages": [{"stage": 0, "worker": 0, "device": "cpu", "lane": 0}],
-        },
+        "placement": {"kind": "linear", "replicas": 1, "stages": [stage]},
     }
 
 
@@ -133,20 +120,12 @@ def changed_in(section: str, **values: object) -> dict[str, object]:
     ("data", "said"),
     [
         (change(version=2), "has plan version 2"),
-        (change(version="1"), "has plan version '1'"),
-        (change(version=None), "has plan version None"),
         ([], "is not a plan"),
-        ({"stages": []}, "is not a plan"),
         ({"version": 1}, "model: Field required"),
         (change(stages=3), "stages: Extra inputs"),
         (changed_in("sync", bucket_byte=3), "sync.bucket_byte: Extra inputs"),
         (changed_in("sync", lanes=0), "sync.lanes"),
-        (changed_in("sync", batch_norm="global"), "sync.batch_norm"),
-        (changed_in("pipeline", micro_batches="many"), "pipeline.micro_batches"),
-        (changed_in("partition", stages=[]), "partition.stages"),
-        (changed_in("predicted", bubble=1.5), "predicted.bubble"),
         (changed_in("placement", stages=[{"stage": 0}]), "placement names stages [0], but the partition has"),
-        (changed_in("placement", stages=[{"stage": 0}, {"stage": 0}]), "placement names stages [0, 0]"),
         (changed_in("placement", stages=[{"stage": 0}, {"stage": 2}]), "placement names stages [0, 2]"),
         (changed_in("pipeline", recompute=[2]), "recompute names stages (2,), but there are only 2"),
         (changed_in("partition", stages=[{"units": ["a"]}, {"units": ["b", "a"]}]), "unit 'a' is in two stages"),
@@ -161,26 +140,6 @@ def test_what_is_not_a_valid_plan_is_refused_with_the_place(tmp_path, data, said
     assert "edited.json" in caught.value.what
     assert caught.value.exit_code == 2
     assert caught.value.fix or caught.value.why
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "it is not JSON"),
-        (FULL.to_json()[:200].encode(), "it is not JSON"),
-        (b"\xff\xfe\x00binary", "not text in UTF-8"),
-        (b"version: 1", "it is not JSON"),
-    ],
-)
-def test_a_damaged_file_is_refused(tmp_path, content, said):
-    (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(PlanError, match=said):
-        read_plan(tmp_path / "plan.json")
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(PlanError, match="No such file"):
-        read_plan(tmp_path / "plan.json")
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -221,20 +180,3 @@ def test_a_plan_is_for_one_model(capsys):
     assert "plan: resnet18, parameters 11,689,512" in caught.value.what
     assert f"here: resnet34, parameters 21,797,672, fingerprint {'f' * 16}" in caught.value.what
     assert caught.value.fix
-
-
-def test_reading_runs_no_code(tmp_path):
-    witness = tmp_path / "witness"
-    attack = f"__import__('os').mkdir({str(witness)!r})"
-    data = changed_in("sync", policy=[{"pattern": attack, "codec": f"!!python/object/apply:{attack}"}])
-    data["kernels"] = {"database": attack, "choices": [{"layer": attack, "direction": "forward", "kernel": attack}]}
-    (tmp_path / "plan.json").write_text(json.dumps(data))
-    plan = read_plan(tmp_path / "plan.json")
-    assert plan.kernels is not None
-    assert plan.kernels.database == attack
-    assert not witness.exists()
-
-
-def test_a_plan_cannot_be_changed_in_place():
-    with pytest.raises(ValidationError, match="frozen"):
-        FULL.sync.lanes = 5

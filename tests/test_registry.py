@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import hybridpar
-from hybridpar.data import DATA_SETS
 from hybridpar.errors import UsageError
 from hybridpar.registry import Registry, names_in_source
 
@@ -18,26 +14,6 @@ def fruits():
     registry.register("pear", "green")("P")
     registry.register("apple", "red")("A")
     return registry
-
-
-def test_an_entry_is_found_by_its_name(fruits):
-    assert fruits.get("pear") == "P"
-    assert "pear" in fruits
-    assert "plum" not in fruits
-
-
-def test_names_and_descriptions_come_in_alphabetical_order(fruits):
-    assert list(fruits) == ["apple", "pear"]
-    assert list(fruits.describe().items()) == [("apple", "red"), ("pear", "green")]
-
-
-def test_a_decorated_thing_stays_what_it_is(fruits):
-    @fruits.register("quince", "yellow")
-    def make():
-        return "Q"
-
-    assert make() == "Q"
-    assert fruits.get("quince") is make
 
 
 def test_an_unknown_name_is_answered_with_the_near_ones(fruits):
@@ -59,8 +35,3 @@ def test_names_are_read_from_the_source_without_an_import(tmp_path):
         "@KINDS.register()\ndef second(): ...\n@OTHER.register('third')\ndef third(): ...\n"
     )
     assert names_in_source(tmp_path, "KINDS.register") == {"first", "second"}
-
-
-def test_all_data_sets_of_the_package_are_found_in_its_source():
-    own = set(names_in_source(Path(hybridpar.__file__).parent / "data", "DATA_SETS.register"))
-    assert {"digits", "cifar10", "synthetic", "folder"} <= own <= set(DATA_SETS)

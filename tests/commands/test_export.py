@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from hybridpar.cli import main
-from tests.runs import restored_modes, train
+from tests.runs import train
+
+pytestmark = pytest.mark.usefixtures("modes")
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +20,6 @@ def run_dir(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("export") / "run"
     assert train(run_dir, epochs=1, model_ema="0.9998") == 0
     return run_dir
-
-
-@pytest.fixture(autouse=True)
-def _modes():
-    with restored_modes():
-        yield
 
 
 def export(run_dir, target, *words, form="torch-export"):
@@ -79,14 +75,14 @@ def test_without_the_data_set_images_can_be_named(run_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("form", "name", "words", "told"),
+    ("name", "words", "told"),
     [
-        ("torch-export", "net.pt", [], "ends in .pt2"),
-        ("torch-export", "net.pt2", ["--images", "nowhere"], "there is no nowhere"),
-        ("torch-export", "net.pt2", ["--model", "nothing"], "unknown model"),
+        ("net.pt", [], "ends in .pt2"),
+        ("net.pt2", ["--images", "nowhere"], "there is no nowhere"),
+        ("net.pt2", ["--model", "nothing"], "unknown model"),
     ],
 )
-def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, form, name, words, told, capsys):
-    assert export(run_dir, tmp_path / name, *words, form=form) == 2
+def test_a_wrong_request_is_refused_and_leaves_no_file(run_dir, tmp_path, name, words, told, capsys):
+    assert export(run_dir, tmp_path / name, *words) == 2
     assert told in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -50,79 +50,42 @@ def test_a_wrong_request_is_refused(tmp_path, capsys, monkeypatch):
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if BROWSER is None:
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+@pytest.fixture
+def page(tmp_path):
+    """The page of a run with everything that a page can show."""
+    write_timeline(tmp_path / "trace.json", a_timeline())
+    told = {
+        **{"predicted_step_ms": 25.0, "predicted_exposed_sync_ms": 5.0, "memory_bytes": 10**9},
+        "staleness": {"mean": 1.0, "most": 3, "histogram": {"0": 10, "3": 30}},
+    }
+    options = {"stages": 2, "timeline": tmp_path / "trace.json"}
+    run = a_run(tmp_path / "<b>run", summary=told, staged=True, codec="onebit", options=options)
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    return tmp_path / "page.html"
 
 
 @pytest.fixture
-def opened(browser):
-    """Opens pages, and checks in the end that none complained or asked for anything but itself."""
-    problems, asked, contexts = [], [], []
-
-    def open_page(page, **options):
-        contexts.append(browser.new_context(**{"viewport": {"width": 1200, "height": 900}, **options}))
-        window = contexts[-1].new_page()
+def window(page):
+    """A page in a browser; in the end it has not complained, nor asked for anything but itself."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if BROWSER is None:
+        pytest.skip("there is no Chromium")
+    problems, asked = [], []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        window = browser.new_page(viewport={"width": 1200, "height": 900})
         window.on("console", lambda message: problems.append(message.text))
         window.on("pageerror", lambda error: problems.append(str(error)))
         window.on("request", lambda request: asked.append(request.url))
         window.goto(page.as_uri())
         window.wait_for_selector(".chart.loss path.mean")
-        return window
-
-    yield open_page
-    for context in contexts:
-        context.close()
+        yield window
+        browser.close()
     assert problems == []
     assert {address.partition(":")[0] for address in asked} <= {"file", "data"}
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """A run with everything that a page can show, beside none."""
-    place = tmp_path_factory.mktemp("runs")
-    write_timeline(place / "trace.json", a_timeline())
-    told = {
-        **{"predicted_step_ms": 25.0, "predicted_exposed_sync_ms": 5.0, "memory_bytes": 10**9},
-        "staleness": {"mean": 1.0, "most": 3, "histogram": {"0": 10, "3": 30}},
-    }
-    options = {"stages": 2, "timeline": place / "trace.json"}
-    run = a_run(place / "<b>run", summary=told, staged=True, codec="onebit", options=options)
-    assert main(["report", str(run), "-o", str(place / "page.html")]) == 0
-    return place / "page.html"
-
-
-@pytest.fixture(scope="module")
-def page_of_two(tmp_path_factory):
-    place = tmp_path_factory.mktemp("runs")
-    runs = [a_run(place / name, summary={}, options={"lr": lr}) for name, lr in (("one", 0.1), ("two", 0.2))]
-    assert main(["report", *map(str, runs), "-o", str(place / "page.html")]) == 0
-    return place / "page.html"
-
-
-def until(window, holds):
-    """Wait for what the page does in its next frames; its security policy lets no test wait inside of it."""
-    for _ in range(500):
-        if holds():
-            return
-        window.wait_for_timeout(20)
-    raise AssertionError("the page did not do it in ten seconds")
-
-
-def shown(window):
-    """First and last step that the curves show."""
-    plot = window.locator(".chart.loss .plot")
-    return [float(plot.get_attribute(f"data-{end}")) for end in ("from", "to")]
-
-
-def test_every_section_is_there(opened, page):
-    window = opened(page)
+def test_every_section_is_there(window):
     assert window.inner_text("h1") == "<b>run"
     assert window.title().startswith("<b>run")
     titles = [
@@ -141,98 +104,3 @@ def test_every_section_is_there(opened, page):
     assert codecs.count() == 11
     window.get_by_role("button", name="Show all 14").click()
     assert codecs.count() == 15
-
-
-def test_pointing_tells_the_values_of_a_step(opened, page):
-    window = opened(page)
-    box = window.locator(".chart.loss .plot").bounding_box()
-    window.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50)
-    window.wait_for_selector(".chart.loss .tip:not([hidden])")
-    assert "step 2" in window.inner_text(".chart.loss .tip")
-    assert "train" in window.inner_text(".chart.loss .tip")
-    count = "all => all.filter(one => getComputedStyle(one).visibility === 'visible').length"
-    assert window.eval_on_selector_all(".cross", count) > 1  # in the other charts as well
-    window.mouse.move(5, 5)
-    window.wait_for_selector(".chart.loss .tip", state="hidden")
-
-
-def test_curves_are_zoomed_by_mouse_keys_and_buttons(opened, page):
-    window = opened(page)
-    plot = window.locator(".chart.loss .plot")
-    assert shown(window) == [1, 40]
-    box = plot.bounding_box()
-    window.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 50)
-    window.mouse.down()
-    window.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60)
-    window.mouse.up()
-    until(window, lambda: shown(window)[1] < 30)
-    start, end = shown(window)
-    assert 10 < start < 13
-    assert 22 < end < 25
-    assert window.locator(".chart.lr .plot").get_attribute("data-from") == str(start)
-    plot.dblclick()
-    until(window, lambda: shown(window)[1] == 40)
-    plot.focus()
-    window.mouse.move(5, 5)
-    window.keyboard.press("+")
-    until(window, lambda: shown(window)[1] < 40)
-    window.keyboard.press("0")
-    until(window, lambda: shown(window)[1] == 40)
-    window.get_by_role("button", name="Zoom in").click()
-    until(window, lambda: shown(window)[1] < 40)
-    window.get_by_role("button", name="Show all steps").click()
-    until(window, lambda: shown(window)[1] == 40)
-    window.get_by_role("combobox").select_option("t")
-    until(window, lambda: shown(window)[1] < 2)  # seconds
-    window.get_by_role("checkbox").check()
-    until(window, lambda: window.locator(".chart.loss .tick").first.text_content() != "0")
-
-
-def test_runs_side_by_side_are_compared_hidden_and_chosen(opened, page_of_two):
-    window = opened(page_of_two)
-    assert window.locator("#comparison th", has_text="--lr").count() == 1
-    curves = window.locator(".chart.loss path.mean")
-    assert curves.count() == 4  # training and test loss of both
-    assert len({curve.get_attribute("stroke-dasharray") for curve in curves.all()}) == 2
-    window.get_by_title("Show or hide this run").first.click()
-    until(window, lambda: curves.count() == 2)
-    assert window.locator("[role=tabpanel]:visible h2").first.inner_text() == "one"
-    window.get_by_role("tab", name="one").focus()
-    window.keyboard.press("ArrowRight")
-    assert window.locator("[role=tabpanel]:visible h2").first.inner_text() == "two"
-    assert window.locator("[role=tab][aria-selected=true]").inner_text() == "two"
-
-
-def luminance(window, element, what):
-    text = window.eval_on_selector(element, f"node => getComputedStyle(node).{what}")
-    return sum(map(float, text.removeprefix("rgb(").removesuffix(")").split(",")))
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_light_or_dark_as_the_reader_has_it_and_light_on_paper(opened, page, scheme, tmp_path):
-    window = opened(page, color_scheme=scheme)
-    dark = luminance(window, "body", "backgroundColor") < 200
-    assert dark == (scheme == "dark")
-    assert (luminance(window, "body", "color") > 500) == dark
-    window.emulate_media(media="print")
-    assert luminance(window, "body", "backgroundColor") == 765
-    assert not window.locator(".tools label").first.is_visible()
-    window.emulate_media(media="screen")
-    paper = window.pdf(format="A4")
-    assert paper.startswith(b"%PDF")
-    assert 2 <= paper.count(b"/Type /Page\n") <= 8
-
-
-def test_a_narrow_window_does_not_scroll_sideways(opened, page):
-    window = opened(page, viewport={"width": 380, "height": 800})
-    assert window.evaluate("document.documentElement.scrollWidth") <= 380
-
-
-def test_a_long_run_draws_no_more_than_a_screen_can_show(browser, opened, tmp_path):
-    assert main(["report", str(a_run(tmp_path / "a", 5000)), "-o", str(tmp_path / "page.html")]) == 0
-    window = opened(tmp_path / "page.html")
-    points = window.eval_on_selector_all(
-        ".chart.loss path", "all => all.map(one => one.getAttribute('d').split('L').length)"
-    )
-    assert 2000 <= max(points) <= 4001
-    assert window.locator(".chart.loss .range").count() == 1

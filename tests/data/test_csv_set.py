@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
-from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import ImageData, TestBatches, load_dataset
 from hybridpar.errors import DataError
+from tests.data.test_loader import train_batches
 
 
 @pytest.fixture
@@ -55,28 +56,19 @@ def test_a_table_without_test_images_is_divided_by_class(root: Path) -> None:
     assert torch.bincount(data.test.labels).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("form", ["joined", "columns"])
-def test_several_labels_become_float_targets(root: Path, form: str) -> None:
-    if form == "joined":
-        rows = ["images/0.png,a;c", "images/1.png,b|a", "images/2.png,", "images/3.png,c"]
-        table(root / "train.csv", "path,label", *rows)
-        table(root / "test.csv", "path,label", "images/4.png,b")
-    else:
-        rows = ["images/0.png,1,0,1", "images/1.png,1,1,0", "images/2.png,0,0,0", "images/3.png,0,0,1"]
-        table(root / "train.csv", "path,a,b,c", *rows)
-        table(root / "test.csv", "path,a,b,c", "images/4.png,0,1,0")
+JOINED = ("path,label", ("a;c", "b|a", "", "c"), "b")
+COLUMNS = ("path,a,b,c", ("1,0,1", "1,1,0", "0,0,0", "0,0,1"), "0,1,0")
+
+
+@pytest.mark.parametrize(("header", "rows", "tested"), [JOINED, COLUMNS], ids=["joined", "columns"])
+def test_several_labels_become_float_targets(root: Path, header: str, rows: tuple[str, ...], tested: str) -> None:
+    table(root / "train.csv", header, *(f"images/{number}.png,{row}" for number, row in enumerate(rows)))
+    table(root / "test.csv", header, f"images/4.png,{tested}")
     data = load(root)
     assert data.multi_label
     assert data.class_names == ("a", "b", "c")
-    assert data.train.labels.tolist() == [
-        [True, False, True],
-        [True, True, False],
-        [False, False, False],
-        [False, False, True],
-    ]
-    batch = next(
-        TrainBatches(data, seed=0, batch_size=4, rank=0, workers=1, micro_batches=1, loader_workers=0).epoch(0)
-    )
+    assert data.train.labels.int().tolist() == [[1, 0, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]]
+    batch = next(train_batches(data, batch_size=4).epoch(0))
     assert batch.micro_batches[0][1].dtype == torch.float32
     assert batch.micro_batches[0][1].sum(0).tolist() == [2, 1, 2]
     ((_, targets),) = TestBatches(data, batch_size=2, rank=0, workers=1, loader_workers=0)
@@ -87,9 +79,7 @@ def test_several_labels_become_float_targets(root: Path, form: str) -> None:
     ("header", "row", "said"),
     [
         ("file,label", "images/0.png,a", "has no column 'path'; it has file, label"),
-        ("path", "images/0.png", "has no column 'label'; it has path"),
         ("path,label", "images/0.png,", "line 2 of train.csv has no label"),
-        ("path,label", ",a", "line 2 of train.csv has no path"),
         ("path,label,split", "images/0.png,a,dev", "line 2 of train.csv has the split 'dev'"),
         ("path,a,b", "images/0.png,1,2", "line 2 of train.csv has '2' in the column 'b'"),
     ],

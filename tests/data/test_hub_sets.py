@@ -20,16 +20,12 @@ from hybridpar.errors import DataError, UsageError
 datasets = pytest.importorskip("datasets")
 
 
-def rows(count: int, **columns: list) -> dict[str, list]:
-    return {"picture": [Image.new("RGB", (20, 20), (number * 9, 1, 2)) for number in range(count)], **columns}
-
-
 def saved(root: Path, feature: object, *, column: str = "label", **parts: list) -> Path:
     features = datasets.Features({"picture": datasets.Image(), column: feature})
-    made = {
-        part: datasets.Dataset.from_dict(rows(len(labels), **{column: labels}), features=features)
-        for part, labels in parts.items()
-    }
+    made = {}
+    for part, labels in parts.items():
+        pictures = [Image.new("RGB", (20, 20), (number * 9, 1, 2)) for number in range(len(labels))]
+        made[part] = datasets.Dataset.from_dict({"picture": pictures, column: labels}, features=features)
     datasets.DatasetDict(made).save_to_disk(str(root))
     return root
 
@@ -143,9 +139,6 @@ def test_labels_of_tar_shards_may_be_words_or_lists(tmp_path: Path) -> None:
 
 def test_what_are_no_tar_shards_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}"):
-        load(tmp_path, "hf/webdataset")
-    (tmp_path / "train.tar").write_bytes(b"no tar file at all" * 100)
-    with pytest.raises(DataError, match=f"cannot load the tar shards in {tmp_path}: invalid header"):
         load(tmp_path, "hf/webdataset")
     shard(tmp_path / "train.tar", range(16))
     (tmp_path / "train.tar").write_bytes((tmp_path / "train.tar").read_bytes()[: 29 * 512 + 10])  # in an image

@@ -12,12 +12,11 @@ from timm.data import Mixup
 from hybridpar import Trainer
 from hybridpar.config import AugmentConfig, TrainConfig
 from hybridpar.data.mix import MixDraw, box_around, draw_mix, mix
-from hybridpar.data.sampling import divide
 from hybridpar.errors import UsageError
 from tests.pipeline.oracle import images
 from tests.ranks import run_ranks
 from tests.train.test_engine import EXAMPLE, assert_close, normless, plan_of, state_of
-from tests.train.training import close, make_net, same, weights
+from tests.train.training import close, make_net, same, share, weights
 
 CLASSES = 5
 
@@ -83,16 +82,6 @@ def test_draws_follow_from_seed_and_step_alone():
     assert np.var(blended) == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.03)  # that of Beta(0.8, 0.8)
 
 
-@pytest.mark.parametrize(("samples", "parts"), [(16, 1), (16, 4), (17, 4), (11, 2), (9, 4)])
-def test_parts_are_cut_at_even_positions(samples, parts):
-    cut = divide(6, 6 + samples, parts, in_pairs=True)
-    assert [start for start, _ in cut] == [6, *(stop for _, stop in cut[:-1])]
-    assert cut[-1][1] == 6 + samples
-    assert all((start - 6) % 2 == 0 and stop - start >= 2 for start, stop in cut)
-    sizes = [stop - start for start, stop in cut]
-    assert max(sizes) - min(sizes) <= 3
-
-
 OPTIONS = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "lr": 0.1, "seed": 3}
 
 
@@ -102,12 +91,7 @@ def train(world, options, steps=4, cut=None, save=None, load=None):
             trainer.load(load)
         losses = []
         for step in range(trainer.steps_done, steps):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(16, 3, 4, 4, generator=generator)
-            y = torch.randint(0, CLASSES, (16,), generator=generator)
-            size = world.size if world is not None else 1
-            rank = world.rank if world is not None else 0
-            losses.append(trainer.step((x.tensor_split(size)[rank], y.tensor_split(size)[rank])).loss)
+            losses.append(trainer.step(share(trainer.world, step, samples=16)).loss)
         if save is not None:
             trainer.save(save)
         return weights(trainer.model), losses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from hybridpar.config import DataConfig
 from hybridpar.data import load_dataset
 from hybridpar.data.photos import COLUMNS, PHOTOGRAPHS, ROWS, TEST_CELLS
-from hybridpar.errors import DataError
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +38,3 @@ def test_crops_are_resized_and_statistics_are_theirs(photos):
     assert large.sample_shape == (3, 128, 128)
     assert np.array_equal(large.train.crops, photos.train.crops)
     assert large.test.load(np.array([3]), None, cpu).shape == (1, 3, 128, 128)
-
-
-def test_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="comes with scikit-image, which is not installed") as caught:
-        load_dataset(DataConfig(data="photos"))
-    assert caught.value.fix == "Install it: pip install 'hybridpar[demo]'"

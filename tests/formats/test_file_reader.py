@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.errors import PlanError, UsageError, shortened
+from hybridpar.errors import PlanError, UsageError
 from hybridpar.formats.file_reader import (
     MOST_DEPTH,
     Unreadable,
@@ -23,14 +23,6 @@ from hybridpar.formats.file_reader import (
 )
 
 
-def test_a_long_value_is_shortened_in_the_middle():
-    assert shortened("as it is") == "as it is"
-    text = shortened("a" * 5_000 + "b" * 5_000)
-    assert len(text) == 200
-    assert text.startswith("aaa")
-    assert text.endswith("bbb")
-
-
 def test_no_part_of_an_error_is_long():
     error = UsageError("what " * 9_000, "why " * 9_000, "fix " * 9_000)
     assert len(str(error)) < 6_100
@@ -40,13 +32,9 @@ def test_no_part_of_an_error_is_long():
     ("text", "said"),
     [
         ("{", "not JSON: .*line 1"),
-        ("", "not JSON"),
         ("1" * 5_000, "too many digits"),
-        (f'{{"a": [-{10**20}]}}', "too many digits"),
-        ("[" * 100_000, f"more than {MOST_DEPTH} deep"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"more than {MOST_DEPTH} deep"),
         ('{"a": "\\ud800"}', "no Unicode"),
-        ('{"\\ud800": 1}', "no Unicode"),
     ],
 )
 def test_bad_json_is_told(text: str, said: str):
@@ -66,11 +54,9 @@ def test_what_is_written_is_read():
     [
         ("a = \nb = 1", "not TOML: .*line 1"),
         ("a = " + "1" * 3_990, "too many digits"),
-        ("a = " + "1_" * 1_990 + "1", "too many digits"),
         ("a = 2024-13-41", "not TOML"),
         ("a = " + "[" * 2_000, "not TOML|deep"),
         ("a = " + "{b=" * 500 + "1" + "}" * 500, "deep"),
-        (".".join("a" * 200) + " = 1", "deep"),
         (".".join("a" * 20_000) + " = 1", "line has more than"),
     ],
 )
@@ -150,7 +136,6 @@ def test_what_torch_saves_is_read(tmp_path: Path):
     ("make", "said"),
     [
         (lambda: nested(60), "too often"),
-        (lambda: nested(200), "too often|deep"),
         (itself, "deep"),
         (lambda: Calls(eval, "1 + 1"), "more than tensors and plain values"),
     ],

@@ -58,10 +58,6 @@ def test_everything_arrives_as_it_was_in_the_order_that_was_asked_for(shared_mem
     assert run_ranks(gathered, 3, [2, 1], shared_memory=shared_memory)[0] == [True, True]
 
 
-def test_one_worker_has_what_it_has():
-    assert run_ranks(gathered, 1, [0]) == [[True]]
-
-
 @pytest.mark.parametrize(
     "item",
     [
@@ -103,19 +99,14 @@ def message(text: Any, facts: Any = (), tail: bytes = b"") -> bytes:
     [
         b"",
         struct.pack("!Q", 1 << 60),
-        struct.pack("!Q", 400_000) + b"[" * 400_000,
         message([], [[[1 << 40], "float32"]]),
-        message([], [[[-1], "float32"]]),
         message([], [[[2], "no_dtype"]], bytes(8)),
         message([], (), b"more"),
         message({"tensor": 3}),
         message({"fields": ["os:system", {}]}),
-        message({"fields": ["subprocess:Popen", {"args": "true"}]}),
         message({"fields": ["hybridpar.formats.messages:sys.modules", {}]}),
-        message({"fields": ["hybridpar.formats.messages:pack", {}]}),
         message({"fields": ["hybridpar.run.directory:RunPlace", {"wrong": 1}]}),
         message({"error": ["hybridpar.run.directory:RunPlace", "a", "b", "c"]}),
-        message({"map": 1}),
         message({"tuple": [], "set": []}),
         pickle.dumps([1, 2]),
     ],

@@ -6,7 +6,7 @@ from torch import nn
 from torchvision.models import get_model_weights, list_models
 
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, model_fingerprint, model_names, parameter_count, seed_everything
+from hybridpar.models import build_model, model_fingerprint, model_names, parameter_count
 
 
 @pytest.fixture
@@ -14,8 +14,6 @@ def user_module(tmp_path, monkeypatch):
     """A module of the user's in the current directory."""
     source = """
 import torch
-
-NOT_CALLABLE = 3
 
 def with_classes(num_classes):
     return torch.nn.Linear(4, num_classes)
@@ -59,11 +57,10 @@ def leaves():
     (tmp_path / "broken_nets.py").write_text("import a_module_that_is_not_installed\n")
     (tmp_path / "typing_nets.py").write_text("def net(:\n")
     (tmp_path / "script_nets.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n")
-    (tmp_path / "wrong_nets.py").write_text("raise ValueError('a bug of the user')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("user_nets", "broken_nets", "wrong_nets", "typing_nets", "script_nets"):
+    for name in ("user_nets", "broken_nets", "typing_nets", "script_nets"):
         sys.modules.pop(name, None)
 
 
@@ -81,27 +78,19 @@ def test_every_classification_model_of_torchvision_is_listed():
 
 @pytest.mark.parametrize(
     ("name", "side"),
-    [("resnet18", 32), ("mobilenet_v2", 32), ("squeezenet1_1", 32), ("regnet_y_400mf", 32), ("googlenet", 64)],
+    [("mobilenet_v2", 32), ("squeezenet1_1", 32), ("googlenet", 64)],
 )
 def test_model_classifies_into_the_classes_asked_for(name, side):
     model = build_model(name, 7)
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(
-    "name", ["alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "inception_v3", "vgg11", "vit_b_16"]
-)
+@pytest.mark.parametrize("name", ["alexnet", "densenet121", "inception_v3", "vit_b_16"])
 def test_large_model_has_the_classes_asked_for(name):
     with torch.device("meta"):
         model = build_model(name, 7)
     *_, last = (module for module in model.modules() if isinstance(module, nn.Linear))
     assert last.out_features == 7
-
-
-def test_models_return_one_tensor_in_training():
-    with torch.device("meta"):
-        for name in ("googlenet", "inception_v3"):
-            assert isinstance(build_model(name, 7).train()(torch.zeros(2, 3, 80, 80)), torch.Tensor)
 
 
 def test_cifar_stem_keeps_the_resolution_of_small_images():
@@ -115,19 +104,11 @@ def test_cifar_stem_keeps_the_resolution_of_small_images():
     assert shapes == {"imagenet": (8, 8), "cifar": (32, 32)}
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v2", "densenet121"])
-def test_cifar_stem_fits_resnets_only(name):
-    with torch.device("meta"), pytest.raises(UsageError, match=f"does not fit {name}"):
-        build_model(name, 10, stem="cifar")
-
-
 @pytest.mark.parametrize(
     ("name", "options", "kind", "rates"),
     [
         ("squeezenet1_1", {"drop_rate": 0.3}, "Dropout", ("p", 0.3)),
-        ("mobilenet_v2", {"drop_rate": 0.3}, "Dropout", ("p", 0.3)),
         ("efficientnet_b0", {"drop_path_rate": 0.32}, "StochasticDepth", ("p", 0.3)),  # of 16 blocks the last is 15/16
-        ("swin_t", {"drop_path_rate": 0.5}, "StochasticDepth", ("p", 0.5)),
         ("resnet18", {"args": {"norm_layer": nn.InstanceNorm2d}}, "InstanceNorm2d", ("eps", 1e-5)),
     ],
 )
@@ -142,12 +123,6 @@ def test_arguments_reach_a_model_of_torchvision(name, options, kind, rates):
     ("name", "options", "said"),
     [
         ("resnet18", {"drop_rate": 0.1}, "--drop-rate with resnet18: this model has no dropout rate"),
-        (
-            "alexnet",
-            {"drop_path_rate": 0.1},
-            "--drop-path-rate with alexnet: this model has no rate of stochastic depth",
-        ),
-        ("resnet18", {"args": {"zero": 1}}, "--model-arg zero with resnet18: this model has no argument 'zero'"),
         ("convnext_tiny", {"args": {"zero": 1}}, "this model has no argument 'zero'"),
         ("mobilenet_v2", {"args": {"width_mult": "a"}}, "building mobilenet_v2 with width_mult='a' failed: TypeError"),
         ("resnet18", {"args": {"drop_rate": 0.2}, "drop_rate": 0.1}, "--drop-rate 0.1 with --model-arg drop_rate=0.2"),
@@ -160,25 +135,10 @@ def test_arguments_that_a_model_does_not_take_are_refused(name, options, said):
     assert "Traceback" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "inputs"),
-    [("user_nets:needs_width", {"width": 3}, 3), ("user_nets:kwargs_without_classes", {"width": 5}, 5)],
-)
-def test_arguments_reach_a_factory_of_the_users_own(user_module, name, args, inputs):
-    assert build_model(name, 3, args=args).in_features == inputs
-
-
 def test_a_factory_says_which_arguments_it_takes(user_module):
     with pytest.raises(UsageError, match=r"--drop-rate with user_nets:needs_width(.|\n)*It takes width") as caught:
         build_model("user_nets:needs_width", 3, args={"width": 3}, drop_rate=0.1)
     assert caught.value.exit_code == 2
-
-
-def test_unknown_model_names_the_near_ones():
-    with pytest.raises(UsageError, match="resnet18") as caught:
-        build_model("resnet19", 10)
-    assert caught.value.exit_code == 2
-    assert "package.module:factory" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -198,15 +158,11 @@ def test_model_of_the_users_own(user_module, name, classes):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no_such_module:net", "cannot import 'no_such_module'"),
         ("broken_nets:net", "importing 'broken_nets' for the model 'broken_nets:net' failed: ModuleNotFoundError"),
         ("user_nets.deeper:net", "cannot import 'user_nets.deeper'"),
         ("user_nets:lazy", "user_nets:lazy has parameters whose shape is not known yet, such as weight"),
         (":net", "cannot import ''"),
-        (".nets:net", "cannot import '.nets'"),
-        ("user_nets:with_class", "Did you mean with_classes"),
         ("user_nets:", "has no factory ''"),
-        ("user_nets:NOT_CALLABLE", "has no factory 'NOT_CALLABLE'"),
         ("user_nets:no_module", "returned a str"),
         ("user_nets:needs_width", "missing a required argument: 'width'"),
     ],
@@ -221,11 +177,10 @@ def test_model_that_cannot_be_made_says_why(user_module, name, said):
 @pytest.mark.parametrize(
     ("name", "said", "line"),
     [
-        ("wrong_nets:net", "ValueError: a bug of the user", 'wrong_nets.py", line 1'),
         ("broken_nets:net", "No module named 'a_module_that_is_not_installed'", 'broken_nets.py", line 1'),
         ("script_nets:net", "SystemExit: 2", 'script_nets.py", line 2'),
-        ("user_nets:fails", "ZeroDivisionError", 'user_nets.py", line 23, in fails'),
-        ("user_nets:kwargs_that_fail", "Trying to create tensor with negative dimension", 'user_nets.py", line 33'),
+        ("user_nets:fails", "ZeroDivisionError", 'user_nets.py", line 21, in fails'),
+        ("user_nets:kwargs_that_fail", "Trying to create tensor with negative dimension", 'user_nets.py", line 31'),
         ("user_nets:leaves", "SystemExit: 3", "in leaves"),
     ],
 )
@@ -244,11 +199,6 @@ def test_a_syntax_error_shows_its_place(user_module):
         build_model("typing_nets:net", 3)
 
 
-def test_a_factory_without_a_signature_is_called_without_arguments():
-    with pytest.raises(UsageError, match="builtins:dict returned a dict"):
-        build_model("builtins:dict", 3)
-
-
 def small_net(width: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width, 2))
 
@@ -261,8 +211,6 @@ def test_fingerprint_ignores_values():
         for parameter in model.parameters():
             parameter.add_(1)
     assert model_fingerprint(model) == before == model_fingerprint(small_net())
-    assert len(before) == 16
-    assert int(before, 16) >= 0
 
 
 def test_fingerprint_never_changes():
@@ -289,13 +237,3 @@ def test_parameter_count_counts_a_shared_parameter_once():
     two.weight = one.weight
     assert parameter_count(nn.Sequential(one, two)) == 16 + 4
     assert parameter_count(build_model("resnet18", 1000)) == 11_689_512
-
-
-def test_seed_fixes_the_weights():
-    states = []
-    with torch.random.fork_rng(devices=[]):
-        for seed in (1, 1, 2):
-            seed_everything(seed)
-            states.append(build_model("squeezenet1_1", 4).state_dict()["features.0.weight"])
-    assert torch.equal(states[0], states[1])
-    assert not torch.equal(states[0], states[2])

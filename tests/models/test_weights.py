@@ -164,11 +164,8 @@ def test_published_weights_of_torchvision_come_from_its_cache(tmp_path, monkeypa
     ("error", "reason"),
     [
         (urllib.error.URLError(socket.gaierror(-2, "no such name")), "there.org: [Errno -2] no such name"),
-        (urllib.error.URLError(ConnectionRefusedError("refused")), "there.org: refused"),
         (urllib.error.URLError(OSError(errno.ENETUNREACH, "no way")), f"there.org: [Errno {errno.ENETUNREACH}] no way"),
         (urllib.error.URLError(TimeoutError("slow")), None),  # a slow network may still do
-        (urllib.error.HTTPError("", 404, "", None, None), None),
-        (TimeoutError("slow"), None),
     ],
 )
 def test_a_server_is_unreachable_only_where_that_is_certain(monkeypatch, error, reason):
@@ -190,14 +187,3 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path, monkeypatch, weights
         load_weights(build_model("timm/resnet10t", 10), weights, name="timm/resnet10t")
     assert len(asked) == 1
     assert huggingface_hub.constants.HF_HUB_OFFLINE is False
-
-
-@pytest.mark.parametrize("weights", ["default", "hf-hub:nobody/nothing"])
-def test_without_a_hub_timms_weights_are_one_error(tmp_path, monkeypatch, weights):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    model = build_model("timm/resnet10t", 10)
-    with pytest.raises(UsageError, match="cannot be had from the Hugging Face hub"):
-        load_weights(model, weights, name="timm/resnet10t")

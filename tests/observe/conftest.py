@@ -7,26 +7,14 @@ from pathlib import Path
 import pytest
 
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from tests.run.run_directories import step_record
 
 
 @pytest.fixture
 def make_step() -> Callable[..., StepRecord]:
     def make(step: int, **fields: object) -> StepRecord:
-        record = StepRecord(
-            step=step,
-            epoch=0,
-            loss=2.0 / step,
-            lr=0.05,
-            samples=64,
-            step_ms=20.0,
-            compute_ms=15.0,
-            exposed_sync_ms=3.0,
-            data_ms=1.0,
-            bytes_sent=1_000_000,
-            skipped=False,
-            grad_norm=None,
-        )
-        return replace(record, **fields)
+        plain = {"epoch": 0, "loss": 2.0 / step, "step_ms": 20.0, "grad_norm": None, "residual_norm": None}
+        return step_record(step, **{**plain, "residual_norms": None, **fields})
 
     return make
 
@@ -34,29 +22,15 @@ def make_step() -> Callable[..., StepRecord]:
 @pytest.fixture
 def make_epoch() -> Callable[..., EpochRecord]:
     def make(epoch: int, **fields: object) -> EpochRecord:
-        record = EpochRecord(
-            epoch=epoch, step=10 * (epoch + 1), test_accuracy=0.875, test_loss=0.5, train_loss=0.75, seconds=12.3
-        )
-        return replace(record, **fields)
+        return replace(EpochRecord(epoch, 10 * (epoch + 1), 0.875, 0.5, 0.75, 12.3), **fields)
 
     return make
 
 
 @pytest.fixture
 def info(tmp_path: Path) -> RunInfo:
-    return RunInfo(
-        model="resnet18",
-        data="cifar10",
-        workers=2,
-        device="cpu",
-        epochs=2,
-        steps_total=20,
-        steps_per_epoch=10,
-        parameters=11_181_642,
-        batch_size=64,
-        run_dir=tmp_path,
-        notes=("allocator: glibc [top_pad]",),
-    )
+    notes = ("allocator: glibc [top_pad]",)
+    return RunInfo("resnet18", "cifar10", 2, "cpu", 2, 20, 10, 11_181_642, 64, tmp_path, notes=notes)
 
 
 class Clock:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.observe.curves import MOST_POINTS, bucketed, charts_of
+from hybridpar.observe.curves import bucketed, charts_of
 from hybridpar.observe.metrics import MetricsWriter, read_metrics
 
 
@@ -38,16 +38,3 @@ def test_charts_have_the_lines_of_all_runs_and_nothing_that_was_not_recorded(tmp
     assert [(line["run"], line["x"], line["y"]) for line in charts["residual"]["lines"]] == [(0, [5], [4.0])]
     (first, _) = charts["accuracy"]["lines"]
     assert (first["x"], first["t"], first["y"]) == ([10], [0.2], [87.5])
-
-
-def test_a_run_without_steps_has_no_charts(tmp_path):
-    assert charts_of([read_metrics(tmp_path)]) == []
-
-
-def test_many_runs_have_as_many_points_together_as_a_few(tmp_path, make_step):
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 1200):
-            writer.write_step(make_step(step))
-    table = read_metrics(tmp_path)
-    for count, points in ((1, 1199), (2, 1199), (8, MOST_POINTS // 4), (40, 200)):
-        assert {len(line["x"]) for line in charts_of([table] * count)[0]["lines"]} == {points}

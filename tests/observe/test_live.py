@@ -84,22 +84,6 @@ def test_eighty_columns_to_the_letter(info, make_step, make_epoch, clock):
     assert screen.widest <= 80
 
 
-def test_long_notes_are_broken_between_words_below_their_label(info, clock):
-    console, stream = terminal(80)
-    why = "plan     planned in 12.0 s (profile measured now): data parallel over 2 devices, 150.0 ms a step"
-    other = "         not 2 stages on 2 devices, 4 micro-batches, greedy, v, balanced for 1,000 MB/s: +20.0 ms, bubble"
-    with LiveProgress(console, clock=clock) as progress:
-        progress.start(replace(info, notes=(why, other)))
-    lines = Screen(80).play(sent(stream))
-    begin = next(at for at, line in enumerate(lines) if line.startswith("plan "))
-    assert lines[begin : begin + 4] == [
-        "plan     planned in 12.0 s (profile measured now): data parallel over 2 devices,",
-        "         150.0 ms a step",
-        "         not 2 stages on 2 devices, 4 micro-batches, greedy, v, balanced for",
-        "           1,000 MB/s: +20.0 ms, bubble",
-    ]
-
-
 @pytest.mark.parametrize("width", [20, 40, 80, 100, 200])
 def test_no_line_of_the_bar_is_wider_than_the_terminal_or_a_hundred_columns(info, make_step, clock, width):
     console, stream = terminal(width)
@@ -112,29 +96,6 @@ def test_no_line_of_the_bar_is_wider_than_the_terminal_or_a_hundred_columns(info
     screen = Screen(width)
     lines = screen.play(sent(stream))
     assert all(len(line) <= min(width, MOST_COLUMNS) for line in lines[-3:])
-
-
-def test_the_bar_is_repainted_four_times_a_second_at_most(info, make_step, clock):
-    console, stream = terminal(80)
-    progress = LiveProgress(console, clock=clock)
-    progress.start(info)
-    before = sent(stream).count("step ")
-    for step in range(1, 1001):
-        clock.now += 0.01
-        progress.step(make_step(step))
-    painted = sent(stream).count("epoch 1/2")
-    progress.close()
-    assert before >= 1
-    assert 35 <= painted <= 42
-
-
-def test_before_the_first_step_it_says_so(info):
-    console, stream = terminal(80)
-    with LiveProgress(console) as progress:
-        progress.start(info, done=3)
-    lines = Screen(80).play(sent(stream))
-    assert "resumed after step 3" in lines
-    assert "waiting for the first step" in lines
 
 
 def test_a_terminal_without_unicode_gets_an_ascii_bar(info, make_step, clock):
@@ -152,19 +113,6 @@ def test_the_cursor_is_given_back_after_a_failure(info):
         hidden = sent(stream).rindex("\x1b[?25l")
         raise KeyboardInterrupt
     assert sent(stream).rindex("\x1b[?25h") > hidden
-
-
-def test_messages_before_the_start_and_after_the_end_are_shown(info):
-    console, stream = terminal(80)
-    progress = LiveProgress(console)
-    progress.message("first")
-    progress.start(info)
-    progress.close()
-    progress.close()
-    progress.message("last")
-    lines = Screen(80).play(sent(stream))
-    assert lines[0] == "first"
-    assert lines[-2:] == ["last", ""]
 
 
 def test_a_terminal_that_went_away_does_not_end_the_run(info, make_step, make_epoch, clock):
@@ -197,10 +145,3 @@ def test_what_is_prepared_stands_in_one_line_until_something_else_does(info):
         progress.start(info)
     assert screen.widest < 40
     assert not [line for line in Screen(40).play(sent(stream)) if "planning" in line]
-
-
-def test_what_is_prepared_is_taken_away_where_nothing_follows():
-    console, stream = terminal(80)
-    with LiveProgress(console) as progress:
-        progress.prepare("loading the data")
-    assert Screen(80).play(sent(stream)) == [""]

@@ -5,7 +5,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,41 +27,11 @@ def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_ep
         writer.write_step(make_step(1, grad_norm=1.5))
         writer.write_epoch(make_epoch(0, test_accuracy=None))
     step, epoch = rows(tmp_path / "new" / "run")
-    promised = "step epoch loss lr images_per_second bytes_sent compute_ms exposed_sync_ms data_ms step_ms skipped"
-    assert set(promised.split()) <= set(step)
     assert tuple(step) == STEP_COLUMNS
     assert step["images_per_second"] == 3200.0
     assert step["skipped"] is False
-    assert epoch == {
-        "event": "epoch",
-        "epoch": 0,
-        "step": 10,
-        "test_accuracy": None,
-        "test_loss": 0.5,
-        "train_loss": 0.75,
-        "seconds": 12.3,
-    }
-
-
-def test_what_the_sync_took_is_told_where_it_is_known(tmp_path, make_step):
-    figures = {"bytes_before": 4000, "bytes_after": 130, "encode_ms": 1.0004, "wire_ms": 5.0, "decode_ms": 0.5}
-    with MetricsWriter(tmp_path) as writer:
-        writer.write_step(make_step(1, **figures, sync_ms=6.0, hidden_share=0.75, residual_norm=math.inf))
-        writer.write_step(make_step(2))
-    first, second = rows(tmp_path)
-    assert {key: first[key] for key in figures} == {**figures, "encode_ms": 1.0}
-    assert (first["hidden_share"], first["residual_norm"]) == (0.75, None)
-    assert [second[key] for key in figures] == [None] * 5
-    assert np.isnan(read_metrics(tmp_path).steps["wire_ms"][1])
-
-
-def test_a_line_is_with_the_system_as_soon_as_it_is_written(tmp_path, make_step):
-    writer = MetricsWriter(tmp_path)
-    for step in (1, 2, 3):
-        writer.write_step(make_step(step))
-        assert [row["step"] for row in rows(tmp_path)] == list(range(1, step + 1))
-    writer.close()
-    writer.close()
+    told = {"step": 10, "test_accuracy": None, "test_loss": 0.5, "train_loss": 0.75, "seconds": 12.3}
+    assert epoch == {"event": "epoch", "epoch": 0, **told}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -74,14 +43,8 @@ def test_what_json_does_not_know_is_null(tmp_path, make_step, make_epoch, bad):
     assert [step[key] for key in ("loss", "grad_norm", "step_ms", "lr", "images_per_second")] == [None] * 5
     assert epoch["train_loss"] is epoch["test_loss"] is None
     table = read_metrics(tmp_path)
-    assert np.isnan(table.steps["loss"]).all()
+    assert math.isnan(table.steps["loss"][0])
     assert math.isnan(table.epochs[0].train_loss)
-
-
-def test_a_step_that_took_no_time_has_no_rate(tmp_path, make_step):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write_step(make_step(1, step_ms=0.0))
-    assert rows(tmp_path)[0]["images_per_second"] is None
 
 
 @given(loss=st.floats(), lr=st.floats(0, 1), skipped=st.booleans(), sent=st.integers(0, 2**50))
@@ -135,19 +98,6 @@ def test_a_whole_line_without_its_newline_is_not_glued_to_the_next(tmp_path, mak
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
-def test_without_a_resume_step_the_file_starts_anew(tmp_path, make_step):
-    for _ in range(2):
-        with MetricsWriter(tmp_path) as writer:
-            writer.write_step(make_step(1))
-    assert len(rows(tmp_path)) == 1
-
-
-def test_resuming_without_metrics_starts_a_file(tmp_path, make_step):
-    with MetricsWriter(tmp_path, resume_step=40) as writer:
-        writer.write_step(make_step(41))
-    assert [row["step"] for row in rows(tmp_path)] == [41]
-
-
 def test_the_old_file_stays_where_the_rewrite_fails(tmp_path, make_step, monkeypatch):
     with MetricsWriter(tmp_path) as writer:
         for step in (1, 2, 3):
@@ -188,34 +138,11 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tmp_path, make_step):
     with pytest.raises(RunDirectoryError) as caught:
         writer.write_step(make_step(2))
     assert METRICS_FILE in caught.value.what
-    assert "No space left on device" in caught.value.what
     assert "disk is full" in caught.value.why
-    assert "Free some space" in caught.value.fix
     writer._file.room = 10_000
     writer.write_step(make_step(3))  # an orderly end must not meet the error again
     writer.close()
     assert [row["step"] for row in rows(tmp_path)] == [1]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_really_full_device_is_reported(tmp_path, make_step):
-    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    with MetricsWriter(tmp_path) as writer:
-        with pytest.raises(RunDirectoryError, match="No space left on device"):
-            writer.write_step(make_step(1))
-        writer.write_step(make_step(2))
-
-
-def test_a_used_up_quota_is_told_from_a_full_disk(tmp_path):
-    error = files.run_directory_error(tmp_path, OSError(errno.EDQUOT, "Disk quota exceeded"))
-    assert "quota" in error.why
-
-
-def test_a_directory_that_cannot_be_made_is_a_run_directory_error(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RunDirectoryError) as caught:
-        MetricsWriter(tmp_path / "file" / "run")
-    assert "--run-dir" in caught.value.fix
 
 
 def test_lines_of_later_versions_and_foreign_lines_are_passed_over(tmp_path):
@@ -237,9 +164,3 @@ def test_of_two_lines_for_a_step_or_epoch_the_later_counts(tmp_path, make_step, 
     assert table.steps["step"].tolist() == [1, 2, 3]
     assert table.steps["loss"].tolist() == [6.0, 5.0, 5.0]
     assert [epoch.test_accuracy for epoch in table.epochs] == [0.2]
-
-
-def test_a_directory_without_metrics_reads_as_an_empty_table(tmp_path):
-    table = read_metrics(tmp_path)
-    assert {name: len(values) for name, values in table.steps.items()} == dict.fromkeys(STEP_COLUMNS, 0)
-    assert table.epochs == ()

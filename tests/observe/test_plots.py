@@ -1,10 +1,7 @@
 """Tests the plot of a run's metrics, also of runs that are short, odd or incomplete."""
 
-import json
 import math
-import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,9 +61,7 @@ def test_the_picture_shows_what_the_metrics_say(tmp_path, make_step, make_epoch,
         ([math.nan, math.nan], [None]),
         ([math.nan, math.inf, 1e30, 2.0], [0.0]),
         ([0.0, 0.0, 0.0], [1.0, 1.0]),
-        ([-1.0, -2.0], [0.5]),
-        ([10 ** (1 - step / 5) for step in range(30)], [0.1] * 3),
-        ([1.0] * 200, [0.5] * 60),
+        ([-1.0, -2.0], [0.5] * 60),
     ],
 )
 def test_every_odd_run_gives_a_picture(tmp_path, make_step, make_epoch, losses, accuracies, recwarn):
@@ -76,42 +71,6 @@ def test_every_odd_run_gives_a_picture(tmp_path, make_step, make_epoch, losses, 
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_a_loss_over_decades_is_drawn_on_a_log_scale(tmp_path, make_step, make_epoch, drawn):
-    write(tmp_path, make_step, make_epoch, [10 ** (-step / 20) for step in range(100)])
-    draw_loss(tmp_path)
-    write(tmp_path, make_step, make_epoch, [2 - step / 100 for step in range(100)])
-    draw_loss(tmp_path)
-    assert [figure.axes[0].get_yscale() for figure in drawn] == ["log", "linear"]
-
-
-def test_a_wild_start_does_not_flatten_the_curve(tmp_path, make_step, make_epoch, drawn):
-    write(tmp_path, make_step, make_epoch, [500.0] + [2.0 - step / 1000 for step in range(999)])
-    draw_loss(tmp_path)
-    assert drawn[0].axes[0].get_ylim()[1] < 50
-
-
-def test_the_title_comes_from_the_summary_or_the_directory(tmp_path, make_step, make_epoch, drawn):
-    write(tmp_path, make_step, make_epoch, [1.0])
-    draw_loss(tmp_path)
-    for content in ({"model": "a_$b$", "data": "c", "workers": 1}, {"model": "a"}, []):
-        (tmp_path / "summary.json").write_text(json.dumps(content))
-        draw_loss(tmp_path)
-    titles = [figure.axes[0].get_title(loc="left") for figure in drawn]
-    assert titles == [tmp_path.name, "a_$b$ on c, 1 worker", tmp_path.name, tmp_path.name]
-
-
-def test_a_name_with_dollars_is_not_taken_for_a_formula(tmp_path, make_step, make_epoch, info):
-    write(tmp_path, make_step, make_epoch, [1.0])
-    assert draw_loss(tmp_path, replace(info, data=r"$\nonsense$")) is not None
-
-
-def test_without_steps_there_is_one_line_and_no_picture(tmp_path):
-    said = []
-    assert draw_loss(tmp_path, say=said.append) is None
-    assert said == ["loss.png was not drawn: metrics.jsonl holds no steps"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, make_step, make_epoch, monkeypatch, capsys):
     write(tmp_path, make_step, make_epoch, [1.0])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -119,22 +78,6 @@ def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, make_step
     assert draw_loss(tmp_path) is None
     assert capsys.readouterr().out == "loss.png needs matplotlib: pip install 'hybridpar[plots]'\n"
     assert not (tmp_path / "loss.png").exists()
-
-
-def test_the_callers_matplotlib_is_left_as_it_was(tmp_path, make_step, make_epoch):
-    import matplotlib
-
-    write(tmp_path, make_step, make_epoch, [1.0, 0.5])
-    with matplotlib.rc_context({"font.size": 5, "lines.linestyle": "none"}):
-        before = dict(matplotlib.rcParams)
-        draw_loss(tmp_path)
-        assert dict(matplotlib.rcParams) == before
-
-
-def test_importing_observe_imports_neither_torch_nor_matplotlib():
-    code = "import sys, hybridpar.observe; print(sorted({'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
 
 
 @given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=30), st.integers(1, 12))
@@ -154,12 +97,6 @@ def test_a_picture_of_ages(tmp_path):
     path = draw_staleness(tmp_path, {0: 3, 1: 10, 7: 1}, expected=1.5)
     assert path == tmp_path / "staleness.png"
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_gradients_there_is_no_picture_of_ages(tmp_path):
-    said = []
-    assert draw_staleness(tmp_path, {}, say=said.append) is None
-    assert said == ["staleness.png was not drawn: no gradient arrived"]
 
 
 @pytest.mark.parametrize(("classes", "texts"), [(2, 3), (30, 0), (300, 0)])
@@ -184,10 +121,3 @@ def _kept(draw, height, drawn):
     drawn.append(Figure(figsize=(9, height)))
     draw(drawn[-1])
     return b""
-
-
-def test_without_matplotlib_there_is_no_confusion_matrix_but_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    said = []
-    assert plots.draw_confusion(tmp_path, np.eye(2, dtype=np.int64), "ab", "", said.append) is None
-    assert "pip install" in said[0]

@@ -17,15 +17,10 @@ from hybridpar.observe.results import BINS, MOST_CLASSES, TestResult
 def a_result(targets, predictions, confidences, classes=("a", "b", "c"), **more):
     targets, predictions = np.array(targets), np.array(predictions)
     count = len(classes)
+    figures = {"accuracy": float((targets == predictions).mean()), "loss": 0.5, "images": len(targets), "unreadable": 0}
     return TestResult(
         tuple(classes),
-        **{
-            "accuracy": float((targets == predictions).mean()),
-            "loss": 0.5,
-            "images": len(targets),
-            "unreadable": 0,
-            **more,
-        },
+        **{**figures, **more},
         right_of_class=np.bincount(targets[targets == predictions], minlength=count),
         images_of_class=np.bincount(targets, minlength=count),
         targets=targets,

@@ -9,16 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.errors import RunDirectoryError
 from hybridpar.observe.timeline import (
     Timeline,
     TimelineRow,
     add_prediction,
-    begin_of,
-    describe_action,
-    describe_queue,
-    joined_at,
-    length_ms,
 )
 from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of, write_timeline
 from hybridpar.schedule.actions import parse_action
@@ -28,7 +23,6 @@ from tests.runs import small_disk
 
 TIMELINES = {
     "replicas": a_timeline(),
-    "one step, one replica": a_timeline(replicas=1, steps=(1,)),
     "nothing predicted": a_timeline(predicted=False),
     "lanes of one worker": a_timeline(replicas=1, workers=1),
     "four stages": a_timeline(stages=4, workers=2),
@@ -92,15 +86,9 @@ def test_a_timeline_comes_back_whole(name, tmp_path):
                 assert after.worker == before.worker
                 assert after.spans.origin == pytest.approx(before.spans.origin - zero, abs=1e-8)
                 found = sorted(after.spans.spans, key=str)
-                for one, other in zip(sorted(before.spans.spans, key=str), found, strict=False):
-                    assert (one.worker, one.queue, one.lane, one.action) == (
-                        other.worker,
-                        other.queue,
-                        other.lane,
-                        other.action,
-                    )
+                for one, other in zip(sorted(before.spans.spans, key=str), found, strict=True):
+                    assert replace(other, start_ms=one.start_ms, end_ms=one.end_ms) == one
                     assert (other.start_ms, other.end_ms) == pytest.approx((one.start_ms, one.end_ms), abs=1e-5)
-                assert len(found) == len(before.spans.spans)
 
 
 def test_everybody_has_a_process_and_every_queue_a_thread():
@@ -155,75 +143,7 @@ def test_steps_that_overlap_on_other_lanes_are_shown_one_after_the_other():
     assert again.origin == pytest.approx(0.008)
 
 
-def test_the_typical_step_has_the_median_length():
-    rows = []
-    for step, length in ((4, 30), (5, 90), (6, 40)):
-        rows.append(TimelineRow(0, step, StepSpans(step, (Span(0, "compute", 0, parse_action("0F0"), 0, length),))))
-    assert Timeline(tuple(rows)).typical_step() == 6
-    assert Timeline(tuple(rows[:2])).typical_step() == 5
-
-
-def test_a_step_begins_where_somebody_does_not_wait():
-    waiting = StepSpans(0.0, (Span(1, "receive", 0, parse_action("1RECV_F0"), 0, 50),))
-    working = StepSpans(0.04, (Span(0, "compute", 0, parse_action("0F0"), 0, 8),))
-    rows = [
-        TimelineRow(0, 1, working),
-        TimelineRow(1, 1, replace(waiting, spans=(*waiting.spans, Span(1, "compute", 1, parse_action("1F0"), 50, 60)))),
-    ]
-    assert begin_of(rows) == pytest.approx(0.04)
-    assert length_ms(rows) == pytest.approx(20)
-    assert joined_at(rows, 1)[1, parse_action("1RECV_F0")] == 0.0, "a send that nobody recorded changes nothing"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("1F3", "F3 stage 1"),
-        ("0B2", "B2 stage 0"),
-        ("0SEND_F1>3", "send F1 to stage 3"),
-        ("1RECV_B0", "receive B0 from stage 2"),
-        ("2SYNC5", "sync bucket 5 stage 2"),
-        ("2STEP", "optimizer stage 2"),
-    ],
-)
-def test_actions_in_words(text, said):
-    assert describe_action(parse_action(text)) == said
-
-
-def test_queues_in_words():
-    assert describe_queue("send", 1, replicas=2, worker=1) == "send to worker 3"
-    assert describe_queue("receive", 0) == "receive from worker 0"
-    assert describe_queue("sync", 1) == "sync lane 1"
-
-
 # -------------------------------------------------------------------------------------------------------------- files
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [], "otherData": {"writer": "another"}}']
-)
-def test_traces_of_others_are_refused(tmp_path, text):
-    path = tmp_path / "trace.json"
-    path.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        read_timeline(path)
-    assert str(path) in caught.value.what
-    assert "--timeline" in caught.value.fix
-
-
-@pytest.mark.parametrize("key", ["args", "ts", "cat"])
-def test_a_damaged_trace_is_refused(key):
-    data = trace_of(a_timeline(replicas=1, steps=(1,)))
-    del next(event for event in data["traceEvents"] if event["ph"] == "X" and event["cat"] == "compute")[key]
-    with pytest.raises(UsageError, match="damaged"):
-        timeline_of(data)
-
-
-def test_a_trace_without_its_number_of_replicas_is_refused():
-    data = trace_of(a_timeline(replicas=1, steps=(1,)))
-    del data["otherData"]["replicas"]
-    with pytest.raises(UsageError, match="damaged: KeyError 'replicas'"):
-        timeline_of(data)
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path):

@@ -34,22 +34,12 @@ def a_plan() -> Plan:
 
 def step_record(step: int, **fields: Any) -> StepRecord:
     """A step of a run whose loss falls from 3 to 1."""
-    given: dict[str, Any] = {
-        **{
-            "step": step,
-            "epoch": (step - 1) // 10,
-            "loss": 1 + 2 * math.exp(-step / 20) + 0.1 * (step % 3),
-            "lr": 0.05,
-        },
-        **{"samples": 64, "step_ms": 20.0 + step % 5, "compute_ms": 15.0, "exposed_sync_ms": 3.0, "data_ms": 1.0},
-        **{
-            "bytes_sent": 1_000_000,
-            "skipped": False,
-            "grad_norm": 5.0,
-            "residual_norm": 2.0 if step % 4 == 1 else None,
-            "residual_norms": {"layer13.weight": step / 8} if step % 4 == 1 else None,
-        },
-    }
+    loss = 1 + 2 * math.exp(-step / 20) + 0.1 * (step % 3)
+    given: dict[str, Any] = {"step": step, "epoch": (step - 1) // 10, "loss": loss, "lr": 0.05, "samples": 64}
+    given |= {"step_ms": 20.0 + step % 5, "compute_ms": 15.0, "exposed_sync_ms": 3.0, "data_ms": 1.0}
+    given |= {"bytes_sent": 1_000_000, "skipped": False, "grad_norm": 5.0}
+    if step % 4 == 1:
+        given |= {"residual_norm": 2.0, "residual_norms": {"layer13.weight": step / 8}}
     return StepRecord(**{**given, **fields})
 
 

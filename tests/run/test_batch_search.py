@@ -7,7 +7,6 @@ import math
 import pytest
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import UsageError
 from hybridpar.optim.schedule import Leg, Pace, rate_factor
 from hybridpar.run.batch_search import bounds, search_batch_size
 
@@ -45,10 +44,6 @@ def test_a_loss_that_is_not_finite_fails(bad):
     assert search({256: bad, 384: 0.1}) == (256, [256])
 
 
-def test_small_sizes_always_grow():
-    assert search({8: 1.0}, multiple=8, largest=40)[1] == [8, 16, 24, 32]
-
-
 def test_bounds():
     assert bounds(256) == (256, 1 << 20)
     assert bounds(256, 1024) == (512, 2048)
@@ -57,12 +52,6 @@ def test_bounds():
     assert bounds(256, 256, rate_fell=0.25) == (512, 512)
     assert bounds(100, multiple=64)[0] == 128
     assert bounds(1 << 22) == (1 << 20, 1 << 20)
-
-
-@pytest.mark.parametrize("wrong", [{"start": 0}, {"chosen": 0}, {"rate_fell": 0.0}, {"multiple": 0}])
-def test_bounds_of_nothing(wrong):
-    with pytest.raises(UsageError):
-        bounds(**{"start": 64, **wrong})
 
 
 CONFIG = OptimizerConfig(lr=0.1, warmup_epochs=1.0)

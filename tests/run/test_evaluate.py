@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import UsageError
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
-from hybridpar.run.trained import find_trained, image_facts, load_trained
+from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.evaluation import Evaluation
 from tests.ranks import run_ranks
-from tests.runs import check_run, restored_modes, train, train_rank
-from tests.small_nets import plain
+from tests.runs import check_run, restored_modes, train_rank
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +66,6 @@ def test_any_number_of_workers_sees_every_image_once(run_dir):
     assert figures == expected
 
 
-def test_the_first_five_are_counted_as_torch_ranks_them(run_dir):
-    _, result = evaluated(run_dir)
-    assert result.accuracy <= result.top5_accuracy <= 1
-    assert result.in_top5.dtype == bool
-    assert (result.in_top5 | (result.targets != result.predictions)).all()
-
-
 def test_a_run_that_still_trains_is_tested_at_its_last_checkpoint(run_dir):
     aside = run_dir.with_name("aside.json")
     (run_dir / "summary.json").rename(aside)
@@ -114,51 +104,6 @@ def test_a_file_of_weights_needs_model_and_data(run_dir):
     assert run_ranks(evaluated_file_on_rank, 2, file)[0] == same.accuracy  # sent by worker 0
     assert same.images == 256  # another number of samples, as nothing says how many the run had
     assert raw.classes == same.classes
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [({"model": "squeezenet1_1"}, "is not of"), ({"weights": "ema"}, "no moving")],
-)
-def test_another_model_and_weights_that_are_not_there_are_refused(tmp_path, options, problem):
-    train(tmp_path, steps=1)
-    with pytest.raises((CheckpointError, UsageError), match=problem):
-        load_trained(find_trained(str(tmp_path), TrainedOptions(**options)), 10)
-
-
-def test_the_run_says_what_images_are_and_what_they_show(run_dir):
-    facts = image_facts(find_trained(str(run_dir), TrainedOptions()))
-    assert facts.class_names == tuple(f"pattern-{label}" for label in range(10))
-    assert (facts.sample_shape, facts.test_size, facts.whole, facts.multi_label) == ((3, 8, 8), 8, True, False)
-    assert image_facts(find_trained(str(run_dir), TrainedOptions()), 16).test_size == 16
-
-
-def test_a_run_of_an_older_version_gets_its_classes_from_its_data(run_dir, tmp_path):
-    told = json.loads((run_dir / "run.json").read_text())
-    del told["images"], told["options"]["bad_images"]
-    told["options"]["gone"] = 1
-    copy = tmp_path / "run"
-    (copy / "checkpoints").mkdir(parents=True)
-    (copy / "run.json").write_text(json.dumps(told))
-    (copy / "checkpoints" / "step-9").symlink_to(latest_checkpoint(run_dir / "checkpoints"))
-    assert len(image_facts(find_trained(str(copy), TrainedOptions())).class_names) == 10
-    (copy / "run.json").write_text(json.dumps({**told, "options": {"batch_size": "many"}}))
-    with pytest.raises(CheckpointError, match="cannot read the options"):
-        find_trained(str(copy), TrainedOptions())
-
-
-def test_images_that_cannot_be_read_are_left_out_and_counted(tmp_path, caplog):
-    for number in range(6):
-        for part in ("train", "test"):
-            folder = tmp_path / part / "ab"[number % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (40 * number,) * 3).save(folder / f"{number}.png")
-    (tmp_path / "test" / "b" / "3.png").write_bytes(b"damaged")
-    torch.save(plain(2).state_dict(), tmp_path / "weights.pt")
-    options = {"model": "tests.small_nets:plain", "data": "folder", "data_root": tmp_path, "image_size": 8}
-    _, result = evaluated(tmp_path / "weights.pt", **options)
-    assert (result.images, result.unreadable, result.images_of_class.tolist()) == (5, 1, [3, 2])
-    assert "3.png" in caplog.text
 
 
 def test_of_several_classes_each_is_right_by_itself():

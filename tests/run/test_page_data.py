@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
-import pytest
-
-from hybridpar.errors import UsageError
 from hybridpar.observe import write_timeline
 from hybridpar.observe.page import page_json
-from hybridpar.run.page_data import check_runs, page_data
+from hybridpar.run.page_data import page_data
 from tests.observe.timelines import a_timeline
 from tests.run.run_directories import a_run
 
@@ -60,12 +56,6 @@ def test_gradients_have_the_table_of_codecs_and_the_residual(tmp_path):
     assert ["Compression", "26.0x", "less bytes of gradients"] in run["tiles"]
 
 
-def test_ages_of_gradients_are_drawn_without_gaps(tmp_path):
-    ages = {"staleness": {"mean": 1.0, "most": 3, "histogram": {"0": 10, "3": 30}}, "sync": "ps-async", "servers": 1}
-    _, bars = sections(shown(a_run(tmp_path / "a", summary=ages))["runs"][0])["staleness"]
-    assert bars["rows"] == [["0", 25.0, "10"], ["1", 0.0, "0"], ["2", 0.0, "0"], ["3", 75.0, "30"]]
-
-
 def test_several_runs_are_compared_by_results_and_by_options_that_differ(tmp_path):
     one = a_run(tmp_path / "one", summary={}, options={"lr": 0.1})
     other = a_run(tmp_path / "other", summary={"test_accuracy": 0.99}, codec="onebit", options={"lr": 0.05})
@@ -108,32 +98,6 @@ def test_the_summary_of_a_run_that_was_resumed_since_is_not_taken_for_its_end(tm
     assert told["tiles"][0][1] == "63.21%"
 
 
-def test_a_run_without_steps_says_so(tmp_path):
-    run = a_run(tmp_path / "a", 0)
-    (run / "metrics.jsonl").unlink()
-    data = shown(run)
-    assert data["charts"] == []
-    assert data["runs"][0]["notes"] == ["No step is recorded yet."]
-
-
-def test_a_run_of_an_older_version_lacks_only_what_it_did_not_write(tmp_path):
-    run = a_run(tmp_path / "a", summary={})
-    facts = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({"model": facts["model"], "options": {"data": "digits", "old": 7}}))
-    summary = json.loads((run / "summary.json").read_text())
-    for key in ("best", "queued", "staleness", "memory_bytes", "predicted_memory_bytes"):
-        del summary[key]
-    (run / "summary.json").write_text(json.dumps(summary))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = ("event", "step", "epoch", "loss", "lr", "step_ms", "test_accuracy")
-    short = [json.dumps({key: line[key] for key in kept if key in line}) for line in lines]
-    (run / "metrics.jsonl").write_text("\n".join([*short, ""]))
-    data = shown(run)
-    assert [chart["key"] for chart in data["charts"]] == ["loss", "accuracy", "lr", "step"]
-    assert data["runs"][0]["state"] == "finished"
-    assert ["--old", "7"] in sections(data["runs"][0])["environment"][1]["rows"]
-
-
 def test_damaged_files_are_named_and_left_out(tmp_path):
     run = a_run(tmp_path / "a", staged=True, codec="onebit")
     (run / "plan.json").write_text('{"version": 0}')
@@ -143,11 +107,3 @@ def test_damaged_files_are_named_and_left_out(tmp_path):
     assert "plan.json" in told["notes"][0]
     assert "compress.csv cannot be read" in sections(told)["gradients"][-1]["text"]
     assert "plan" not in sections(told)
-
-
-def test_what_is_no_run_or_named_twice_is_refused(tmp_path):
-    run = a_run(tmp_path / "a", 1)
-    with pytest.raises(UsageError, match="not the directory of a run"):
-        check_runs([run, tmp_path])
-    with pytest.raises(UsageError, match="named twice"):
-        check_runs([run, tmp_path / "." / "a"])

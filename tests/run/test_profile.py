@@ -6,7 +6,6 @@ import gzip
 import json
 
 from hybridpar.comm.flight import FLIGHT
-from hybridpar.run.profile import name_threads
 from tests.ranks import run_ranks
 from tests.runs import check_run, train, train_rank
 
@@ -35,9 +34,3 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     assert train(tmp_path / "run", steps=5, profile=True) == 0
     assert "warning: there is no profile" in capsys.readouterr().out
     assert not FLIGHT.names_ranges
-
-
-def test_threads_that_python_does_not_know_keep_their_names():
-    trace = {"traceEvents": [{"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": "x"}} for tid in (1, 2)]}
-    name_threads(trace, {1: "lane sync-0"})
-    assert [one["args"]["name"] for one in trace["traceEvents"]] == ["lane sync-0", "x"]

@@ -13,7 +13,7 @@ from hybridpar.run import batch_search
 from hybridpar.run.batch_search import BatchChoice, Trial
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
-from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
+from tests.runs import assert_same_state, saved_state, train, train_rank
 
 #: Twelve steps an epoch of batches of 8.
 SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoint_every": "epoch", "keep": 9, "lr": 0.02}
@@ -68,18 +68,6 @@ def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
         train(tmp_path / "not", resume_from=tmp_path / "plain" / "checkpoints", **options)
 
 
-def test_all_workers_select_alike(tmp_path):
-    options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "delay", "tune_process": False}
-    assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options, shared_memory=False) == [0, 0]
-    summary = summary_of(tmp_path / "run")
-    assert summary["recipe"] == "onebit-sgd"
-    assert summary["double_buffer"] == "delay"
-    assert 0.9 < summary["staleness"]["mean"] < 1
-    assert summary["staleness"]["most"] == 1
-    assert summary["codec"].startswith("onebit_sgd:")
-    assert summary["compression_ratio"] > 1
-
-
 def test_the_whole_recipe_over_stages(tmp_path):
     """1-bit SGD as in the paper, where every replica is a pipeline; and its resumption."""
     options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "half", "tune_process": False}
@@ -96,15 +84,3 @@ def test_the_whole_recipe_over_stages(tmp_path):
     whole, resumed = saved_state(tmp_path / "run"), saved_state(tmp_path / "again")
     assert whole.keys() == resumed.keys()
     assert not [name for name in whole if not torch.equal(whole[name], resumed[name])]
-
-
-def test_local_sgd_is_a_run_like_any_other(tmp_path):
-    options = {"sync": "local:4", "warm_start_steps": 2, "checkpoint_every": "5", "keep": 9}
-    assert run_ranks(train_rank, 2, tmp_path / "run", "dropping", None, options) == [0, 0]
-    summary = check_run(tmp_path / "run", steps=12)
-    assert summary["sync"] == "local:4"
-    assert summary["staleness"] is None
-    start = tmp_path / "run" / "checkpoints" / "step-5"
-    options["resume_from"] = start
-    assert run_ranks(train_rank, 2, tmp_path / "again", "dropping", None, options) == [0, 0]
-    assert_same_state(tmp_path / "run", tmp_path / "again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar import Evaluation, Trainer
+from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe import read_metrics
@@ -59,42 +58,11 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(straight, tmp_pa
     assert not torch.equal(saved_state(straight)["head.weight"], saved_state(tmp_path / "other")["head.weight"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"amp": "bf16"},
-        {"memory_format": "channels_last", "deterministic": True},
-        {"optimizer": "adamw", "lr": 0.01, "clip_norm": 1.0, "label_smoothing": 0.1},
-        {"lr_schedule": "step", "nesterov": True, "guard": False},
-        {"micro_batches": 2, "loader_workers": 1},
-    ],
-)
-def test_options_reach_the_training(tmp_path, options):
-    assert train(tmp_path, epochs=1, **options) == 0
-    check_run(tmp_path, steps=6)
-
-
 def test_deterministic_is_asked_of_torch(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     train(tmp_path, steps=1, deterministic=True)
     assert asked[0] is True
-
-
-def test_the_learning_rate_in_the_metrics_is_the_schedule(straight):
-    rates = read_metrics(straight).steps["lr"]
-    assert rates[:6] == pytest.approx([0.05 * step / 6 for step in range(1, 7)])
-    assert all(earlier > later for earlier, later in itertools.pairwise(rates[6:]))
-
-
-def test_steps_end_a_run_within_an_epoch(tmp_path):
-    assert train(tmp_path, steps=4) == 0
-    assert check_run(tmp_path, steps=4)["epochs"] == 0
-
-
-def test_a_factory_that_takes_keywords_is_given_the_number_of_classes(tmp_path):
-    assert train(tmp_path, "by_keyword", steps=1) == 0
-    assert saved_state(tmp_path)["head.weight"].shape[0] == 10
 
 
 def refused(world, directory, options):
@@ -108,12 +76,8 @@ def test_a_head_that_does_not_fit_the_classes_is_refused_before_anything_is_writ
     assert run_ranks(refused, 2, str(tmp_path / "run"), options) == [False, False]
 
 
-def run_both(world, directory, options):
-    return train(Path(directory), **options)
-
-
 def test_two_workers_are_one_with_two_micro_batches(tmp_path):
-    run_ranks(run_both, 2, str(tmp_path / "two"), {})
+    run_ranks(train_rank, 2, tmp_path / "two", "plain", None, {})
     train(tmp_path / "one", micro_batches=2)
     assert check_run(tmp_path / "two", steps=STEPS)["workers"] == 2
     two, one = saved_state(tmp_path / "two"), saved_state(tmp_path / "one")
@@ -129,7 +93,7 @@ def test_two_workers_are_one_with_two_micro_batches(tmp_path):
 # ---------------------------------------------------------------------------------------------- interrupt and resume
 
 
-@pytest.mark.parametrize("forward", [2, 4, 5, 6, 11])  # the first one checks the model
+@pytest.mark.parametrize("forward", [2, 5, 11])  # the first one checks the model
 def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(straight, tmp_path, forward):
     assert train(tmp_path, "dropping", fault=f"TERM@0:{forward}") == 143
     # The step under way had been told before that nobody wants to stop; the next one ends the run.
@@ -147,17 +111,16 @@ def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
     check_run(tmp_path, ended="interrupted")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path, workers):
+def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path):
     options = {"micro_batches": 2, "clip_norm": 0.5, "checkpoint_every": "never"}
-    run_ranks(train_rank, workers, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
-    codes = run_ranks(train_rank, workers, tmp_path / "resumed", "dropping", "TERM@1:9", options)
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
+    codes = run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", "TERM@1:9", options)
     assert codes[1] == 143
     stopped = check_run(tmp_path / "resumed", ended="interrupted")["steps"]
     assert 5 <= stopped <= 7
     assert saved_steps(tmp_path / "resumed") == [stopped]
     options = {**options, "resume": True, "checkpoint_every": "epoch"}
-    run_ranks(train_rank, workers, tmp_path / "resumed", "dropping", None, options)
+    run_ranks(train_rank, 2, tmp_path / "resumed", "dropping", None, options)
     check_run(tmp_path / "resumed", steps=STEPS)
     assert_same_state(tmp_path / "straight", tmp_path / "resumed")
 
@@ -229,17 +192,13 @@ def test_a_run_can_start_from_the_checkpoint_of_another(straight, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"batch_size": 8}, {"seed": 5}, {"image_size": 16}, {"data": "digits"}, {"synthetic_samples": 80}]
+    ("option", "value"), [("batch_size", 8), ("seed", 5), ("data", "digits"), ("synthetic_samples", 80)]
 )
-def test_another_order_of_samples_is_refused(straight, tmp_path, changed):
-    if "image_size" in changed or "data" in changed:
-        changed = {**changed, "image_size": changed.get("image_size", 8)}
+def test_another_order_of_samples_is_refused(straight, tmp_path, option, value):
     with pytest.raises(HybridparError) as caught:
-        train(tmp_path, "dropping", resume_from=straight, **changed)
-    if changed != {"image_size": 16}:  # which changes the model's own shapes
-        option = next(iter(changed))
-        assert f"--{option.replace('_', '-')}" in caught.value.what
-        assert "Resume with" in caught.value.fix
+        train(tmp_path, "dropping", resume_from=straight, **{option: value})
+    assert f"--{option.replace('_', '-')}" in caught.value.what
+    assert "Resume with" in caught.value.fix
     assert not list(tmp_path.iterdir())
 
 
@@ -253,21 +212,7 @@ def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("epoch", SaveRule(epoch=True)),
-        ("200", SaveRule(steps=200)),
-        ("60s", SaveRule(seconds=60.0)),
-        ("epoch, 60s,200", SaveRule(epoch=True, steps=200, seconds=60.0)),
-        ("never", SaveRule()),
-    ],
-)
-def test_save_rules_are_read(text, rule):
-    assert SaveRule.parse(text) == rule
-
-
-@pytest.mark.parametrize("text", ["", "0", "-5", "0s", "often", "epoch,never", "5 m", "1.5s", ","])
+@pytest.mark.parametrize("text", ["", "0", "-5", "0s", "epoch,never", "5 m", "1.5s"])
 def test_other_save_rules_are_refused(text):
     with pytest.raises(UsageError) as caught:
         SaveRule.parse(text)
@@ -276,37 +221,20 @@ def test_other_save_rules_are_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("every", "keep", "expected"),
-    [("5", 2, {5, 10, 12}), ("5", 1, {12}), ("never", 2, set()), ("epoch", 1, {12}), ("1", 3, {10, 11, 12})],
+    ("every", "keep", "saved"),
+    [("5", 2, {10, 12}), ("never", 2, set()), ("epoch", 1, {12}), ("1, 60s", 3, {10, 11, 12})],
 )
-def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, expected):
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, saved):
     train(tmp_path, checkpoint_every=every, keep=keep)
-    epochs = read_metrics(tmp_path).epochs
-    best = max(epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
-    saved = set(saved_steps(tmp_path))
+    best = max(read_metrics(tmp_path).epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
     told = check_run(tmp_path)["best"]
     if every == "never":
-        assert not saved
         assert told is None
-        return
-    assert told is not None
-    assert told["step"] == best
-    assert (tmp_path / told["checkpoint"] / "model.pt").exists()
-    assert best in saved
-    assert len(saved - {best}) <= keep
-    assert max(saved) == max(expected)
-    newest = load_checkpoint(tmp_path)
-    assert best in [step for _, step, *_ in newest.training["extra"]["tested"]]
-
-
-@pytest.mark.parametrize(("every", "expected"), [("epoch", [12, 24]), ("5", [12, 24]), ("3", [12, 24])])
-def test_the_best_is_kept_whatever_the_rule(tmp_path, monkeypatch, every, expected):
-    accuracies = iter([0.5, 0.9, 0.3, 0.4])
-    monkeypatch.setattr(Trainer, "evaluate", lambda self, batches: Evaluation(next(accuracies), 1.0, 10))
-    train(tmp_path, epochs=4, checkpoint_every=every, keep=1)
-    assert saved_steps(tmp_path) == expected
-    rows = load_checkpoint(tmp_path).training["extra"]["tested"]
-    assert [accuracy for _, _, accuracy, *_ in rows] == [0.5, 0.9, 0.3, 0.4]
+    else:
+        saved = {*saved, best}
+        assert told["step"] == best
+        assert (tmp_path / told["checkpoint"] / "model.pt").exists()
+    assert set(saved_steps(tmp_path)) == saved
 
 
 def test_seconds_save_too(tmp_path, monkeypatch):
@@ -370,15 +298,6 @@ def test_a_request_that_fails_has_replaced_nothing(straight, tmp_path):
         assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
 
 
-def test_overwriting_starts_anew_and_spares_foreign_files(tmp_path):
-    train(tmp_path, "dropping", steps=3)
-    (tmp_path / "notes.txt").write_text("mine")
-    assert train(tmp_path, "plain", overwrite=True) == 0
-    check_run(tmp_path, steps=STEPS)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert 3 not in saved_steps(tmp_path)
-
-
 @pytest.mark.root
 def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
     with small_disk(tmp_path / "disk", kilobytes=600) as disk:
@@ -421,15 +340,10 @@ def test_a_run_starts_from_weights_trains_what_is_not_frozen_and_is_resumed_to_t
     assert_same_state(tmp_path / "whole", tmp_path / "cut")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path, ranks):
+def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path):
     fine = {**FINE, "weights": str(straight), "batch_norm": "frozen", "micro_batches": 2, "steps": 6, "plan": "none"}
     train(tmp_path / "one", **fine)
-    options = {**fine, "stages": 2}
-    if ranks == 1:
-        train(tmp_path / "cut", **options)
-    else:
-        run_ranks(train_rank, ranks, tmp_path / "cut", "plain", None, options)
+    run_ranks(train_rank, 2, tmp_path / "cut", "plain", None, {**fine, "stages": 2})
     for name, value in saved_state(tmp_path / "one").items():
         torch.testing.assert_close(saved_state(tmp_path / "cut")[name], value, rtol=1e-5, atol=1e-6)
 

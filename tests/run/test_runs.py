@@ -68,13 +68,6 @@ def test_a_run_without_a_summary_is_as_far_as_its_metrics(runs):
     assert figures["test_accuracy"] is not None
 
 
-def test_options_that_a_version_did_not_know_have_their_default(runs):
-    facts = json.loads((runs / "a" / RUN_FILE).read_text())
-    del facts["options"]["stop_early"], facts["options"]["log"]
-    (runs / "a" / RUN_FILE).write_text(json.dumps(facts))
-    assert set(differing_options([one.options for one in find_runs([runs])])) == {"lr", "keep", "keep_best", "log"}
-
-
 def test_the_last_and_the_best_are_never_deleted(runs, monkeypatch):
     (run,) = find_runs([runs / "deep"])
     best = min(run.table.epochs, key=lambda one: one.train_loss).step

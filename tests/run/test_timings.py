@@ -110,18 +110,18 @@ def combined(found, replicas, step_ms=None):
     return combine(found, [range(replica, len(found), replicas) for replica in range(replicas)], step_ms)
 
 
-def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
+def shares(positions, micro_batches, replicas):
     layout = place_stages(positions, positions)
     program = lower(make("gpipe", ScheduleRequest(layout, micro_batches)), layout, [1] * positions)
-    costs = costs or Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
+    costs = Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
     timeline = simulate(program, costs).timeline
     found = []
     for rank in range(positions * replicas):
-        timings, skew = Timings(), ahead[rank] if ahead else 0.0
+        timings = Timings()
         for number in range(5):
             mine = tuple(span for span in timeline if span.worker == rank // replicas)
-            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number + skew, mine))
-        found.append(timings.share(skew))
+            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number, mine))
+        found.append(timings.share())
     return found
 
 
@@ -130,16 +130,6 @@ def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
 def test_the_bubble_is_that_of_the_textbook(stages, micro_batches, replicas):
     figures = combined(shares(stages, micro_batches, replicas), replicas)
     assert figures["bubble"] == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-4)
-
-
-def test_other_clocks_do_not_change_it():
-    assert combined(shares(2, 4, ahead=(0.0, 123.0)), 1) == combined(shares(2, 4), 1)
-
-
-def test_means_over_workers_and_medians_over_steps():
-    figures = combined(shares(3, 2), 1)
-    assert figures["bytes_sent"] == 100.0
-    assert "compute_ms" not in figures, "there is no step that it could be a part of"
 
 
 _MILLISECONDS = st.floats(0.0, 1e4)
@@ -169,16 +159,6 @@ def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms)
         assert parts == []
 
 
-def test_a_part_is_a_share_of_its_own_workers_step():
-    found = []
-    for compute, exposed in ((30.0, 10.0), (10.0, 30.0)):  # the faster one waits for the slower one
-        timings = Timings()
-        timings.add(StepTimes(compute, exposed, 0.0), 0, NOTHING)
-        found.append(timings.share())
-    assert combined(found, 1, 40.0)["exposed_sync_ms"] == 20.0
-    assert combined(found[:1], 1, 40.0)["exposed_sync_ms"] == 10.0
-
-
 def test_overlap_is_what_did_not_outlast_computation():
     costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5),),), replicas=2, sync_link=Link(8.0))
     timeline = simulate(_accumulate(), costs).timeline
@@ -195,17 +175,6 @@ def _accumulate():
     return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
 
 
-def test_what_was_not_recorded_is_not_told():
-    timings = Timings()
-    timings.add(StepTimes(5.0, 0.0, 1.0), 7, NOTHING)
-    assert combined([timings.share(), Timings().share()], 2, 6.0) == {
-        "compute_ms": 5.0,
-        "exposed_sync_ms": 0.0,
-        "data_ms": 1.0,
-        "bytes_sent": 7,
-    }
-
-
 def test_the_first_steps_count_only_where_there_are_no_others():
     timings = Timings()
     for number in range(6):
@@ -216,15 +185,6 @@ def test_the_first_steps_count_only_where_there_are_no_others():
     few = Timings()
     few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
     assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)
-
-
-def test_a_step_that_takes_long_counts_in_the_rate_and_in_what_was_sent():
-    timings = Timings()
-    assert timings.steps_per_second() is None
-    for number in range(11):
-        timings.add(StepTimes(10.0, 200.0 if number == 10 else 0.0, 0.0), 800 if number == 10 else 0)
-    assert timings.steps_per_second() == pytest.approx(8 / 0.28)
-    assert timings.share().medians["bytes_sent"] == 100
 
 
 def test_a_mean_step_counts_the_few_that_exchange():

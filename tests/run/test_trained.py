@@ -50,17 +50,6 @@ class Copies(nn.Linear):
             self.bias.copy_(state_dict[f"{prefix}bias"])
 
 
-class Listed(Mixed):
-    """Holds a parameter in a list, too."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__(num_classes)
-        self.listed = [self.first.weight]
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward(images) * self.listed[0].mean()
-
-
 class Shares(Mixed):
     """Holds a part of a parameter."""
 
@@ -142,7 +131,7 @@ def test_weights_stay_in_their_file(tmp_path, form):
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "factory"), [("copies", copies), ("Listed", Listed), ("Shares", Shares)])
+@pytest.mark.parametrize(("name", "factory"), [("copies", copies), ("Shares", Shares)])
 def test_a_model_that_cannot_be_mapped_is_built_whole(tmp_path, name, factory):
     step = saved(tmp_path, factory())
     model = loaded(step, name)

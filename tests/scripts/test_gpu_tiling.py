@@ -1,4 +1,4 @@
-"""The cases whose times show what virtual threads and phases are worth: an equal tile, and fewer predicted conflicts."""
+"""The cases that show what virtual threads and phases are worth: an equal tile, and fewer predicted conflicts."""
 
 from __future__ import annotations
 

@@ -19,14 +19,12 @@ from hybridpar.train.checkpoint import (
 )
 from hybridpar.train.checkpoint_files import (
     latest_checkpoint,
-    list_checkpoints,
     prune_checkpoints,
     resolve_checkpoint,
 )
 from tests.ranks import run_ranks
 from tests.runs import small_disk
 
-CPU = torch.device("cpu")
 ALL_FILES = ("model.pt", "training.pt", "rank-0.pt", "manifest.json")
 
 
@@ -52,18 +50,8 @@ def test_what_was_saved_is_loaded(saved):
     assert loaded.training["rate"] == 0.5
     assert loaded.local == {"random": [1, 2]}
     assert sorted(path.name for path in saved.iterdir()) == sorted(ALL_FILES)
-
-
-def test_the_model_loads_in_any_pytorch_program(saved):
-    state = torch.load(saved / "model.pt", weights_only=True)
-    assert state.keys() == {"w", "b"}
-
-
-def test_nothing_is_left_beside_it(saved):
     assert [path.name for path in saved.parent.iterdir()] == ["step-3"]
-
-
-def test_a_rank_that_did_not_exist_then_gets_no_part(saved):
+    assert torch.load(saved / "model.pt", weights_only=True).keys() == {"w", "b"}
     assert load_checkpoint(saved, rank=1).local is None
 
 
@@ -106,57 +94,21 @@ def test_a_full_disk_on_one_worker_fails_all_of_them_and_leaves_the_older_one(tm
     assert load_checkpoint(tmp_path).step == 3
 
 
-def test_a_full_disk_is_reported_as_such_by_torchs_writer_too(saved, monkeypatch):
-    class Full:
-        def write(self, data):
-            raise OSError(28, os.strerror(28))
-
-        def flush(self):
-            pass
-
-        def fileno(self):
-            return -1
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-    monkeypatch.setattr(Path, "open", lambda self, mode="r", **options: Full())
-    with pytest.raises(RunDirectoryError, match="the disk is full"):
-        save(saved.parent, step=4)
-    monkeypatch.undo()
-    assert list_checkpoints(saved.parent) == [saved]
-
-
-@pytest.mark.parametrize("name", ALL_FILES)
-def test_a_truncated_file_is_found(saved, name):
-    content = (saved / name).read_bytes()
-    (saved / name).write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError) as caught:
+@pytest.mark.parametrize("harm", ["cut", "flipped", "missing"])
+@pytest.mark.parametrize("name", ["model.pt", "training.pt", "rank-0.pt"])
+def test_a_damaged_file_is_found(saved, name, harm):
+    content = bytearray((saved / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    if harm == "missing":
+        (saved / name).unlink()
+    else:
+        (saved / name).write_bytes(content[: len(content) // 2] if harm == "cut" else content)
+    with pytest.raises(CheckpointError, match=name) as caught:
         load_checkpoint(saved)
-    assert name in caught.value.what
     assert caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "rank-0.pt"])
-def test_a_flipped_bit_is_found(saved, name):
-    content = bytearray((saved / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (saved / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match="not what the manifest says"):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize("name", ["model.pt", "training.pt", "rank-0.pt"])
-def test_a_missing_file_is_found(saved, name):
-    (saved / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(saved)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"version": 1}', '{"version": 1, "step": "x", "files": []}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "step": "x", "files": []}'])
 def test_a_damaged_manifest_is_refused(saved, text):
     (saved / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError, match="manifest"):
@@ -197,19 +149,6 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path):
     assert resolve_checkpoint(tmp_path / "checkpoints" / "step-2").name == "step-2"
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "file"])
-def test_what_is_no_checkpoint_is_refused(tmp_path, kind):
-    path = tmp_path / "thing"
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "file":
-        path.write_text("weights")
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path)
-    assert caught.value.what == f"{path} is not a checkpoint"
-    assert "step-N" in caught.value.fix + caught.value.why
-
-
 def test_a_half_written_one_never_counts(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
@@ -247,31 +186,6 @@ def test_a_crash_while_one_is_replaced_loses_neither(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
-def test_saving_the_same_step_again_replaces_it(tmp_path):
-    save(tmp_path, 5, value=1.0)
-    save(tmp_path, 5, value=2.0)
-    assert float(load_checkpoint(tmp_path).model["w"][0, 0]) == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
-
-
-@pytest.mark.parametrize(
-    ("keep", "best", "left"),
-    [
-        (1, (), [5]),
-        (2, (), [4, 5]),
-        (2, (1,), [1, 4, 5]),
-        (2, (5, 2), [2, 4, 5]),
-        (9, (), [1, 2, 3, 4, 5]),
-        (1, (99,), [5]),
-    ],
-)
-def test_the_newest_and_the_best_are_kept(tmp_path, keep, best, left):
-    for step in range(1, 6):
-        save(tmp_path, step)
-    prune_checkpoints(tmp_path, keep, best)
-    assert [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path)] == left
-
-
 def test_pruning_takes_away_what_crashes_left_and_nothing_of_the_users(tmp_path):
     save(tmp_path, 1)
     (tmp_path / "step-7.partial").mkdir()
@@ -280,11 +194,6 @@ def test_pruning_takes_away_what_crashes_left_and_nothing_of_the_users(tmp_path)
     (tmp_path / "step-by-step.txt").write_text("mine")
     prune_checkpoints(tmp_path, keep=1, best=())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-1", "step-by-step.txt"]
-
-
-def test_an_empty_or_missing_directory_has_no_checkpoint(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-    assert latest_checkpoint(tmp_path / "missing") is None
 
 
 @pytest.mark.root

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, HybridparError, PlanError, SyncError, TrainingError, UsageError
+from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition import Problem, partition_model
 from hybridpar.partition.cost import Worker
 from hybridpar.plan import Plan
@@ -97,14 +97,11 @@ LAYOUTS = {
 MOVES = [
     ("plain", "lanes"),
     ("lanes", "plain"),
-    ("lanes", "lanes"),
     ("lanes", "more micro-batches"),
     ("lanes", "workers"),
     ("workers", "plain"),
-    ("workers", "workers"),
     ("workers", "replicas of lanes"),
     ("replicas of lanes", "lanes"),
-    ("replicas of lanes", "replicas of lanes"),
     ("replicas", "workers"),
 ]
 
@@ -171,7 +168,6 @@ def sharded_and_not(world: World, layout: str, options: dict[str, Any], director
 SHARDED = [
     ("replicas", {}, True),
     ("replicas", {}, False),
-    ("replicas", {"optimizer": "adamw", "lr": 0.01, "clip_norm": 0.1}, True),
     ("replicas", {"optimizer": "adamw", "lr": 0.01, "model_ema": "0.9998", "clip_norm": 0.1}, False),
     ("replicas of lanes", {"optimizer": "adagrad"}, True),
     ("replicas of lanes", {"optimizer": "rmsprop", "lr": 0.01}, False),
@@ -219,18 +215,9 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
         assert_close(state_of(trainer), whole, exact=True)
 
 
-def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    with make_trainer(2) as trainer:
-        steps(trainer, 1)
-        trainer.save(tmp_path)
-    with make_trainer(2, make=small) as trainer, pytest.raises(CheckpointError, match="another model"):
-        trainer.load(tmp_path / "step-1")
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_a_trainer_over_stages_is_one_over_the_whole_model(stages: int) -> None:
+def test_a_trainer_over_stages_is_one_over_the_whole_model() -> None:
     results = []
-    for count in (1, stages):
+    for count in (1, 3):
         with make_trainer(count, clip_norm=0.5, warmup_epochs=1.0) as trainer:
             losses, rates = [], []
             for step in range(3):
@@ -274,19 +261,6 @@ def test_what_is_not_in_the_operations_is_trained_as_in_one_piece() -> None:
     assert_close(states[1], states[0], exact=False)
     assert torch.equal(states[1]["stem.weight"], first["stem.weight"])
     assert not torch.equal(states[1]["body.weight"], first["body.weight"])
-
-
-def test_three_bad_steps_stop_the_training() -> None:
-    def go_bad() -> None:
-        for _ in range(6):
-            trainer.step((torch.full((8, 3, 8, 8), torch.nan), images(8)[1]))
-
-    with make_trainer(2) as trainer:
-        steps(trainer, 1)
-        before = state_of(trainer)
-        with pytest.raises(TrainingError, match=r"steps 2 to 4; first bad parameter: \w+"):
-            go_bad()
-        assert_close(state_of(trainer), before, exact=True)
 
 
 def test_bfloat16_channels_last_and_recomputing_through_the_options() -> None:
@@ -371,11 +345,6 @@ class TestBadInput:
         with pytest.raises(PlanError, match="another model"):
             Trainer(small(), config=TrainConfig(), plan=plan_of(blocks(), 2), example=EXAMPLE, world=World())
 
-    def test_more_stages_than_units(self) -> None:
-        model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 5))
-        with pytest.raises(HybridparError, match="stages"):
-            Trainer(model, config=TrainConfig(stages=9), example=EXAMPLE, world=World())
-
     def test_micro_batches_of_one_value_per_channel(self) -> None:
         model = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
         config = TrainConfig(micro_batches=4)
@@ -384,14 +353,12 @@ class TestBadInput:
                 trainer.step(images(4))
             trainer.step(images(8))
 
-    @pytest.mark.parametrize("workers", [2, 3])
-    def test_batches_that_are_too_small_are_refused_on_all_workers_alike(self, workers: int) -> None:
-        answers = run_ranks(too_small, workers)
-        assert len(set(answers)) == 1
-        assert answers[0].startswith("a batch of 3 samples cannot be divided into 4 micro-batches")
+    def test_batches_that_are_too_small_are_refused_on_all_workers_alike(self) -> None:
+        for answer in run_ranks(too_small, 2, 1, (1, 1)):
+            assert answer.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
 
     def test_a_batch_that_is_too_small_in_one_replica_is_refused_by_all(self) -> None:
-        first, second = run_ranks(too_small_for_one, 2)
+        first, second = run_ranks(too_small, 2, 2, (4, 1))
         assert first.startswith("1 of the other workers got a batch that cannot be divided")
         assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
 
@@ -412,27 +379,22 @@ class TestBadInput:
             assert "--stages 3" in answer
             assert "do not fit 2 worker(s)" in answer
 
-
-def too_small(world: World) -> str:
-    with make_trainer(world.size, world=world, micro_batches=4) as trainer:
-        steps(trainer, 1)
-        try:
-            trainer.step(images(3))
-        except UsageError as error:
-            steps(trainer, 1)  # the pipeline is as good as before
-            return str(error)
-    return "passed"
+    def test_workers_with_other_options_are_told(self) -> None:
+        run_ranks(other_micro_batches, 2)
 
 
-def too_small_for_one(world: World) -> str:
-    with make_trainer(2, world=world, replicas=2) as trainer:
-        steps(trainer, 1, 2)
-        try:
-            trainer.step(images(4 if world.rank == 0 else 1))
-        except UsageError as error:
-            steps(trainer, 1, 2)  # the pipeline is as good as before
-            return str(error)
-    return "passed"
+def refusal(act: Callable[[], object]) -> str:
+    with pytest.raises(HybridparError) as caught:
+        act()
+    return str(caught.value)
+
+
+def too_small(world: World, replicas: int, samples: tuple[int, int]) -> str:
+    with make_trainer(2, world=world, replicas=replicas) as trainer:
+        steps(trainer, 1, replicas)
+        said = refusal(lambda: trainer.step(images(samples[world.rank])))
+        steps(trainer, 1, replicas)  # the pipeline is as good as before
+        return said
 
 
 def mixed_plans(world: World, directory: Path) -> str:
@@ -442,11 +404,8 @@ def mixed_plans(world: World, directory: Path) -> str:
     path = directory / f"{world.rank}" / "plan.json"
     path.parent.mkdir()
     path.write_text(json.dumps(text))
-    try:
-        Trainer(model, config=TrainConfig(plan=path), example=EXAMPLE, world=world)
-    except PlanError as error:
-        return str(error).replace(str(path), "PLAN")
-    return "passed"
+    said = refusal(lambda: Trainer(model, config=TrainConfig(plan=path), example=EXAMPLE, world=world))
+    return said.replace(str(path), "PLAN")
 
 
 def missing_plan(world: World, directory: Path) -> str:
@@ -454,30 +413,13 @@ def missing_plan(world: World, directory: Path) -> str:
     path = directory / "plan.json"
     if world.rank == 0:
         path.write_text(plan_of(model, 2, 2).to_json())
-    try:
-        where = path if world.rank == 0 else directory / "elsewhere" / "plan.json"
-        Trainer(model, config=TrainConfig(plan=where), example=EXAMPLE, world=world)
-    except HybridparError as error:
-        return str(error)
-    return "passed"
+    where = path if world.rank == 0 else directory / "elsewhere" / "plan.json"
+    return refusal(lambda: Trainer(model, config=TrainConfig(plan=where), example=EXAMPLE, world=world))
 
 
 def three_stages_on_two(world: World) -> str:
-    try:
-        Trainer(blocks(), config=TrainConfig(stages=3), example=EXAMPLE, world=world)
-    except UsageError as error:
-        return str(error)
-    return "passed"
+    return refusal(lambda: Trainer(blocks(), config=TrainConfig(stages=3), example=EXAMPLE, world=world))
 
 
 def other_micro_batches(world: World) -> str:
-    try:
-        make_trainer(2, world=world, micro_batches=2 + world.rank)
-    except SyncError as error:
-        return str(error)
-    return "passed"
-
-
-def test_workers_with_other_options_are_told() -> None:
-    for answer in run_ranks(other_micro_batches, 2):
-        assert "passed" not in answer
+    return refusal(lambda: make_trainer(2, world=world, micro_batches=2 + world.rank))

@@ -109,21 +109,6 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path) -> Non
     assert newest.name == "step-1"
 
 
-@pytest.mark.parametrize("kept", [("a",), ("b", 1)])
-def test_only_tensors_that_are_wanted_are_read(tmp_path: Path, kept: tuple[Any, ...]) -> None:
-    tensors = torch.arange(12.0).view(3, 4)
-    item = {"a": tensors.T, "b": [1, tensors[1:].to(torch.bfloat16)], "c": "text"}
-    torch.save(item, tmp_path / "some.pt")
-    found = read_torch(tmp_path / "some.pt", lambda keys: keys == kept)
-    for keys, got in ((("a",), found["a"]), (("b", 1), found["b"][1])):
-        wanted = item["a"] if keys == ("a",) else item["b"][1]  # type: ignore[index]
-        assert isinstance(wanted, torch.Tensor)
-        assert got.shape == wanted.shape
-        assert got.is_meta == (keys != kept)
-        assert got.is_meta or torch.equal(got, wanted)
-    assert found["c"] == "text"
-
-
 def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
     """Steps before and after a checkpoint, with the whole model held and with own stages: what they came to."""
     results = []
@@ -149,9 +134,11 @@ def go_on(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
     [
         (4, {"compress": "onebit", "optimizer": "adamw", "lr": 0.01}),
         (4, {"compress": "powersgd:rank=2", "amp": "bf16", "batch_norm": "local"}),
-        (4, {"amp": "bf16", "clip_norm": 1.0, "batch_norm": "sync"}),
-        (4, {"shard_optimizer": True, "model_ema": "0.9998", "optimizer": "adamw", "lr": 0.01}),
-        (2, {"amp": "fp16"}),
+        (
+            4,
+            {"shard_optimizer": True, "model_ema": "0.9998", "optimizer": "adamw", "lr": 0.01, "batch_norm": "sync"},
+        ),
+        (2, {"amp": "fp16", "clip_norm": 1.0}),
     ],
     ids=lambda value: None if isinstance(value, int) else "-".join(value),
 )

@@ -94,29 +94,10 @@ def test_a_plateau_lowers_the_rate_and_is_in_the_checkpoint(tmp_path):
         assert again.step(make_batch()).lr == pytest.approx(0.005)
 
 
-def test_label_smoothing_changes_the_result():
-    assert not torch.equal(
-        train(TrainConfig(label_smoothing=0.1)).head.weight, train(TrainConfig(label_smoothing=0.0)).head.weight
-    )
-
-
-@pytest.mark.parametrize("parts", [2, 3, 5])
-def test_accumulated_micro_batches_are_a_plain_loop_over_them(parts):
-    config = TrainConfig(micro_batches=parts)
+def test_accumulated_micro_batches_are_a_plain_loop_over_them():
+    config = TrainConfig(micro_batches=5)
     # Running statistics are pooled over micro-batches on purpose; see tests/sync/test_batchnorm.py.
-    assert_equal(train(config), plain_loop(config, parts=parts), skip=("running", "tracked"))
-
-
-def test_accumulation_without_batchnorm_is_the_whole_batch():
-    def run(parts: int) -> nn.Module:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
-        with Trainer(model, config=TrainConfig(micro_batches=parts)) as trainer:
-            for step in range(3):
-                trainer.step(make_batch(step))
-        return model
-
-    assert_equal(run(1), run(4), exact=False)
+    assert_equal(train(config), plain_loop(config, parts=5), skip=("running", "tracked"))
 
 
 @pytest.mark.parametrize("limit", [0.01, 1e9])
@@ -161,11 +142,8 @@ def test_bf16_computes_in_bf16_and_keeps_float32_weights():
     assert losses[-1] < losses[0]
     assert evaluation.samples == 12
     assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-    # Near the float32 run, but not the same.
-    single = train(TrainConfig(), steps=1).head.weight
-    half = train(TrainConfig(amp="bf16"), steps=1).head.weight
+    half, single = (train(TrainConfig(amp=amp), steps=1).head.weight for amp in ("bf16", "none"))
     torch.testing.assert_close(half, single, rtol=0.1, atol=0.01)
-    assert not torch.equal(half, single)
 
 
 def test_channels_last_gives_the_same_numbers():
@@ -201,14 +179,6 @@ def test_the_users_own_optimizer_and_loss_are_used():
 def test_parameters_of_another_model_are_refused():
     with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
-
-
-def test_a_batch_smaller_than_its_micro_batches_is_refused():
-    with Trainer(make_model(), config=TrainConfig(micro_batches=4)) as trainer:
-        with pytest.raises(UsageError) as caught:
-            trainer.step(make_batch(samples=3))
-    assert caught.value.what == "a batch of 3 samples cannot be divided into 4 micro-batches"
-    assert caught.value.fix
 
 
 def test_fit_trains_and_evaluates_every_epoch():
@@ -261,7 +231,7 @@ def test_uneven_and_empty_shares_of_a_test_set_add_up():
     assert answers[0][2] == 11
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"batch_norm": "local"}, {"optimizer": "adamw"}])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"batch_norm": "local", "optimizer": "adamw"}])
 def test_one_bad_step_is_skipped_and_three_running_stop_the_training(options):
     images, labels = make_batch()
     bad = (images * math.nan, labels)
@@ -289,31 +259,6 @@ def test_without_the_guard_three_bad_losses_still_stop():
             trainer.step((images, labels))
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"optimizer": "adamw"}, {"clip_norm": 0.1}])
-def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path, options):
-    config = TrainConfig(**options)
-
-    def make() -> Trainer:
-        return Trainer(make_model(dropout=0.4), config=config, total_steps=8)
-
-    with make() as straight:
-        torch.manual_seed(5)
-        for step in range(8):
-            straight.step(make_batch(step))
-    with make() as first:
-        torch.manual_seed(5)
-        for step in range(3):
-            first.step(make_batch(step))
-        path = first.save(tmp_path, {"note": [1, 2]})
-    torch.manual_seed(99)
-    with Trainer(make_model(seed=7, dropout=0.4), config=config, total_steps=8) as second:
-        assert second.load(path) == {"note": [1, 2]}
-        assert second.steps_done == 3
-        for step in range(3, 8):
-            second.step(make_batch(step))
-    assert_equal(straight.model, second.model)
-
-
 def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     with Trainer(make_model()) as trainer:
         path = trainer.save(tmp_path)
@@ -334,9 +279,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     ("part", "value"),
     [
         ("training", {}),
-        ("training", {"optimizer": [], "extra": {}}),
         ("training", {"optimizer": {"kind": "SGD", "state": {"head.weight": 3}}, "extra": {}}),
-        ("local", {"random": {}, "sync": {}}),
         ("local", {"random": {"torch": torch.zeros(3)}, "sync": {}}),
         ("model", {"head.weight": torch.zeros(3)}),
     ],
@@ -354,27 +297,11 @@ def test_a_trained_model_is_a_plain_model_again(tmp_path):
     with Trainer(make_model(), config=TrainConfig(micro_batches=2)) as trainer:
         trainer.step(make_batch())
         path = trainer.save(tmp_path)
+    trainer.close()  # once more
     assert type(trainer.model.body[1]) is nn.BatchNorm2d
     fresh = make_model(seed=3)
     fresh.load_state_dict(torch.load(path / "model.pt", weights_only=True))
     assert_equal(fresh, trainer.model)
-
-
-def test_close_twice_is_once():
-    trainer = Trainer(make_model(), config=TrainConfig(micro_batches=2))  # which pools BatchNorm's statistics
-    trainer.step(make_batch())
-    trainer.close()
-    trainer.close()
-
-
-def test_the_programs_own_error_is_what_it_sees():
-    def fail() -> None:
-        with Trainer(make_model()) as trainer:
-            trainer.step(make_batch())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
 
 
 def test_closing_goes_to_its_end_whatever_failed():
@@ -386,15 +313,6 @@ def test_closing_goes_to_its_end_whatever_failed():
     with pytest.raises(ZeroDivisionError):
         trainer.close()
     assert type(trainer.model.body[1]) is nn.BatchNorm2d
-
-
-def test_options_freeze_parameters_in_a_loop_of_ones_own_too():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    frozen = model[0].weight.clone()
-    with Trainer(model, config=TrainConfig(freeze=("0",), plan="none")) as trainer:
-        trainer.step((torch.randn(4, 4), torch.tensor([0, 1, 0, 1])))
-        assert torch.equal(trainer.model[0].weight, frozen)
-        assert not any(one.requires_grad for one in trainer.model[0].parameters())
 
 
 def empty_on_some(world, options, cuts):
@@ -422,10 +340,8 @@ def test_a_worker_without_samples_takes_part(micro_batches, shared_memory):
     [
         {"compress": "onebit"},
         {"compress": "powersgd:rank=2"},
-        {"compress": "topk"},
         {"recipe": "onebit-sgd"},
         {"double_buffer": "half"},
-        {"double_buffer": "delay"},
         {"mixup": 0.5, "cutmix": 0.5, "amp": "fp16"},
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ def batch(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, 4, 4, generator=draw), torch.randint(0, 5, (samples,), generator=draw)
 
 
-def share(world: World, step: int, cut: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+def share(
+    world: World, step: int, cut: Sequence[int] | None = None, *, samples: int = SAMPLES
+) -> tuple[Tensor, Tensor]:
     """A worker's part of a step's samples."""
-    x, y = batch(step)
+    x, y = batch(step, samples)
     if cut is None:
         return x.tensor_split(world.size)[world.rank], y.tensor_split(world.size)[world.rank]
     return torch.split(x, list(cut))[world.rank], torch.split(y, list(cut))[world.rank]
@@ -147,6 +149,3 @@ def close(left: Sequence[Tensor], right: Sequence[Tensor], **limits: float) -> N
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
-
-
-Ranked = Callable[..., Any]

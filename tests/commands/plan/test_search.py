@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 from pathlib import Path
-from types import ModuleType
-from unittest import mock
 
 import pytest
-import torch
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.partition import build_to_measure, run_plan
+from hybridpar.commands.plan.partition import run_plan
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
@@ -23,10 +19,8 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.partition.planning import require_model
 from hybridpar.partition.unit_runner import UnitRunner
 from hybridpar.plan import read_plan
-from hybridpar.planner import links, measure, measure_run, rehearse, step_costs, store
 from hybridpar.planner.inputs import inputs_of_plan
 from tests.ranks import run_ranks
-from tests.runs import train_rank
 from tests.small_nets import plain
 
 
@@ -70,58 +64,6 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
     assert plan.workers in (1, 2)
 
 
-def test_without_verify_nothing_is_run(tmp_path):
-    first, _ = run_ranks(planned, 2, str(tmp_path / "cache"), 0, str(tmp_path / "plan.json"))
-    assert "run here" not in first
-    assert "data parallel over 2 devices" in first
-
-
-def planned_then_trained(world: World, cache: str, run_dir: Path) -> tuple[int, list[str]]:
-    """Plans and then trains; how often the first measured something, and what the second measured."""
-    parts = [
-        (measure_run, "profile_in_parts"),
-        (step_costs, "_crowding"),
-        (links, "_levels"),
-        (measure, "_rate"),
-        (rehearse, "_steps"),
-    ]
-    taken: list[str] = []
-
-    def noted(module: ModuleType, name: str) -> object:
-        inner = getattr(module, name)
-
-        def run(*given: object, **how: object) -> object:
-            taken.append(name)
-            return inner(*given, **how)
-
-        return mock.patch.object(module, name, run)
-
-    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store)]
-    certain = [mock.patch.object(links, name, 1e9) for name in ("CONFIRMED", "DRIFT")]
-    worth = [mock.patch.object(measure_run, "WORTH", 1e9), mock.patch.object(measure_run, "LEAST_STEPS", 1)]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {"HYBRIDPAR_CACHE": cache}))
-        for one in (*quiet, *certain, *worth, *(noted(*part) for part in parts)):
-            stack.enter_context(one)
-        request = PlanRequest("tests.small_nets:plain", classes=10, input="3x8x8", batch_size=16, explain=True)
-        with contextlib.redirect_stdout(io.StringIO()):
-            assert run_search(request) == 0
-        planned = len(taken)
-        taken.clear()
-        train_rank(world, run_dir, "plain", None, {"steps": 4})
-        world.barrier()
-    return planned, taken
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_after_a_plan_for_it_measures_nothing(tmp_path, workers):
-    for planned, trained in run_ranks(planned_then_trained, workers, str(tmp_path / "cache"), tmp_path / "run"):
-        assert planned > 0
-        assert trained == []
-    plan = read_plan(tmp_path / "run" / "plan.json")
-    assert plan.inputs is not None, "the run was planned"
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -156,11 +98,6 @@ def test_a_large_model_is_planned_without_its_memory(tmp_path, monkeypatch):
     assert all(seen)
     assert plan.measured.profile == "measured"
     require_model(plan, plain(), "plain")
-    request = PlanRequest(**asked, cluster=tmp_path / "cluster.toml")
-    profile = measure.profile_model(build_to_measure(request), [torch.zeros(2, 3, 8, 8)], passes=2, optimizer_copies=1)
-    assert profile.source == "measured"
-    assert len(seen) > 2 * len(profile.graph)
-    assert profile.update_ms is None
     seen.clear()
     assert run_plan(PlanRequest(**asked, explain=True, output=output)) == 0  # the machine at hand
     assert seen

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.commands.plan.trials import Trial, random_batch, time_plans
@@ -17,32 +16,16 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import Answer, find_plan
 from tests.planner.small import RATES
 from tests.ranks import run_ranks
+from tests.train.test_engine import blocks
 
 BATCH, SIDE, STEPS = 8, 8, 3
 
 
-class _Block(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.relu(images + self.norm(self.conv(images)))
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    blocks = [_Block(8) for _ in range(3)]
-    return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-
-
 def searched(workers: int = 2, fidelity: str = "exact") -> Answer:
-    profile = profile_model(net(), [torch.zeros(BATCH // workers, 3, SIDE, SIDE)], measure=False)
+    profile = profile_model(blocks(), [torch.zeros(BATCH // workers, 3, SIDE, SIDE)], measure=False)
     spec = parse_cluster({"hosts": [{"count": workers}], "between": {"bandwidth": 1e6, "latency_ms": 0.01}})
     asked = PlannerInputs(profile, spec, BATCH, fidelity, RATES)  # type: ignore[arg-type]
     return find_plan(asked, prune=False)
@@ -63,11 +46,11 @@ def of_each_kind(answer: Answer) -> dict[str, Plan]:
 
 def trained(world: World, plans: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
     """The whole model after some steps of every plan, on the first worker."""
-    images, targets = random_batch((3, SIDE, SIDE), BATCH, 10, world.device)
+    images, targets = random_batch((3, SIDE, SIDE), BATCH, 5, world.device)
     states = {}
     for name, text in plans.items():
         plan = parse_plan(json.loads(text))
-        trial = Trial(plan, net(), images, targets, world, TrainConfig(lr=0.1))
+        trial = Trial(plan, blocks(), images, targets, world, TrainConfig(lr=0.1))
         for _ in range(STEPS):
             trial.step()
         if trial.trainer is not None:
@@ -85,37 +68,18 @@ def test_plans_that_are_exact_train_the_same_model():
     states = run_ranks(trained, 2, {name: plan.to_json() for name, plan in plans.items()})[0]
     # One process, the whole model, the micro-batches of plain data parallelism one after the other.
     oracle = states["1 on 1 x 1, linear accumulate"]
-    start = net().state_dict()
+    start = blocks().state_dict()
     assert any(not torch.equal(oracle[key], start[key]) for key in oracle)
     for name, state in states.items():
         for key, one in state.items():
             torch.testing.assert_close(one, oracle[key], rtol=1e-5, atol=1e-6, msg=f"{key} of {name}")
 
 
-def test_a_plan_s_options_are_those_of_a_run():
-    answer = searched(4, "lossy")
-    codec_choices = answer.evaluator.space.codec_choices
-    base = TrainConfig(lr=0.5, batch_size=BATCH)
-    for outcome in answer.ranked:
-        candidate, plan = outcome.candidate, plan_of(answer, outcome)
-        shape, run = candidate.shape, resolve(base, plan.workers, plan, ())
-        assert plan.workers == shape.workers
-        placement = run.placement
-        assert (len(placement.stages), placement.replicas, run.pipeline.micro_batches) == (
-            shape.stages,
-            shape.replicas,
-            shape.micro_batches,
-        )
-        assert base.may_compress(run.sync.codec) == bool(codec_choices[candidate.codec].codecs)
-        assert run.pipeline.schedule == candidate.schedule
-        assert run.inputs == plan.inputs
-
-
 def refused(world: World, text: str) -> str:
 
-    images, targets = random_batch((3, SIDE, SIDE), BATCH, 10, world.device)
+    images, targets = random_batch((3, SIDE, SIDE), BATCH, 5, world.device)
     with pytest.raises(UsageError) as caught:
-        Trial(parse_plan(json.loads(text)), net(), images, targets, world, TrainConfig())
+        Trial(parse_plan(json.loads(text)), blocks(), images, targets, world, TrainConfig())
     return caught.value.what
 
 
