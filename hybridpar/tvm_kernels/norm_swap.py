@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hybridpar.codegen.cache import wanted
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
@@ -318,6 +319,8 @@ def why_stock(shape: NormShape, layout: Layout, device: torch.device, dtype: str
     Returns:
         A reason in words; empty where it runs on the kernels.
     """
+    if not wanted():
+        return "HYBRIDPAR_KERNELS is off"
     if (device.type, layout, dtype) != ("cpu", Layout.CHANNELS_LAST, "float32"):
         return "there are kernels for float32 in channels_last on a CPU alone"
     if shape.rows * shape.channels < LEAST_VALUES:

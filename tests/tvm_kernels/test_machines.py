@@ -67,6 +67,15 @@ def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         cache.cache_clear()
 
 
+def bench_bytes(shape: ConvShape, direction: Direction) -> int:
+    """What a bench keeps: operands in both formats, and results of all turns."""
+    with FakeTensorMode():
+        bench = ConvBench(shape, direction, Layout.CHANNELS_LAST)
+        turns = [operands for layout in Layout for operands in bench.operands(layout)]
+        memory = {id(tensor): tensor.nbytes for operands in turns for tensor in operands}
+        return sum(memory.values()) + len(turns) * bench.arguments()[2].nbytes
+
+
 def decisions(shape: ConvShape) -> dict[str, Any]:
     """What is decided for a convolution on this machine, but for the width of vectors and the number of threads."""
     here = machine.this_machine()
@@ -75,6 +84,7 @@ def decisions(shape: ConvShape) -> dict[str, Any]:
         space = list(candidates(shape, direction, 1, here))
         found[f"streamed {direction}"] = {one.get("stream") for one in space if one["lanes"] % 16 == 0}
         found[f"swept {direction}"] = {one.get("sweep", 0) for one in space}
+        found[f"bench of {direction}"] = bench_bytes(shape, direction)
     size = 4 * shape.batch * shape.channels * (shape.height * shape.width + shape.out_height * shape.out_width)
     found["turns"] = turns(size)
     result = torch.empty(shape.batch, shape.channels, shape.height, shape.width, device="meta")
@@ -117,10 +127,5 @@ def test_a_virtual_machine_with_the_cache_of_its_host_decides_as_any_other(
 @pytest.mark.parametrize("text", ["2x8x16x16", "8x32x56x56", "8x96x112x112", "32x96x112x112"])
 def test_a_benchs_memory_is_bounded(text: str, direction: Direction) -> None:
     shape = ConvShape.parse(f"{text} k3x3 s1x1 p1x1 d1x1")
-    with FakeTensorMode():
-        bench = ConvBench(shape, direction, Layout.CHANNELS_LAST)
-        turns = [operands for layout in Layout for operands in bench.operands(layout)]
-        memory = {id(tensor): tensor.nbytes for operands in turns for tensor in operands}
-        results = len(turns) * bench.arguments()[2].nbytes
     # A search has two benches; tensors of one layer that are larger than all of that cannot be helped.
-    assert 2 * (sum(memory.values()) + results) <= max(1 << 30, 8 * shape.least_bytes)
+    assert 2 * bench_bytes(shape, direction) <= max(1 << 30, 8 * shape.least_bytes)

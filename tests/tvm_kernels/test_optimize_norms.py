@@ -84,6 +84,8 @@ def test_why_a_norm_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CPU" in why_stock(large, Layout.CHANNELS_LAST, torch.device("cuda", 0), "float32")
     monkeypatch.setattr(norm_kernels, "table", dict)
     assert "no kernels here" in why_stock(large, *where)
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    assert why_stock(large, *where) == "HYBRIDPAR_KERNELS is off"
 
 
 def test_where_kernels_cannot_it_is_torch(norms: NormStandIn) -> None:
