@@ -6,11 +6,7 @@ from hybridpar.machine.launch import leave, leaving_at_once
 
 
 def main() -> int:
-    """Run the command line on `sys.argv`.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command line on `sys.argv`."""
     with leaving_at_once():
         from hybridpar import cli
     return leave(cli.main())

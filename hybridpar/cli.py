@@ -62,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """The help screen of `hybridpar` itself.
-
-    Returns:
-        The usage and one entry per command.
-    """
+    """The help screen of `hybridpar` itself."""
     load_commands()
     lines = [
         f"usage: hybridpar [-h] [--version] {{{','.join(COMMANDS)}}} ...",
@@ -81,14 +77,7 @@ def help_text() -> str:
 
 
 def with_nested_options(arguments: Sequence[str]) -> list[str]:
-    """Join `--for` to its value, which begins with dashes itself and would be taken for an option.
-
-    Args:
-        arguments: The options of a command line.
-
-    Returns:
-        The same, with `--for=VALUE` as one word.
-    """
+    """Join `--for` to its value, which begins with dashes itself and would be taken for an option."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] == "--for" and argument.startswith("-"):

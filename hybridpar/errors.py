@@ -100,66 +100,28 @@ class KernelError(HybridparError):
 
 
 def check(holds: bool, what: str, why: str = "", fix: str = "") -> None:
-    """Refuse a value that breaks its rule.
-
-    Args:
-        holds: The rule.
-        what: The value, with its name.
-        why: The rule in words.
-        fix: One thing to do.
-
-    Raises:
-        UsageError: It does not hold.
-    """
+    """Refuse a value that breaks its rule."""
     if not holds:
         raise UsageError(what, why, fix)
 
 
 def check_choice(option: str, value: str, choices: Collection[str], why: str) -> None:
-    """Refuse a value that is none of those an option has.
-
-    Args:
-        option: Name of the option.
-        value: Its value.
-        choices: The valid ones.
-        why: What the option says.
-
-    Raises:
-        UsageError: It is none of them.
-    """
+    """Refuse a value that is none of those an option has."""
     check(value in choices, f"{option}={value}", why, nearest(value, choices))
 
 
 def cannot_write(path: os.PathLike[str], error: Exception) -> str:
-    """What to say of a file that cannot be written.
-
-    Args:
-        path: The file.
-        error: What the system, or a library, said.
-    """
+    """What to say of a file that cannot be written."""
     return f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
 
 
 def not_installed(what: str, extra: str) -> UsageError:
-    """The error of a package that is missing.
-
-    Args:
-        what: What needs which package.
-        extra: The extra of hybridpar that brings it.
-    """
+    """The error of a package that is missing."""
     return UsageError(f"{what}, which is not installed", fix=f"Install it: pip install 'hybridpar[{extra}]'")
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """A value as text for a message; of a longer one the middle is left out.
-
-    Args:
-        value: Any value.
-        most: Number of characters at most.
-
-    Returns:
-        The text.
-    """
+    """A value as text for a message; of a longer one the middle is left out."""
     text = str(value)
     if len(text) <= most:
         return text
@@ -168,16 +130,7 @@ def shortened(value: object, most: int = 200) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
-    """A sentence that names the valid choices closest to a wrong name.
-
-    Args:
-        name: What the user typed.
-        choices: The valid names.
-        most: How many near misses to name.
-
-    Returns:
-        "Did you mean a, b?" where something is close, else "Valid: ..." with at most twelve choices.
-    """
+    """A sentence that names the valid choices closest to a wrong name."""
     valid = sorted(choices)
     close = difflib.get_close_matches(name, valid, n=most, cutoff=0.5)
     if close:
@@ -190,14 +143,6 @@ def user_frames(error: BaseException, *, packages: bool = True, most: int = 6) -
     """The lines of an exception's traceback that lie in the user's own code.
 
     Left out are the frames up to the last one of hybridpar, and those of torch and of Python's library.
-
-    Args:
-        error: An exception that was raised.
-        packages: Count installed packages as the user's code: a model may come from one.
-        most: Number of frames at most; the innermost ones are kept.
-
-    Returns:
-        The frames as a traceback prints them, two lines each, the innermost last; empty where there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}"
@@ -207,16 +152,7 @@ def user_frames(error: BaseException, *, packages: bool = True, most: int = 6) -
 
 
 def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:
-    """What failed in the user's own code, with the user's part of the traceback.
-
-    Args:
-        what: What failed.
-        error: The exception.
-        fix: What to do; default: to mend the code there.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """What failed in the user's own code, with the user's part of the traceback."""
     # A syntax error has no frame in the file; its last lines show the place.
     text = "".join(traceback.format_exception_only(error)).strip()
     why = "\n".join(user_frames(error))

@@ -107,12 +107,7 @@ class Placement(_Section):
 
     @classmethod
     def of_homes(cls, homes: Sequence[Sequence[int]], device: str) -> Placement:
-        """The placement of stages on workers that each replica names for itself.
-
-        Args:
-            homes: For every replica the rank that runs each stage.
-            device: Device type of the workers.
-        """
+        """The placement of stages on workers that each replica names for itself."""
         first = list(dict.fromkeys(homes[0]))
         stages = [
             StagePlacement(stage=stage, worker=first.index(rank), device=device) for stage, rank in enumerate(homes[0])
@@ -129,15 +124,7 @@ class Placement(_Section):
         replicas: int,
         device: str,
     ) -> Placement:
-        """The placement of stages on lanes that are numbered over all workers of a replica.
-
-        Args:
-            lane_of: For every stage its lane.
-            worker_of: For every lane its worker.
-            kind: How stages are dealt out to lanes.
-            replicas: Copies of the pipeline.
-            device: Device type of the lanes.
-        """
+        """The placement of stages on lanes that are numbered over all workers of a replica."""
         homes = [worker_of[lane] for lane in lane_of]
         stages = [
             StagePlacement(stage=stage, worker=home, device=device, lane=lane - list(worker_of).index(home))
@@ -176,11 +163,7 @@ class Placement(_Section):
         )
 
     def replica_of(self, rank: int) -> int:
-        """The replica that a worker belongs to.
-
-        Args:
-            rank: Of the worker in the job.
-        """
+        """The replica that a worker belongs to."""
         return next(replica for replica, ranks in enumerate(self.ranks) if rank in ranks)
 
     @property
@@ -428,19 +411,11 @@ class ResolvedPlan(Plan):
         return self.measured.memory_format == "channels_last"
 
     def with_codec(self, codec: str) -> ResolvedPlan:
-        """The plan with other codecs.
-
-        Args:
-            codec: As `--compress` takes them.
-        """
+        """The plan with other codecs."""
         return self.model_copy(update={"sync": self.sync.model_copy(update={"policy": (SyncRule(codec=codec),)})})
 
     def micro_batch_samples(self, batch_size: int) -> int:
-        """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more.
-
-        Args:
-            batch_size: Samples of a step, over all workers.
-        """
+        """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more."""
         return max(2, batch_size // (self.placement.replicas * self.pipeline.micro_batches))
 
 
@@ -462,18 +437,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def parse_plan(data: object, source: str = "the plan") -> Plan:
-    """Check and type the data of a plan that was read from somewhere.
-
-    Args:
-        data: What was read.
-        source: What to call it in messages.
-
-    Returns:
-        The plan.
-
-    Raises:
-        PlanError: As for `read_plan`.
-    """
+    """Check and type the data of a plan that was read from somewhere."""
     if not isinstance(data, dict) or "version" not in data:
         raise PlanError(f"{source} is not a plan", "A plan is a JSON object with the key `version`.")
     if data["version"] != PLAN_VERSION:

@@ -16,29 +16,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names mapped to things of one kind.
-
-    Args:
-        kind: What the entries are called in messages, in the singular ("data set").
-    """
+    """Names mapped to things of one kind."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, tuple[T, str]] = {}
 
     def register(self, name: str, description: str) -> Callable[[T], T]:
-        """Decorator that enters its argument under a name.
-
-        Args:
-            name: The name users type.
-            description: One line for listings.
-
-        Returns:
-            The decorator; it returns its argument as it is.
-
-        Raises:
-            ValueError: The name is taken (a programming error, so not a `UsageError`).
-        """
+        """Decorator that enters its argument under a name."""
 
         def enter(entry: T) -> T:
             if name in self._entries:
@@ -50,17 +35,7 @@ class Registry(Generic[T]):
         return enter
 
     def get(self, name: str) -> T:
-        """The entry of a name.
-
-        Args:
-            name: What the user typed.
-
-        Returns:
-            What was registered under it.
-
-        Raises:
-            UsageError: No such entry; the message names the nearest ones.
-        """
+        """The entry of a name."""
         if name not in self._entries:
             raise UsageError(f"unknown {self.kind} {shortened(repr(name))}", fix=nearest(name, self._entries))
         return self._entries[name][0]
@@ -77,15 +52,7 @@ class Registry(Generic[T]):
 
 
 def names_in_source(folder: Path, decorator: str) -> set[str]:
-    """Names that decorators register in the modules of a folder, read from the source: nothing is imported.
-
-    Args:
-        folder: Directory of the modules.
-        decorator: How the decorators are called, as `register_model` or `DATA_SETS.register`.
-
-    Returns:
-        The first argument of each such decorator, or the name of its function where it has none.
-    """
+    """Names that decorators register in the modules of a folder, read from the source: nothing is imported."""
     found: set[str] = set()
     for path in folder.glob("*.py"):
         text = path.read_text(encoding="utf-8")

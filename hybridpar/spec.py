@@ -49,16 +49,7 @@ AT_MOST_1 = Rule("greater than 0 and at most 1", lambda number: 0 < number <= 1)
 
 
 def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
-    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for.
-
-    Args:
-        option: As users type it, for messages.
-        text: What they gave.
-        choices: The dataclass of each name.
-
-    Raises:
-        UsageError: There is no such name or key, or a value is not what it must be.
-    """
+    """The dataclass that `name:key=value,...` or `name,key=value,...` stands for."""
     name, *rest = re.split(r"\s*[:,]", text.strip(), maxsplit=1)
     if name not in choices:
         raise UsageError(f"{option} {shortened(text)}", f"There is no {shortened(repr(name))}.", nearest(name, choices))
@@ -66,16 +57,7 @@ def read_choice(option: str, text: str, choices: Mapping[str, type[_T]]) -> _T:
 
 
 def read_fields(label: str, text: str, kind: type[_T]) -> _T:
-    """A dataclass of the values in `value,key=value,...`.
-
-    Args:
-        label: What messages call the whole.
-        text: The values.
-        kind: The dataclass.
-
-    Raises:
-        UsageError: There is no such key, or a value is not what it must be.
-    """
+    """A dataclass of the values in `value,key=value,...`."""
     types_of = fields_of(kind)
     needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
     given = split_fields(label, text, needed, [name for name, one in types_of.items() if one is bool])
@@ -86,27 +68,13 @@ def read_fields(label: str, text: str, kind: type[_T]) -> _T:
 
 
 def fields_of(kind: type) -> Mapping[str, Any]:
-    """Names and types of the fields of a dataclass, in order.
-
-    Args:
-        kind: The dataclass.
-    """
+    """Names and types of the fields of a dataclass, in order."""
     types_of = typing.get_type_hints(kind, include_extras=True)
     return {field.name: types_of[field.name] for field in dataclasses.fields(kind)}
 
 
 def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Collection[str] = ()) -> dict[str, str]:
-    """Keys and values of `key=value,...`.
-
-    Args:
-        label: What messages call the whole.
-        text: The keys and values.
-        unnamed: Keys that may be left out, in order.
-        flags: Keys that stand for `on` where they have no value.
-
-    Raises:
-        UsageError: It is not of this form.
-    """
+    """Keys and values of `key=value,...`."""
     given: dict[str, str] = {}
     left = list(unnamed)
     for part in text.split(",") if text.strip() else ():
@@ -124,16 +92,7 @@ def split_fields(label: str, text: str, unnamed: Collection[str] = (), flags: Co
 
 
 def read_values(label: str, given: Mapping[str, str], types_of: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as their types say.
-
-    Args:
-        label: What messages call the whole.
-        given: Keys and values as text.
-        types_of: The types of all keys.
-
-    Raises:
-        UsageError: There is no such key, or a value is not what it must be.
-    """
+    """Values as their types say."""
     for key in given:
         if key not in types_of:
             fix = nearest(key, types_of) if types_of else "It takes no options."

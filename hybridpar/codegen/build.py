@@ -44,14 +44,6 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
     """The functions that source files define, built if that has not been done on this machine.
 
     It is no collective: each process loads for itself, and the first one of a machine builds.
-
-    Args:
-        name: What they are called in the cache and in messages.
-        sources: The files that define them.
-
-    Returns:
-        Functions by name; they release the GIL while they run. None where they are switched off or cannot be had,
-        which is logged in one line.
     """
 
     def load() -> dict[str, Function]:
@@ -64,32 +56,12 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
 
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:
-    """The cache file of some kernels on this machine.
-
-    Args:
-        name: What they are called.
-        sources: The files that define them.
-
-    Returns:
-        The file, which need not exist yet.
-    """
+    """The cache file of some kernels on this machine."""
     return kernel_paths(name, sources, [{}])[0]
 
 
 def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[str, Any]]) -> list[Path]:
-    """The cache files of kernels that differ by the arguments of `define` only.
-
-    Args:
-        name: What they are called.
-        sources: The files that define them, and those that these import.
-        arguments: One entry per kernel.
-
-    Returns:
-        The files, which need not exist yet.
-
-    Raises:
-        KernelsUnavailable: Nothing can be built on this machine.
-    """
+    """The cache files of kernels that differ by the arguments of `define` only."""
     own = [Path(__file__), Path(__file__).with_name("tir_writer.py")]
     made_from = {
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
@@ -129,21 +101,7 @@ def cpu_info() -> dict[str, str]:
 def contents_of(
     paths: Sequence[Path], requests: Sequence[Request], workers: int = 1, builder: Builder | None = None
 ) -> list[Built | KernelsUnavailable]:
-    """The contents of cache files; those that are not there are built together.
-
-    Args:
-        paths: From `kernel_paths`.
-        requests: What builds each.
-        workers: How many may be built at a time.
-        builder: Builds them; None for one of this call's own with so many workers.
-
-    Returns:
-        Of each file what it holds, or why it cannot be built.
-
-    Raises:
-        KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
-        OSError: It cannot be written to.
-    """
+    """The contents of cache files; those that are not there are built together."""
     contents = cached_all(paths, lambda missing: _built({one: requests[one] for one in missing}, workers, builder))
     return [_parted(content) for content in contents]
 
@@ -185,18 +143,7 @@ class Session:
         self._loading = threading.Lock()
 
     def load(self, built: Built, keep: bool = True) -> dict[str, Function]:
-        """Load an object file.
-
-        Args:
-            built: The file, and the names of its functions.
-            keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
-
-        Returns:
-            Its functions by name; they release the GIL while they run.
-
-        Raises:
-            RuntimeError: It is no object file for this machine.
-        """
+        """Load an object file."""
         with self._loading:
             # Looking for a C++ runtime would start a compiler; these objects use none.
             module = self._session.load_module(built.image, keep_module_alive=keep, cxx="-")

@@ -42,15 +42,7 @@ def wanted() -> bool:
 
 
 def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
-    """Load kernels, or say in one line of the log why there are none.
-
-    Args:
-        what: What is loaded, in words.
-        load: Loads it.
-
-    Returns:
-        What `load` returned; None where kernels are switched off or cannot be loaded.
-    """
+    """Load kernels, or say in one line of the log why there are none."""
     if not wanted():
         _log.info("%s are switched off by HYBRIDPAR_KERNELS", what)
         return None
@@ -62,42 +54,18 @@ def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name where it says nothing.
-
-    Args:
-        error: Any error.
-    """
+    """The first line of what an error says, or its name where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:
-    """The cache file of something that is built on this machine.
-
-    Args:
-        name: What the file's name begins with.
-        made_from: All that the content depends on, as JSON.
-        suffix: What the file's name ends with.
-
-    Returns:
-        The file, which need not exist yet.
-    """
+    """The cache file of something that is built on this machine."""
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "kernels" / f"{name}-{digest}{suffix}"
 
 
 def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
-    """The content of a cache file, built if need be.
-
-    Args:
-        path: What `cache_path` returned.
-        build: Makes the content; it is given a directory to work in, which is removed afterwards.
-
-    Returns:
-        The content.
-
-    Raises:
-        KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.
-    """
+    """The content of a cache file, built if need be."""
 
     def alone(_missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
@@ -111,19 +79,7 @@ def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
 def cached_all(
     paths: Sequence[Path], build: Callable[[Sequence[int]], Iterable[tuple[int, bytes | KernelsUnavailable]]]
 ) -> list[bytes | KernelsUnavailable]:
-    """The contents of cache files; those that are not there are built together.
-
-    Args:
-        paths: What `cache_path` returned.
-        build: Makes the contents of those with these indices; gives index and content, or why there is none.
-
-    Returns:
-        Of each file what it holds, or why it cannot be built.
-
-    Raises:
-        KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.
-        OSError: The cache cannot be written to.
-    """
+    """The contents of cache files; those that are not there are built together."""
     found: dict[int, bytes | KernelsUnavailable] = {}
 
     def look(level: int) -> list[int]:
@@ -150,15 +106,7 @@ def cached_all(
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Put a file into the cache, whole or not at all.
-
-    Args:
-        path: What `cache_path` returned.
-        content: What to keep.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Put a file into the cache, whole or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
         whole = Path(aside, "whole")
         with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -169,11 +117,7 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def _private_directory(directory: Path) -> None:
-    """Make the directory, and refuse one that somebody else could write to.
-
-    Raises:
-        KernelsUnavailable: It cannot be used.
-    """
+    """Make the directory, and refuse one that somebody else could write to."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -62,12 +62,7 @@ class Built:
 
 
 class Builder:
-    """Compiles in child processes; a context manager, at whose end they are gone.
-
-    Args:
-        workers: Children, each of which is started when it is first needed.
-        timeout: Seconds that a request may take, without starting a child.
-    """
+    """Compiles in child processes; a context manager, at whose end they are gone."""
 
     def __init__(self, workers: int = 1, timeout: float = TIMEOUT) -> None:
         self._timeout = timeout
@@ -78,28 +73,11 @@ class Builder:
         self._closed = False
 
     def submit(self, request: Request) -> Future[Built]:
-        """Ask for something to be built.
-
-        Args:
-            request: What is to be built.
-
-        Returns:
-            What was built; it raises KernelsUnavailable where nothing could be.
-        """
+        """Ask for something to be built."""
         return self._pool.submit(self._build, request)
 
     def build(self, request: Request) -> Built:
-        """Have something built, and wait.
-
-        Args:
-            request: What is to be built.
-
-        Returns:
-            What was built.
-
-        Raises:
-            KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.
-        """
+        """Have something built, and wait."""
         return self.submit(request).result()
 
     def close(self) -> None:
@@ -163,12 +141,7 @@ class _Child:
         self._ready = False
 
     def ask(self, request: Request, timeout: float) -> Built:
-        """Have one thing compiled.
-
-        Raises:
-            KernelsUnavailable: It does not compile; the child can go on.
-            _Lost: The child cannot.
-        """
+        """Have one thing compiled."""
         if not self._ready:
             self._line(time.monotonic() + TIMEOUT, "starting TVM")
             self._ready = True

@@ -25,26 +25,12 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def driver(path: str) -> Driver:
-    """Load the CUDA driver from a shared library, once.
-
-    Args:
-        path: Of the library.
-
-    Returns:
-        The driver.
-
-    Raises:
-        OSError: There is none.
-    """
+    """Load the CUDA driver from a shared library, once."""
     return Driver(path)
 
 
 class Driver:
-    """The few functions of the CUDA driver that kernels need.
-
-    Args:
-        path: Of the shared library.
-    """
+    """The few functions of the CUDA driver that kernels need."""
 
     def __init__(self, path: str) -> None:
         # Calls that may wait let other threads have the GIL. To give it up for those that do not would cost more.
@@ -60,33 +46,14 @@ class Driver:
         self.launch.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
 
     def check(self, call: str, status: int) -> None:
-        """Raise an error for a status other than success.
-
-        Args:
-            call: Name of the driver's function.
-            status: What it returned.
-
-        Raises:
-            CudaError: It is not success.
-        """
+        """Raise an error for a status other than success."""
         if status:
             text = ctypes.c_char_p()
             self._message(status, ctypes.byref(text))
             raise CudaError(f"{call}: {(text.value or b'unknown error').decode()} ({status})")
 
     def load(self, code: bytes, index: int) -> CudaModule:
-        """Load machine code into torch's context on a device.
-
-        Args:
-            code: For the architecture of the device.
-            index: Of the device, as torch counts.
-
-        Returns:
-            The loaded module.
-
-        Raises:
-            CudaError: The driver cannot.
-        """
+        """Load machine code into torch's context on a device."""
         device, context, module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self.check("cuInit", self._init(0))
         self.check("cuDeviceGet", self._device(ctypes.byref(device), index))
@@ -98,29 +65,14 @@ class Driver:
         return found
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """Find a kernel in a module whose context is current.
-
-        Args:
-            module: Of the driver.
-            name: As in the source.
-
-        Returns:
-            The driver's handle.
-        """
+        """Find a kernel in a module whose context is current."""
         handle = ctypes.c_void_p()
         self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
         return handle
 
 
 class CudaModule:
-    """Machine code on one device. Inside a `with` block its context is current, and afterwards the one before.
-
-    Args:
-        driver: The driver that loaded it.
-        context: Of the device.
-        handle: Of the driver.
-        index: Of the device.
-    """
+    """Machine code on one device. Inside a `with` block its context is current, and afterwards the one before."""
 
     def __init__(self, driver: Driver, context: ctypes.c_void_p, handle: ctypes.c_void_p, index: int) -> None:
         self.driver = driver
@@ -129,18 +81,7 @@ class CudaModule:
         self._handle = handle
 
     def function(self, name: str, parameters: str) -> CudaFunction:
-        """Find a kernel in the module.
-
-        Args:
-            name: As in the source.
-            parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
-
-        Returns:
-            The kernel.
-
-        Raises:
-            CudaError: It has no such kernel.
-        """
+        """Find a kernel in the module."""
         with self:
             return CudaFunction(self, self.driver.function(self._handle, name), name, parameters)
 
@@ -152,14 +93,7 @@ class CudaModule:
 
 
 class CudaFunction:
-    """A kernel; calling it launches it on torch's current stream of its device. Threads may do so at the same time.
-
-    Args:
-        module: That it is from.
-        handle: Of the driver.
-        name: For messages.
-        parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
-    """
+    """A kernel; calling it launches it on torch's current stream of its device. Threads may do so at the same time."""
 
     def __init__(self, module: CudaModule, handle: ctypes.c_void_p, name: str, parameters: str) -> None:
         self.name = name
@@ -172,17 +106,7 @@ class CudaFunction:
     def __call__(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, shared: int = 0
     ) -> None:
-        """Launch the kernel on torch's current stream of its device.
-
-        Args:
-            grid: Blocks in x, y and z.
-            block: Threads of each.
-            arguments: One for each parameter.
-            shared: Bytes of shared memory beyond what the source declares.
-
-        Raises:
-            CudaError: The driver refuses. What goes wrong later on the device is for torch to find.
-        """
+        """Launch the kernel on torch's current stream of its device."""
         own = self._own.__dict__
         if not own:
             # One buffer for each thread; the driver copies it before a launch returns.
@@ -197,12 +121,5 @@ class CudaFunction:
 
 
 def current_stream(index: int) -> int:
-    """Torch's current stream of a device, as the driver knows it.
-
-    Args:
-        index: Of the device, by torch's number.
-
-    Returns:
-        The driver's handle.
-    """
+    """Torch's current stream of a device, as the driver knows it."""
     return int(torch.cuda.current_stream(index).cuda_stream)

@@ -47,12 +47,7 @@ STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
 
 
 class CudaWriter(BaseWriter):
-    """Writes the statements of CUDA kernels into TIR.
-
-    Args:
-        tvm: The module.
-        target: CUDA, with an architecture; what is written does not depend on which.
-    """
+    """Writes the statements of CUDA kernels into TIR."""
 
     def __init__(self, tvm: Any, target: Any) -> None:
         super().__init__(tvm)
@@ -66,19 +61,7 @@ class CudaWriter(BaseWriter):
         threads: int,
         body: Callable[..., None],
     ) -> Any:
-        """Write one kernel.
-
-        Args:
-            name: Its name.
-            pointers: Its arguments in order, and what they point to.
-            grid: Blocks in x, y and z.
-            threads: Of each block, in x.
-            body: Called with a buffer for each pointer, the pointers themselves in `handles`, the block's place
-                in `block` and the thread's in `thread`; writes the statements.
-
-        Returns:
-            The kernel of TIR.
-        """
+        """Write one kernel."""
         t = self.t
         with self.tvm.script.ir_builder.IRBuilder() as builder:
             with t.prim_func():
@@ -99,15 +82,7 @@ class CudaWriter(BaseWriter):
         return builder.get()
 
     def shared(self, count: int, dtype: str) -> Any:
-        """Allocate memory that the threads of a block share.
-
-        Args:
-            count: Number of elements.
-            dtype: Type of the elements.
-
-        Returns:
-            The buffer.
-        """
+        """Allocate memory that the threads of a block share."""
         return self.t.alloc_buffer((count,), dtype, scope="shared")
 
     def sync(self) -> None:
@@ -115,86 +90,32 @@ class CudaWriter(BaseWriter):
         self.t.evaluate(self.t.tvm_storage_sync("shared"))
 
     def lanes(self, unit: Any, lanes: int) -> Any:
-        """Indices of the elements of one unit of a buffer.
-
-        Args:
-            unit: Number of the unit, counted from the start of the buffer.
-            lanes: Elements of a unit.
-
-        Returns:
-            An index, or a vector of them.
-        """
+        """Indices of the elements of one unit of a buffer."""
         return unit if lanes == 1 else self.t.ramp(unit * lanes, 1, lanes)
 
     def widened(self, dtype: str, stored: Any) -> Any:
-        """A value of memory as float32.
-
-        Args:
-            dtype: float32, bfloat16 or float16.
-            stored: The value as memory has it.
-
-        Returns:
-            A float32.
-        """
+        """A value of memory as float32."""
         return stored if dtype == "float32" else self.call("float32", f"hp_from_{dtype}", stored)
 
     def narrowed(self, dtype: str, value: Any) -> Any:
-        """A float32 as memory has it.
-
-        Args:
-            dtype: float32, bfloat16 or float16.
-            value: A float32.
-
-        Returns:
-            The value as memory has it, rounded to nearest even.
-        """
+        """A float32 as memory has it."""
         return value if dtype == "float32" else self.call("uint16", f"hp_to_{dtype}", value)
 
     def zero(self, dtype: str, lanes: int = 1) -> Any:
-        """Zeros as memory has them.
-
-        Args:
-            dtype: float32, bfloat16 or float16.
-            lanes: Number of zeros.
-
-        Returns:
-            A value, or a vector of them.
-        """
+        """Zeros as memory has them."""
         none = self.t.float32(0) if dtype == "float32" else self.t.uint16(0)
         return none if lanes == 1 else self.t.broadcast(none, lanes)
 
     def given(self, handle: Any) -> Any:
-        """Whether a pointer is not null.
-
-        Args:
-            handle: A pointer from `handles`.
-
-        Returns:
-            A condition.
-        """
+        """Whether a pointer is not null."""
         return self.call("int32", "hp_given", handle) != 0
 
     def add_lanes(self, value: Any, other: int) -> Any:
-        """Add the value of another lane of the warp; all lanes take part.
-
-        Args:
-            value: A float32.
-            other: The other lane's number differs from the own one in these bits.
-
-        Returns:
-            The sum.
-        """
+        """Add the value of another lane of the warp; all lanes take part."""
         return self.call("float32", "hp_add_lanes", value, other)
 
     def both(self, *conditions: Any) -> Any:
-        """The conjunction of conditions; those that are True while compiling are left out.
-
-        Args:
-            conditions: Conditions, or True.
-
-        Returns:
-            A condition, or True.
-        """
+        """The conjunction of conditions; those that are True while compiling are left out."""
         result: Any = True
         for one in conditions:
             if one is not True:
@@ -203,16 +124,7 @@ class CudaWriter(BaseWriter):
 
 
 def source_of(tvm: Any, functions: Mapping[str, Any], target: Any) -> str:
-    """The CUDA C of some kernels.
-
-    Args:
-        tvm: The module.
-        functions: By name.
-        target: As the writer's.
-
-    Returns:
-        The source text.
-    """
+    """The CUDA C of some kernels."""
     passes = tvm.tirx.transform
     device = tvm.tirx.compilation_pipeline.PIPELINE_MAP["s_tir"]()[2]
     own = [passes.FlattenBuffer(), passes.StmtSimplify(), device()]

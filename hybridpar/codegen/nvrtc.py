@@ -46,16 +46,6 @@ def load_cuda_kernels(
     """The kernels of a source file, built if that has not been done on this machine.
 
     It is no collective: each process loads for itself, and the first one of a machine builds.
-
-    Args:
-        name: What they are called in the cache and in messages.
-        source: CUDA C whose kernels are `extern "C"`.
-        parameters: Of each kernel by name, in the format of `struct`, as in `PPIf` for two pointers, an unsigned
-            int and a float. Structures are written as their members.
-        device: A CUDA device with its index.
-
-    Returns:
-        Functions by name. None where they are switched off or cannot be had, which is logged in one line.
     """
 
     def load() -> dict[str, CudaFunction]:
@@ -68,20 +58,7 @@ def load_cuda_kernels(
 
 
 def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """Compile a source, or take its machine code from the cache.
-
-    Args:
-        name: What it is called in the cache.
-        text: CUDA C.
-        architecture: As in `sm_90`.
-        options: For the compiler.
-
-    Returns:
-        The machine code.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
-    """
+    """Compile a source, or take its machine code from the cache."""
     version, run = compiler(options)
     digest = hashlib.sha256(text).hexdigest()
     made_from = {"source": digest, "options": options, "compiler": version, "architecture": architecture}
@@ -94,17 +71,7 @@ Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
 
 
 def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
-    """Find the compiler of this machine.
-
-    Args:
-        options: For the compiler.
-
-    Returns:
-        Its name and version, and how to call it.
-
-    Raises:
-        KernelsUnavailable: There is none.
-    """
+    """Find the compiler of this machine."""
     library = _nvrtc()
     if library is not None:
         major, minor = ctypes.c_int(), ctypes.c_int()

@@ -158,11 +158,7 @@ define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
 
 
 class BaseWriter:
-    """Base class: statements that kernels for CPUs and GPUs have in common.
-
-    Args:
-        tvm: The module.
-    """
+    """Base class: statements that kernels for CPUs and GPUs have in common."""
 
     def __init__(self, tvm: Any) -> None:
         #: The module, for what the writer has no method for.
@@ -171,58 +167,23 @@ class BaseWriter:
         self.t = tvm.tirx.script.builder.ir
 
     def keep(self, value: Any) -> Any:
-        """Give a value that is used more than once a name. TIR cannot name masks.
-
-        Args:
-            value: Any expression but a mask.
-
-        Returns:
-            The variable.
-        """
+        """Give a value that is used more than once a name. TIR cannot name masks."""
         return self.t.Bind(value)
 
     def store(self, buffer: Any, index: Any, value: Any) -> None:
-        """Set buffer[index] = value.
-
-        Args:
-            buffer: What is written to.
-            index: An index, or a vector of them.
-            value: A value, or a vector of as many.
-        """
+        """Set buffer[index] = value."""
         self.t.buffer_store(buffer, value, [index])
 
     def local(self, count: int, dtype: str = "float32") -> Any:
-        """Allocate an array of one thread; compilers keep it in registers where all indices are constants.
-
-        Args:
-            count: Number of elements.
-            dtype: Type of the elements.
-
-        Returns:
-            The buffer.
-        """
+        """Allocate an array of one thread; compilers keep it in registers where all indices are constants."""
         return self.t.alloc_buffer((count,), dtype, scope="local")
 
     def call(self, dtype: str, name: str, *arguments: Any) -> Any:
-        """Call a function of the `PRELUDE` of CUDA, of `HELPERS`, or one that the schedule imports.
-
-        Args:
-            dtype: Type of the result.
-            name: Name of the function.
-            arguments: Its arguments.
-
-        Returns:
-            The result.
-        """
+        """Call a function of the `PRELUDE` of CUDA, of `HELPERS`, or one that the schedule imports."""
         return self.t.call_extern(dtype, name, *arguments)
 
     def when(self, condition: Any, then: Callable[[], None]) -> None:
-        """Write a branch; the statements alone where the condition is True while compiling.
-
-        Args:
-            condition: A condition, or True.
-            then: Writes the statements of the branch.
-        """
+        """Write a branch; the statements alone where the condition is True while compiling."""
         if condition is True:
             then()
             return
@@ -230,13 +191,7 @@ class BaseWriter:
             then()
 
     def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Write two branches; the first alone where the condition is True while compiling.
-
-        Args:
-            condition: A condition, or True.
-            then: Writes the statements where it holds.
-            otherwise: Writes those where it does not.
-        """
+        """Write two branches; the first alone where the condition is True while compiling."""
         if condition is True:
             then()
             return
@@ -258,18 +213,7 @@ class Writer(BaseWriter):
         body: Callable[..., None],
         helpers: bool = True,
     ) -> Any:
-        """Write a function of 64-bit integers, addresses among them, and of floats.
-
-        Args:
-            name: Its name.
-            integers: Names of its first arguments.
-            floats: Names of its further arguments.
-            body: Called with all arguments by name; writes the statements.
-            helpers: Whether the body calls helpers.
-
-        Returns:
-            The function of TIR.
-        """
+        """Write a function of 64-bit integers, addresses among them, and of floats."""
         t = self.t
         with self.tvm.script.ir_builder.IRBuilder() as builder:
             with t.prim_func():
@@ -283,28 +227,13 @@ class Writer(BaseWriter):
         return builder.get()
 
     def view(self, address: Any, dtype: str) -> Any:
-        """The memory at an address, as elements of a type.
-
-        Args:
-            address: An integer of 64 bits.
-            dtype: Type of the elements.
-
-        Returns:
-            A buffer of unbounded size.
-        """
+        """The memory at an address, as elements of a type."""
         ir = self.tvm.ir
         pointer = self.t.Bind(self.t.reinterpret(ir.PointerType(ir.PrimType(dtype)), address))
         return self.t.decl_buffer((1 << 40,), dtype, data=pointer)
 
     def lanes(self, value: Any) -> Any:
-        """A vector of `LANES` equal values.
-
-        Args:
-            value: The value.
-
-        Returns:
-            The vector.
-        """
+        """A vector of `LANES` equal values."""
         return self.t.broadcast(value, LANES)
 
     def zeros(self) -> Any:
@@ -312,67 +241,32 @@ class Writer(BaseWriter):
         return self.lanes(self.t.float32(0))
 
     def at(self, start: Any) -> Any:
-        """Indices of `LANES` values that lie side by side.
-
-        Args:
-            start: Index of the first one.
-
-        Returns:
-            A vector of indices.
-        """
+        """Indices of `LANES` values that lie side by side."""
         return self.t.ramp(start, 1, LANES)
 
     def load(self, buffer: Any, start: Any) -> Any:
         """A vector of `LANES` float32, read at once and whole even where a mask takes only some of it.
 
         LLVM would read under the mask, and then not before the mask is known.
-
-        Args:
-            buffer: What is read.
-            start: Index of the first one.
-
-        Returns:
-            The vector.
         """
         return self.keep(self.call(f"float32x{LANES}", "hp_load", self.t.address_of(buffer[start])))
 
     def prefetch(self, buffer: Any, place: Any) -> None:
-        """Fetch a cache line that will be read soon; it need not be there.
-
-        Args:
-            buffer: What will be read.
-            place: Index of an element.
-        """
+        """Fetch a cache line that will be read soon; it need not be there."""
         self.t.evaluate(self.call("int32", "hp_prefetch", self.t.address_of(buffer[place])))
 
     def stream(self, buffer: Any, start: Any, values: Any) -> None:
-        """Store a vector of `LANES` values past the caches.
-
-        Args:
-            buffer: What is written to, float32 or uint16.
-            start: Index of the first one; its address must be a multiple of the vector's size.
-            values: The vector.
-        """
+        """Store a vector of `LANES` values past the caches."""
         name = "hp_stream" if str(buffer.dtype) == "float32" else "hp_stream_short"
         self.t.evaluate(self.call("void", name, self.t.address_of(buffer[start]), values))
 
     def widened(self, bits: Any, lanes: int = LANES) -> Any:
-        """bfloat16 values as float32.
-
-        Args:
-            bits: A uint16, or a vector of them.
-            lanes: How many there are.
-        """
+        """bfloat16 values as float32."""
         kind = "" if lanes == 1 else f"x{lanes}"
         return self.t.reinterpret(f"float32{kind}", self.t.cast(bits, f"int32{kind}") << self._all(16, lanes))
 
     def shortened(self, value: Any, lanes: int = LANES) -> Any:
-        """float32 values as the nearest of bfloat16, ties to even; for numbers, not for NaN.
-
-        Args:
-            value: A float32, or a vector of them.
-            lanes: How many there are.
-        """
+        """float32 values as the nearest of bfloat16, ties to even; for numbers, not for NaN."""
         kind = "" if lanes == 1 else f"x{lanes}"
         bits = self.keep(self.t.reinterpret(f"int32{kind}", value))
         odd = (bits >> self._all(16, lanes)) & self._all(1, lanes)
@@ -383,15 +277,7 @@ class Writer(BaseWriter):
         return one if lanes == 1 else self.t.broadcast(one, lanes)
 
     def put(self, buffer: Any, start: Any, values: Any, *, add: bool = False, past: bool = False) -> None:
-        """Store a vector of `LANES` values side by side.
-
-        Args:
-            buffer: What is written to.
-            start: Index of the first one.
-            values: The vector.
-            add: Add it to what is there.
-            past: Write past the caches, as `stream` does.
-        """
+        """Store a vector of `LANES` values side by side."""
         if past:
             self.stream(buffer, start, values)
         else:
@@ -399,12 +285,7 @@ class Writer(BaseWriter):
             self.store(buffer, place, buffer[place] + values if add else values)
 
     def past_caches(self, where: Any, write: Callable[[bool], None]) -> None:
-        """Write past the caches where a condition holds, else to them.
-
-        Args:
-            where: It is asked for, and all vectors begin at multiples of 64 bytes.
-            write: Writes all vectors; its argument says whether past the caches.
-        """
+        """Write past the caches where a condition holds, else to them."""
 
         def past() -> None:
             write(True)
@@ -413,30 +294,14 @@ class Writer(BaseWriter):
         self.either(where, past, lambda: write(False))
 
     def folded(self, buffer: Any, combine: Callable[[Any, Any], Any], count: int = LANES) -> Any:
-        """Combine all elements of a local buffer into one, by a tree.
-
-        Args:
-            buffer: The buffer.
-            combine: Combines two elements.
-            count: Number of elements, a power of two.
-
-        Returns:
-            The element.
-        """
+        """Combine all elements of a local buffer into one, by a tree."""
         parts = [buffer[self.t.int64(index)] for index in range(count)]
         while len(parts) > 1:
             parts = [combine(left, right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     def finite(self, value: Any) -> Any:
-        """Whether a float32 is neither infinite nor NaN, by its bits: TIR simplifies comparisons that would tell.
-
-        Args:
-            value: The value.
-
-        Returns:
-            A condition.
-        """
+        """Whether a float32 is neither infinite nor NaN, by its bits: TIR simplifies comparisons that would tell."""
         return (self.t.reinterpret("int32", value) & 0x7FFFFFFF) < INFINITE
 
     def nan(self) -> Any:

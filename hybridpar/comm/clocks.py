@@ -54,20 +54,7 @@ def gather_spans(
     identity: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Recording:
-    """Bring together what all workers recorded. A collective; all workers get the result.
-
-    Args:
-        world: All workers of the job.
-        mine: This worker's spans by the number of the step.
-        identity: Equal in workers that read the same clock; default: `clock_identity()`.
-        clock: What the origins were read from, in seconds.
-
-    Returns:
-        The spans of all workers on one clock, and what is known of its error.
-
-    Raises:
-        SyncError: A peer died or did not answer in time.
-    """
+    """Bring together what all workers recorded. A collective; all workers get the result."""
     answers = world.gather((clock_identity() if identity is None else identity, dict(mine)))
     clocks: list[str] = []
     spans: list[dict[int, StepSpans]] = []

@@ -66,11 +66,7 @@ class _LaneNotes:
 
 
 class FlightRecorder:
-    """Takes the notes of this process: in its own memory, and from `open` on in a file.
-
-    Attributes:
-        names_ranges: What is noted is also a named range of torch's profiler.
-    """
+    """Takes the notes of this process: in its own memory, and from `open` on in a file."""
 
     def __init__(self) -> None:
         self.names_ranges = False
@@ -83,12 +79,7 @@ class FlightRecorder:
         self._lock = threading.Lock()
 
     def channel(self, members: Sequence[int], *, is_transfer: bool = False) -> int:
-        """The number of a channel, for `noted`; 0 where nobody else is on it.
-
-        Args:
-            members: Ranks in the job; of a transfer sender and receiver.
-            is_transfer: One of two workers sends to the other.
-        """
+        """The number of a channel, for `noted`; 0 where nobody else is on it."""
         if len(members) < 2:
             return 0
         key = Channel(tuple(members), is_transfer)
@@ -100,22 +91,11 @@ class FlightRecorder:
         return known
 
     def noted(self, doing: str, channel: int = 0) -> _Noted:
-        """Context of something that the current thread does.
-
-        Args:
-            doing: What it is.
-            channel: Where others take part, the channel.
-        """
+        """Context of something that the current thread does."""
         return _Noted(self, doing, channel)
 
     def open(self, directory: Path, rank: int, size: int) -> None:
-        """Move the notes to `directory/rank-N`. Where that cannot be written they stay in memory.
-
-        Args:
-            directory: The folder for the files of all workers.
-            rank: This worker.
-            size: Number of workers of the job.
-        """
+        """Move the notes to `directory/rank-N`. Where that cannot be written they stay in memory."""
         path = directory / f"rank-{rank}"
         aside = path.with_name(f".{path.name}.tmp")
         try:
@@ -153,15 +133,7 @@ class FlightRecorder:
                 path.parent.rmdir()  # by the last one
 
     def begin(self, doing: str, channel: int) -> tuple[int, int]:
-        """Note that the current thread begins something.
-
-        Args:
-            doing: What it is.
-            channel: Its channel, or 0.
-
-        Returns:
-            The entry, for `end`.
-        """
+        """Note that the current thread begins something."""
         lane: _LaneNotes | None = getattr(self._own, "lane", None) or self._enter_lane()
         if lane is None:
             return 0, 0
@@ -174,11 +146,7 @@ class FlightRecorder:
         return offset, count
 
     def end(self, entry: tuple[int, int]) -> None:
-        """Note that something has been done, unless its entry is another one's by now.
-
-        Args:
-            entry: What `begin` returned.
-        """
+        """Note that something has been done, unless its entry is another one's by now."""
         offset, count = entry
         if count and _NUMBER.unpack_from(self._memory, offset)[0] == count:
             _END.pack_into(self._memory, offset + _END_AT, time.time())
@@ -284,30 +252,18 @@ class Flight:
         return max(moments, default=0.0)
 
     def open_notes(self, lane: str) -> list[Note]:
-        """What a lane has begun and not done, the innermost last.
-
-        Args:
-            lane: Its name.
-        """
+        """What a lane has begun and not done, the innermost last."""
         return [note for note in self.lanes[lane] if note.end is None]
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in clock ticks of its machine; empty where there is none.
-
-    Args:
-        pid: The process.
-    """
+    """When a process started, in clock ticks of its machine; empty where there is none."""
     fields = process_fields(pid)
     return fields[19] if len(fields) > 19 else ""
 
 
 def process_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process.
-
-    Args:
-        pid: The process.
-    """
+    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -315,11 +271,7 @@ def process_fields(pid: int) -> list[str]:
 
 
 def read_flights(directory: Path) -> list[Flight]:
-    """The records of all workers that left one, by rank.
-
-    Args:
-        directory: The folder of their files.
-    """
+    """The records of all workers that left one, by rank."""
     found = [_read(path) for path in directory.glob("rank-*")] if directory.is_dir() else []
     return sorted((flight for flight in found if flight is not None), key=lambda flight: flight.rank)
 

@@ -38,29 +38,6 @@ class Grid:
     """This worker's place among P pipeline positions times R replicas; rank = position * R + replica.
 
     Making one is a collective over all workers of the job.
-
-    Args:
-        world: All workers of the job, or a party with one replica. It stays its owner's, and open.
-        positions: P, the number of workers that share the stages of one replica.
-        pairs: Which positions send to which: (from, to), each direction by itself. The same on all workers.
-        lanes: Number of gradient sync lanes of each position.
-        homes: For every replica the rank that is at each position, where replicas have different numbers of workers.
-
-    Attributes:
-        world: All workers of the job.
-        positions: P.
-        replicas: R.
-        position: This worker's place among the workers of its replica, which is its position where it has but one.
-        replica: This worker's replica.
-        ranks: The workers of this replica, by their place.
-        columns: For every position the ranks of its workers, by replica.
-        worlds: The workers of each of this worker's positions.
-        senders: Where messages leave, by the place that they go to.
-        receivers: Where messages arrive, by the place that they come from.
-
-    Raises:
-        UsageError: The workers do not fill a grid, or a pair is not of two positions.
-        SyncError: The workers want different grids, or one of them died or did not answer within the time-out.
     """
 
     def __init__(
@@ -101,12 +78,7 @@ class Grid:
             raise
 
     def rank_of(self, position: int, replica: int) -> int:
-        """The rank in the job of a place in the grid.
-
-        Args:
-            position: From 0 to `positions` - 1.
-            replica: From 0 to `replicas` - 1.
-        """
+        """The rank in the job of a place in the grid."""
         return self._homes[replica][position]
 
     @property

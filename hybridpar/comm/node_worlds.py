@@ -19,13 +19,7 @@ from hybridpar.machine.process import host_identity
 
 
 class NodeWorlds:
-    """The two worlds of a worker.
-
-    Args:
-        nodes: Which workers of the party are on which node.
-        inside: Those on this node.
-        across: Those that lead with this one on other nodes; this worker alone where it leads nothing.
-    """
+    """The two worlds of a worker."""
 
     def __init__(self, nodes: Nodes, inside: World, across: World) -> None:
         self.nodes = nodes
@@ -34,20 +28,7 @@ class NodeWorlds:
 
     @classmethod
     def open(cls, job: World, parties: Sequence[Sequence[int]], lanes: int) -> NodeWorlds | None:
-        """Find the nodes and divide the parties; a collective of all workers of the job.
-
-        Args:
-            job: All workers.
-            parties: The ranks of every party, ascending; each worker is in one.
-            lanes: Number of sync lanes.
-
-        Returns:
-            None where the party of this worker adds as it would without nodes: the job has one node, or each node has
-            one worker of the party.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Find the nodes and divide the parties; a collective of all workers of the job."""
         hosts = job.gather(host_identity())
         divided = [Nodes.of([hosts[rank] for rank in party]) for party in parties]
         if len(set(hosts)) == 1 or not any(nodes.share for nodes in divided):
@@ -63,27 +44,11 @@ class NodeWorlds:
         return cls(own, inner, outer) if own.share else None
 
     def inner(self, lane: int) -> SumGroup | None:
-        """What adds inside the node on a sync lane; None where this worker is alone there.
-
-        Args:
-            lane: Number of the sync lane.
-        """
+        """What adds inside the node on a sync lane; None where this worker is alone there."""
         return self.inside.lane_sums[lane] if self.inside.size > 1 else None
 
     def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
-        """Exchange a bucket on a sync lane.
-
-        Args:
-            exchange: Of the bucket.
-            lane: Number of the sync lane.
-            flat: The bucket's gradients, 1-D float32; replaced by what is made of their sum.
-
-        Returns:
-            What this worker sent to other nodes, and where the time of that went.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
-        """
+        """Exchange a bucket on a sync lane."""
         inner = self.inner(lane)
 
         def add(tensor: Tensor) -> None:

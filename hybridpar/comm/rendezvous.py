@@ -36,18 +36,7 @@ _users = 0
 
 
 def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
-    """Use the default process group, which is made where there is none.
-
-    Args:
-        device: The device this worker computes on.
-        timeout: Seconds after which a silent peer is an error.
-
-    Returns:
-        The group if it was made here, to be handed to `leave_group` once; None if it is the caller's program's own.
-
-    Raises:
-        LaunchError: The peers cannot be reached within the time-out.
-    """
+    """Use the default process group, which is made where there is none."""
     global _users
     if not dist.is_initialized():
         _users = 0
@@ -59,11 +48,7 @@ def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | Non
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
-    """Destroy the default process group when the last of those that entered it leaves.
-
-    Args:
-        group: What `enter_group` returned.
-    """
+    """Destroy the default process group when the last of those that entered it leaves."""
     global _users
     if not dist.is_initialized() or dist.group.WORLD is not group:
         return
@@ -82,15 +67,7 @@ def _destroy() -> None:
 
 
 def initialise(device: torch.device, timeout: float) -> None:
-    """Make torch's default process group: NCCL for CUDA tensors, gloo for CPU tensors.
-
-    Args:
-        device: The device this worker computes on.
-        timeout: Seconds after which a silent peer is an error.
-
-    Raises:
-        LaunchError: The peers cannot be reached within the time-out.
-    """
+    """Make torch's default process group: NCCL for CUDA tensors, gloo for CPU tensors."""
     global _made, _group
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
@@ -147,22 +124,14 @@ def _own_store(limit: datetime.timedelta) -> Any:
 
 
 def _require_agent_store(limit: datetime.timedelta) -> None:
-    """Fail at once where torchrun's store, which stands before there are workers, is not where MASTER_ADDR leads.
-
-    Raises:
-        OSError: It cannot be reached.
-    """
+    """Fail at once where torchrun's store, which stands before there are workers, is not where MASTER_ADDR leads."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(place, timeout=min(10.0, limit.total_seconds())).close()
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something.
-
-    Args:
-        error: Any exception.
-    """
+    """The first line of an error's text that says something."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -201,9 +170,6 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
     """Name gloo an interface that other hosts reach, where it would listen on the loopback of this one.
 
     That happens where the host's own name stands for 127.0.1.1 in /etc/hosts, as Debian sets it up.
-
-    Raises:
-        LaunchError: A host has no such address; on all workers.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or len({place.host for place in places}) == 1:
         return
@@ -226,12 +192,7 @@ def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
 
 
 def reachable_address(places: Sequence[Place], rank: int) -> str | None:
-    """An address that leads to the interface through which this worker and other hosts reach each other, if any.
-
-    Args:
-        places: Of each worker, by rank.
-        rank: Of this worker.
-    """
+    """An address that leads to the interface through which this worker and other hosts reach each other, if any."""
     own = places[rank]
     others = [place for place in places if place.host != own.host]
     known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
@@ -277,11 +238,6 @@ class RollCall:
 
     The store is asked only then. All workers that wait for a stopped one notice at about the same time: their
     time-outs began within one step, and the first that gives up closes its connections.
-
-    Args:
-        store: A store that all workers reach, with a prefix of its own.
-        rank: This worker.
-        size: Number of workers.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -295,9 +251,6 @@ class RollCall:
         """Workers that have not called this within `patience` seconds; asked once, the answer is kept.
 
         Worker 0 counts as missing where the store does not answer, which it may serve.
-
-        Args:
-            patience: Seconds to wait for their calls.
         """
         with self._lock:
             if self._missing is None:

@@ -17,15 +17,6 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
     """Give every worker rank 0's parameters and buffers, whatever its own seed gave it; a collective.
 
     Checksums are compared first: workers that built the same model send nothing more.
-
-    Args:
-        model: The model.
-        world: The workers.
-        agree: Options that must be equal on all workers; compared by their text.
-        compare_only: Leave all values as they are.
-
-    Raises:
-        SyncError: The workers did not build the same model or were given other options, or one did not answer.
     """
     if world.size == 1:
         return
@@ -67,13 +58,7 @@ def _checksums(module: nn.Module) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, source: int, world: World) -> None:
-    """Overwrite a module's parameters and buffers with those of one worker; a collective.
-
-    Args:
-        module: The module, built alike on all workers.
-        source: Rank in the world of the worker that counts.
-        world: The workers, at least two.
-    """
+    """Overwrite a module's parameters and buffers with those of one worker; a collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.numel() == 0:
             continue
@@ -88,10 +73,6 @@ def average_buffers(model: nn.Module, world: World) -> None:
     """Average floating-point buffers over the workers, in place; a collective.
 
     For BatchNorm in `local` mode, whose running statistics differ between replicas, before anybody evaluates or saves.
-
-    Args:
-        model: The model, built alike on all workers.
-        world: The workers.
     """
     if world.size == 1:
         return

@@ -34,18 +34,7 @@ _CPU = torch.device("cpu")
 
 
 class Offer:
-    """The sender's half of a meeting: a segment and a door for one receiver.
-
-    Args:
-        peer: The receiver's rank in the job.
-        timeout: Seconds after which a silent peer is an error.
-
-    Attributes:
-        place: The directory that the receiver is to come to.
-
-    Raises:
-        OSError: No shared memory or no sockets here.
-    """
+    """The sender's half of a meeting: a segment and a door for one receiver."""
 
     def __init__(self, peer: int, timeout: float) -> None:
         self._peer = peer
@@ -59,14 +48,7 @@ class Offer:
             self._stack = stack.pop_all()
 
     def accept(self) -> SharedSend:
-        """Meet the receiver, which has come already.
-
-        Returns:
-            The end that sends through the shared memory.
-
-        Raises:
-            OSError: It has not.
-        """
+        """Meet the receiver, which has come already."""
         return SharedSend(self._memory, Bell(self._door.accept()[0], self._timeout), self._peer)
 
     def close(self) -> None:
@@ -75,28 +57,13 @@ class Offer:
 
 
 def take_offer(place: str, peer: int, timeout: float) -> SharedReceive:
-    """The receiver's half of a meeting.
-
-    Args:
-        place: Directory of the `Offer`.
-        peer: The sender's rank in the job.
-        timeout: Seconds after which a silent peer is an error.
-
-    Raises:
-        OSError: The memory cannot be mapped, or the sender is not there.
-    """
+    """The receiver's half of a meeting."""
     memory = map_segment(Path(place) / "segment", SLOTS * SLOT_BYTES)
     return SharedReceive(memory, Bell(call(Path(place) / "door", timeout), timeout), peer)
 
 
 class _Ring:
-    """What both ends share: the slots, the socket, and whose turn it is.
-
-    Args:
-        memory: The mapped segment.
-        bell: The socket to the other end.
-        peer: The other worker's rank in the job.
-    """
+    """What both ends share: the slots, the socket, and whose turn it is."""
 
     transport = "shared memory"
 
@@ -125,13 +92,7 @@ class _Ring:
 
 
 class SharedSend(_Ring):
-    """Send end in shared memory.
-
-    Args:
-        memory: The mapped ring.
-        bell: Socket that wakes the peer.
-        peer: Rank of the receiver.
-    """
+    """Send end in shared memory."""
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
@@ -139,12 +100,7 @@ class SharedSend(_Ring):
         self.bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """Copy a message into slots of the ring.
-
-        Args:
-            tensors: The message.
-            parts: What the other end expects; None means each tensor's own part.
-        """
+        """Copy a message into slots of the ring."""
         doing = f"sending to worker {self._peer}"
         memory = payload(tensors, parts)
         for pieces in cut(tuple(one.numel() for one in memory), SLOT_BYTES):
@@ -156,27 +112,14 @@ class SharedSend(_Ring):
 
 
 class SharedReceive(_Ring):
-    """Receive end in shared memory.
-
-    Args:
-        memory: The mapped ring.
-        bell: Socket that wakes the peer.
-        peer: Rank of the sender.
-    """
+    """Receive end in shared memory."""
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
         self._freed = 0  # slots that the sender has not been told of
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """Copy the next message out of slots of the ring.
-
-        Args:
-            parts: What was sent.
-
-        Returns:
-            The tensors of the message.
-        """
+        """Copy the next message out of slots of the ring."""
         doing = f"receiving from worker {self._peer}"
         tensors = [part.empty(_CPU) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]

@@ -40,18 +40,7 @@ def shared_directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def map_segment(path: Path, size: int) -> mmap.mmap:
-    """Map a file of shared memory.
-
-    Args:
-        path: The file.
-        size: Bytes to reserve.
-
-    Returns:
-        The mapped memory.
-
-    Raises:
-        OSError: There is no room for it.
-    """
+    """Map a file of shared memory."""
     with open(path, "r+b") as segment:
         # Reserve the pages now: a full tmpfs would kill the process at the first write.
         os.posix_fallocate(segment.fileno(), 0, size)
@@ -59,16 +48,7 @@ def map_segment(path: Path, size: int) -> mmap.mmap:
 
 
 def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
-    """A Unix socket that listens for so many callers.
-
-    Args:
-        path: Where to listen.
-        timeout: Seconds after which a silent peer is an error.
-        callers: How many may call.
-
-    Raises:
-        OSError: It cannot be made.
-    """
+    """A Unix socket that listens for so many callers."""
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         door.settimeout(timeout)
@@ -81,15 +61,7 @@ def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
 
 
 def call(path: Path, timeout: float) -> socket.socket:
-    """A Unix socket connected to one that listens.
-
-    Args:
-        path: Where the other listens.
-        timeout: Seconds after which a silent peer is an error.
-
-    Raises:
-        OSError: Nobody listens there.
-    """
+    """A Unix socket connected to one that listens."""
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         caller.settimeout(timeout)
@@ -101,12 +73,7 @@ def call(path: Path, timeout: float) -> socket.socket:
 
 
 class Bell:
-    """A Unix socket to one peer, on which a byte says that something is there or gone.
-
-    Args:
-        connection: A connected stream socket; closed by `close`.
-        timeout: Seconds after which a silent peer is an error.
-    """
+    """A Unix socket to one peer, on which a byte says that something is there or gone."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket = connection
@@ -118,30 +85,14 @@ class Bell:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def ring(self, doing: str, times: int = 1) -> None:
-        """Tell the peer, so many times.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-            times: How many bytes to send.
-
-        Raises:
-            RuntimeError: The peer has died or left.
-        """
+        """Tell the peer, so many times."""
         try:
             self._socket.send(b"+" * times)
         except OSError as error:
             raise self._named(error, doing) from error
 
     def wait(self, doing: str, most: int = 1) -> int:
-        """Wait until the peer has rung, and return how often, at most `most` times.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-            most: Bytes to take at most.
-
-        Raises:
-            RuntimeError: The peer has died or left, or did not ring within the time-out.
-        """
+        """Wait until the peer has rung, and return how often, at most `most` times."""
         try:
             heard = len(self._socket.recv(most))
         except OSError as error:
@@ -163,18 +114,7 @@ class Bell:
 
 
 class SharedSegment:
-    """Memory that the workers of one machine share, and a `Bell` between every two of them.
-
-    Args:
-        rank: This worker.
-        size: Number of workers, at least 2.
-        gather: Collects an object from every worker, by rank; used here only, to set up.
-        timeout: Seconds after which a silent peer is an error.
-        count: Bytes to share.
-
-    Raises:
-        OSError: No shared memory or no sockets here; on every worker or on none.
-    """
+    """Memory that the workers of one machine share, and a `Bell` between every two of them."""
 
     def __init__(self, rank: int, size: int, gather: Gather, timeout: float, count: int) -> None:
         self.rank = rank
@@ -207,39 +147,18 @@ class SharedSegment:
         self._map = None  # unmapped when the last tensor over it is gone
 
     def view(self, dtype: torch.dtype) -> Tensor:
-        """The memory as a 1-D tensor.
-
-        Args:
-            dtype: Of its elements.
-
-        Raises:
-            RuntimeError: The segment was closed.
-        """
+        """The memory as a 1-D tensor."""
         if self._map is None:
             raise RuntimeError("Connection closed: this worker has left the job")
         return torch.frombuffer(self._map, dtype=dtype)
 
     def ring(self, doing: str) -> None:
-        """Tell every peer that something is there or gone.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-
-        Raises:
-            RuntimeError: A peer died or left.
-        """
+        """Tell every peer that something is there or gone."""
         for peer in self._peers:
             peer.ring(doing)
 
     def wait(self, doing: str) -> None:
-        """Wait until every peer has rung once more.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-
-        Raises:
-            RuntimeError: A peer died or left, or did not ring within the time-out.
-        """
+        """Wait until every peer has rung once more."""
         for peer in self._peers:
             peer.wait(doing)
 
@@ -267,15 +186,6 @@ class SharedMemorySum(SharedSegment):
     With K workers a chunk is divided into K stripes, and worker r adds up stripe r. All workers get the same bits,
     because each stripe is added once, by one worker, in a fixed order. Calls must come in the same order with the same
     shapes on all workers, as for any collective.
-
-    Args:
-        rank: This worker.
-        size: Number of workers, at least 2.
-        gather: Collects an object from every worker, by rank; used here only, to set up.
-        timeout: Seconds after which a silent peer is an error.
-
-    Raises:
-        OSError: No shared memory or no sockets here; on every worker or on none.
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, timeout: float) -> None:
@@ -284,29 +194,14 @@ class SharedMemorySum(SharedSegment):
         super().__init__(rank, size, gather, timeout, 2 * size * CHUNK_BYTES)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place.
-
-        Args:
-            tensor: Equal in shape and dtype on all workers.
-
-        Raises:
-            RuntimeError: A peer died, or did not come within the time-out.
-        """
+        """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place."""
         flat = tensor.detach().view(-1)
         step = CHUNK_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             self._reduce_chunk(flat[start : start + step])
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank.
-
-        Args:
-            out: 1-D, as large as all workers' `inp` together.
-            inp: 1-D, equal in size and dtype on all workers.
-
-        Raises:
-            RuntimeError: A peer died, or did not come within the time-out.
-        """
+        """Receive every worker's `inp` into `out`, by rank."""
         rows, step = out.view(self.size, -1), CHUNK_BYTES // inp.element_size()
         for start in range(0, inp.numel(), step):
             part = inp[start : start + step]

@@ -32,20 +32,12 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def flat_view(dense: Tensor) -> Tensor:
-    """A dense tensor in any memory format as a 1-D view in memory order.
-
-    Args:
-        dense: Without gaps or overlaps.
-    """
+    """A dense tensor in any memory format as a 1-D view in memory order."""
     return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions.
-
-    Args:
-        tensor: Strided.
-    """
+    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
         if size == 1:
@@ -73,11 +65,7 @@ class MessagePart:
 
     @classmethod
     def of(cls, tensor: Tensor) -> MessagePart:
-        """The part that a tensor makes: in channels_last only if it is that and not contiguous.
-
-        Args:
-            tensor: Any tensor.
-        """
+        """The part that a tensor makes: in channels_last only if it is that and not contiguous."""
         order = _CHANNELS_LAST.get(tensor.dim())
         last = order is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=order)
         return cls(tuple(tensor.shape), tensor.dtype, last)
@@ -88,78 +76,37 @@ class MessagePart:
         return _CHANNELS_LAST[len(self.shape)] if self.channels_last else torch.contiguous_format
 
     def empty(self, device: torch.device) -> Tensor:
-        """A new tensor that holds the part.
-
-        Args:
-            device: Where it is wanted.
-        """
+        """A new tensor that holds the part."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
 class SendEnd(Protocol):
-    """Where messages to one worker leave.
-
-    Attributes:
-        transport: What sends messages: `shared memory`, `gloo` or `nccl`.
-        bytes_sent: Payload bytes sent so far.
-    """
+    """Where messages to one worker leave."""
 
     transport: str
     bytes_sent: int
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """Send a message. When it returns (on a GPU: in stream order) the tensors may be changed.
-
-        Args:
-            tensors: The message. Tensors that are not dense are copied first; nothing at all is sent for none.
-            parts: What the other end expects; None means each tensor's own `MessagePart.of`. A gradient need not have
-                the memory format of its tensor, so where the format matters, say it.
-
-        Raises:
-            RuntimeError: The peer died or did not receive in time. `World.named_errors` says who waited for whom.
-            SyncError: A tensor is not what `parts` says.
-        """
+        """Send a message. When it returns (on a GPU: in stream order) the tensors may be changed."""
 
     def close(self) -> None:
         """Leave, and end a transfer that runs on another thread. Safe to call twice."""
 
 
 class ReceiveEnd(Protocol):
-    """Where messages from one worker arrive.
-
-    Attributes:
-        transport: What sends messages: `shared memory`, `gloo` or `nccl`.
-    """
+    """Where messages from one worker arrive."""
 
     transport: str
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """Receive the next message into new tensors, each contiguous in its memory format.
-
-        Args:
-            parts: What was sent.
-
-        Returns:
-            The tensors of the message, on the device of this end.
-
-        Raises:
-            RuntimeError: The peer died or did not send in time. `World.named_errors` says who waited for whom.
-        """
+        """Receive the next message into new tensors, each contiguous in its memory format."""
 
     def close(self) -> None:
         """Leave, and end a transfer that runs on another thread. Safe to call twice."""
 
 
 def payload(tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> list[Tensor]:
-    """The memory of tensors as 1-D uint8 views, in the order in which the message lays it out.
-
-    Args:
-        tensors: A message. Tensors that are not dense in that format are copied.
-        parts: What the message is expected to be; None means each tensor's own `MessagePart.of`.
-
-    Raises:
-        SyncError: A tensor is not what `parts` says.
-    """
+    """The memory of tensors as 1-D uint8 views, in the order in which the message lays it out."""
     parts = [MessagePart.of(tensor) for tensor in tensors] if parts is None else parts
     if [(tensor.shape, tensor.dtype) for tensor in tensors] != [(part.shape, part.dtype) for part in parts]:
         raise SyncError(
@@ -174,11 +121,7 @@ def payload(tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = Non
 
 
 def memory_of(dense: Tensor) -> Tensor:
-    """The memory of a dense tensor as a 1-D uint8 view.
-
-    Args:
-        dense: Without gaps or overlaps.
-    """
+    """The memory of a dense tensor as a 1-D uint8 view."""
     return flat_view(dense).view(torch.uint8)
 
 
@@ -200,15 +143,7 @@ class Piece(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def cut(sizes: tuple[int, ...], room: int | None = None) -> tuple[tuple[Piece, ...], ...]:
-    """Lay the tensors of a message one after the other into chunks.
-
-    Args:
-        sizes: Bytes of every tensor.
-        room: Bytes of a chunk; None puts everything into one.
-
-    Returns:
-        For every chunk its pieces, none of them empty.
-    """
+    """Lay the tensors of a message one after the other into chunks."""
     chunks: list[list[Piece]] = []
     place = 0
     for tensor, size in enumerate(sizes):
@@ -230,13 +165,7 @@ def _text(parts: Iterable[MessagePart]) -> str:
 
 
 class _Backend:
-    """What both ends of a channel over torch.distributed share.
-
-    Args:
-        group: A process group of the two workers and of this channel alone; its owner destroys it.
-        peer: The other worker's rank in the group.
-        device: Where tensors are.
-    """
+    """What both ends of a channel over torch.distributed share."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.transport = "nccl" if device.type == "cuda" else "gloo"
@@ -273,12 +202,7 @@ class BackendSend(_Backend):
     bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """Send a message; small tensors in one buffer.
-
-        Args:
-            tensors: The message.
-            parts: What the other end expects; None means each tensor's own part.
-        """
+        """Send a message; small tensors in one buffer."""
         memory = payload(tensors, parts)
         alone, buffer, pieces = self._divide(memory)
         if buffer is not None:
@@ -292,14 +216,7 @@ class BackendReceive(_Backend):
     """Receive end over a process group."""
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """Receive the next message.
-
-        Args:
-            parts: What was sent.
-
-        Returns:
-            The tensors of the message.
-        """
+        """Receive the next message."""
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]
         alone, buffer, pieces = self._divide(memory)

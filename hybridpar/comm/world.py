@@ -45,36 +45,17 @@ class SumGroup(Protocol):
         """Replace the tensor, which is dense and 1-D, by its sum over the workers.
 
         On a CPU this blocks until the sum is there, on a GPU it is enqueued on the current stream.
-
-        Args:
-            tensor: Equal in size and dtype on all workers.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
         """
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank; blocks as `all_reduce` does.
-
-        Args:
-            out: 1-D, as large as all workers' `inp` together.
-            inp: 1-D, of one size on all workers.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
-        """
+        """Receive every worker's `inp` into `out`, by rank; blocks as `all_reduce` does."""
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
-    """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload.
-
-    Args:
-        payload: Bytes that are summed.
-        workers: K.
-    """
+    """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload."""
     return round(2 * (workers - 1) / workers * payload)
 
 
@@ -132,18 +113,6 @@ class World:
         Under torchrun, or any launcher that sets `RANK`, `WORLD_SIZE` and `MASTER_ADDR`, the default process group is
         initialised (NCCL for CUDA tensors, gloo for CPU tensors) unless the caller already did. Without these
         variables, or with `WORLD_SIZE=1`, the world is this process alone.
-
-        Args:
-            lanes: Number of sync lanes, each of which gets a process group.
-            timeout: Seconds after which a silent peer is an error.
-            device: Device to compute on; default: the GPU numbered `LOCAL_RANK`, else the CPU.
-            shared_memory: Let CPU workers of one host add through shared memory instead of over the network.
-
-        Returns:
-            The workers of the job; a world of this process alone where no launcher set its environment.
-
-        Raises:
-            LaunchError: The peers cannot be reached within the time-out.
         """
         device = device or default_device()
         if device.type == "cuda":
@@ -177,16 +146,6 @@ class World:
 
         The new world has its own sums and control group, and is closed apart from this one, which stays as it is. A
         party can be divided further into single workers only, which need no groups.
-
-        Args:
-            parties: The ranks of every party, the same on all workers. In a party workers keep their order.
-            lanes: Number of sync lanes of each party.
-            shared_memory: Whether CPU workers of a party may share memory; default: as here.
-
-        Raises:
-            UsageError: A worker is in no party or in several, or this world is a party itself, to be divided into
-                others than single workers.
-            SyncError: A peer died or did not answer within the time-out.
         """
         divided = [tuple(sorted(party)) for party in parties]
         if self.size < self.job_size and divided == [(rank,) for rank in range(self.size)]:
@@ -286,69 +245,30 @@ class World:
         return self.members[self.rank]
 
     def barrier(self) -> None:
-        """Wait on the host until every worker is here.
-
-        Raises:
-            SyncError: A peer did not come within the time-out, or died.
-        """
+        """Wait on the host until every worker is here."""
         self.gather(None)
 
     def gather(self, item: object) -> list[object]:
-        """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step.
-
-        Args:
-            item: What `hybridpar.formats.messages.pack` takes: plain values, tensors, and this package's dataclasses.
-
-        Raises:
-            SyncError: A peer did not answer within the time-out, or died.
-        """
+        """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step."""
         if self.control is None:
             return [item]
         with self.named_errors("exchanging start-up or checkpoint facts"):
             return gather_items(item, self.control)
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
-        """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers.
-
-        Args:
-            mine: Of this worker; looked at on the workers of `ranks` only.
-            ranks: Whose.
-
-        Returns:
-            On rank 0 what those workers have, in the order of `ranks`: its own as it is, tensors of others on the CPU.
-            None elsewhere.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers."""
         if self.control is None:
             return [mine for _ in ranks]
         with self.named_errors("bringing state to worker 0"):
             return gather_on_first(mine, ranks, self.control)
 
     def from_main(self, decide: Callable[[], _T]) -> _T:
-        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
-
-        Args:
-            decide: Called on rank 0 alone. What it returns is an item for `gather`.
-
-        Raises:
-            HybridparError: What `decide` raised.
-            SyncError: A peer did not answer within the time-out, or died.
-        """
+        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`."""
         decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:
-        """What `act` returns on this worker; a problem of one worker is everybody's. As `gather`.
-
-        Args:
-            act: Called on every worker.
-
-        Raises:
-            HybridparError: What `act` raised on the first worker on which it failed; `is_repeated` on the others.
-            SyncError: A peer did not answer within the time-out, or died.
-        """
+        """What `act` returns on this worker; a problem of one worker is everybody's. As `gather`."""
         done: _T = self._share_errors(act, share=False)[self.rank]
         return done
 
@@ -375,21 +295,12 @@ class World:
 
         It is also noted in the flight record (`hybridpar.comm.flight`), so all workers of this world enter it in the
         same order.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-            transfer: Sender and receiver as ranks in the job, where not all workers of this world take part.
         """
         channel = self._channel if transfer is None else FLIGHT.channel(transfer, is_transfer=True)
         return _NamedErrors(self, doing, channel)
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
-        """The backend's error as one that says which worker is at fault, and which one waited for what.
-
-        Args:
-            doing: What this worker does, as errors tell it.
-            error: Of the backend.
-        """
+        """The backend's error as one that says which worker is at fault, and which one waited for what."""
         text = first_line(error)
         lost = any(sign in text for sign in ("onnection", "reset by peer", "remote process", "Broken pipe"))
         missing = self._missing(lost)

@@ -44,35 +44,13 @@ class Command:
     expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None
 
     def expanded(self, name: str, arguments: Sequence[str]) -> list[str]:
-        """A command line with what configuration files in it stand for.
-
-        Args:
-            name: What users type for the command.
-            arguments: What follows the name.
-
-        Returns:
-            The command line to read.
-
-        Raises:
-            UsageError: A file cannot be read or has a wrong option.
-        """
+        """A command line with what configuration files in it stand for."""
         if self.expand is None:
             return list(arguments)
         return self.expand(arguments, lambda words: self.parse(name, words))
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
-        """Read a command line.
-
-        Args:
-            name: What users type for the command.
-            arguments: What follows the name.
-
-        Returns:
-            An instance of `options`.
-
-        Raises:
-            SystemExit: Help was printed (code 0), or the command line cannot be read (code 2).
-        """
+        """Read a command line."""
         words, target = list(arguments), self.options
         config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
         if self.groups and {HELP_ALL, "--help", "-h"} & set(words):
@@ -120,27 +98,13 @@ def register_command(
 
 
 def find_command(name: str) -> Command:
-    """Import the module that a command is named after, or all if there is none, and look the command up.
-
-    Args:
-        name: What the user typed.
-
-    Returns:
-        The command.
-
-    Raises:
-        UsageError: There is no such command.
-    """
+    """Import the module that a command is named after, or all if there is none, and look the command up."""
     load_commands(name)
     return COMMANDS.get(name)
 
 
 def load_commands(name: str | None = None) -> None:
-    """Import the modules of this folder, so that their commands are registered.
-
-    Args:
-        name: Import the module of that name only, if there is one.
-    """
+    """Import the modules of this folder, so that their commands are registered."""
     modules = [module.name for module in pkgutil.iter_modules(__path__)]
     name = name and name.replace("-", "_")
     for module in [name] if name in modules else modules:
@@ -148,16 +112,7 @@ def load_commands(name: str | None = None) -> None:
 
 
 def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str]) -> type:
-    """A dataclass with the options of another one in titled groups, for a help screen.
-
-    Args:
-        options: Dataclass with all options.
-        groups: Titles, and the base classes of `options` that each shows.
-        shown: Names of the options in groups that are shown.
-
-    Returns:
-        The dataclass: the fields that are in no group, and one field for each group.
-    """
+    """A dataclass with the options of another one in titled groups, for a help screen."""
     parts: list[Any] = []
     for number, (title, bases) in enumerate(groups.items()):
         options_here = [_explained(base, one) for base in bases for one in fields(base) if one.name in shown]

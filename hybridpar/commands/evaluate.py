@@ -58,18 +58,7 @@ class Evaluate(TrainedOptions):
     shown=[field.name for field in fields(TrainedOptions)],
 )
 def run_evaluate(command: Evaluate, arguments: Sequence[str]) -> int:
-    """Test on this worker, or start the workers of this machine and wait for them.
-
-    Args:
-        command: The options.
-        arguments: The whole command line, which the workers are started with.
-
-    Returns:
-        The exit code: 0 when the test is done.
-
-    Raises:
-        HybridparError: The request is wrong, or the test failed.
-    """
+    """Test on this worker, or start the workers of this machine and wait for them."""
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import find_trained
 

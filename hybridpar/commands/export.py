@@ -48,17 +48,7 @@ class Export(TrainedOptions):
     shown=[field.name for field in fields(TrainedOptions)],
 )
 def run_export(command: Export, _: Sequence[str]) -> int:
-    """Write and check the file.
-
-    Args:
-        command: The options.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        HybridparError: The request is wrong, or the file computes something else than the model.
-    """
+    """Write and check the file."""
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import find_trained
 

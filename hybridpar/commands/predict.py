@@ -59,17 +59,7 @@ class Predict(TrainedOptions):
     shown=[field.name for field in fields(TrainedOptions)],
 )
 def run_predict(command: Predict, _: Sequence[str]) -> int:
-    """Classify files, and write a row for each.
-
-    Args:
-        command: The options.
-
-    Returns:
-        The exit code: 0 where all files were classified, 1 where some could not be read.
-
-    Raises:
-        HybridparError: The request is wrong.
-    """
+    """Classify files, and write a row for each."""
     from hybridpar.run.directory import before_the_start
     from hybridpar.run.trained import find_trained
 

@@ -24,17 +24,7 @@ class Report:
 
 @register_command("report", "Write one HTML page about a run, or several of them side by side.", Report)
 def run_report(command: Report, _: Sequence[str]) -> int:
-    """Write the page.
-
-    Args:
-        command: The options.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        HybridparError: A directory holds no run, or the file cannot be written.
-    """
+    """Write the page."""
     from hybridpar.observe.page import check_page_file, write_page
     from hybridpar.observe.text import format_bytes
     from hybridpar.run.page_data import check_runs, page_data

@@ -70,17 +70,7 @@ class Runs:
 
 @register_command("runs", "List runs, compare them, or delete some of their checkpoints.", Runs)
 def run_runs(command: Runs, _: Sequence[str]) -> int:
-    """List, compare or prune.
-
-    Args:
-        command: The options.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UsageError: There is no such folder or run.
-    """
+    """List, compare or prune."""
     what = command.what
     if isinstance(what, CompareRuns):
         return _compare(what)

@@ -48,19 +48,7 @@ def _run(command: Show, _: Sequence[str]) -> int:
 
 
 def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
-    """Print what is in a file, and draw it if asked to.
-
-    Args:
-        path: A run directory, a plan, a trace or a schedule.
-        draw: Picture to draw: .svg, .png or .pdf.
-        console: Where to print; default: standard output.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UsageError: The file is none of these, cannot be read, or cannot be drawn.
-    """
+    """Print what is in a file, and draw it if asked to."""
     from rich.console import Console
 
     from hybridpar.run.plan_step import timeline_of_plan
@@ -227,11 +215,7 @@ def _show_plan(data: dict[str, Any], path: Path, console: Console) -> Plan:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What a plan says besides its partition: how micro-batches flow, and what was predicted.
-
-    Args:
-        plan: The plan.
-    """
+    """What a plan says besides its partition: how micro-batches flow, and what was predicted."""
     lines = []
     if plan.pipeline is not None and len(plan.partition.stages) > 1:
         replicas = plan.placement.replicas if plan.placement is not None else 1

@@ -70,18 +70,7 @@ class Train(TrainConfig, FileOptions, NodeOptions):
     expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
-    """Train on this worker, or start the workers of this machine and wait for them.
-
-    Args:
-        command: The options.
-        arguments: The whole command line, which the workers are started with.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        HybridparError: The request is wrong, or the run failed.
-    """
+    """Train on this worker, or start the workers of this machine and wait for them."""
     command.check()
     named = named_options(arguments)
     if not in_job():
@@ -165,12 +154,7 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
 
 
 def without_options(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """A command line without some options and their values.
-
-    Args:
-        arguments: The command line.
-        names: Options that take one value, without dashes.
-    """
+    """A command line without some options and their values."""
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -187,12 +171,6 @@ def check_names(command: Train) -> None:
     """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
 
     A codec with options, and a policy, is the exception: only the codec itself can check them.
-
-    Args:
-        command: The options.
-
-    Raises:
-        UsageError: A name is unknown, a file is missing, or another option cannot be read.
     """
     from hybridpar.config.data import TORCHVISION_SETS, data_set_kind
     from hybridpar.models import check_model_name, parse_arguments
@@ -228,11 +206,7 @@ def check_names(command: Train) -> None:
 
 
 def _check_registered(kind: str, folder: str, decorator: str, name: str, others: Iterable[str] = ()) -> None:
-    """Check that a name is registered in a folder of the package, which is not imported.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Check that a name is registered in a folder of the package, which is not imported."""
     if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
         return
     known: Registry[None] = Registry(kind)
@@ -242,14 +216,7 @@ def _check_registered(kind: str, folder: str, decorator: str, name: str, others:
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options of a training run that a command line names, whatever value it gives them.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        Names of fields of `TrainConfig`.
-    """
+    """The options of a training run that a command line names, whatever value it gives them."""
     words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
     return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
 

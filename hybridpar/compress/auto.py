@@ -48,14 +48,7 @@ PLAIN: Kind = (Collective.SUM, torch.float32)
 
 
 def candidates_of(fidelity: str) -> dict[str, Codec]:
-    """The codecs that a fidelity allows besides `none`, by their text.
-
-    Args:
-        fidelity: `exact`, `close` or `lossy`.
-
-    Raises:
-        UsageError: There is no such fidelity.
-    """
+    """The codecs that a fidelity allows besides `none`, by their text."""
     check(fidelity in FIDELITIES, f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
     return {text: parse_codec(text) for text in FIDELITIES[fidelity]}
 
@@ -96,26 +89,14 @@ class Layers:
 
 
 def small_ends(layers: Sequence[tuple[str, tuple[int, ...]]]) -> frozenset[str]:
-    """The first and the last layer of a model, as far as they have at most `END` of its elements.
-
-    Args:
-        layers: Names and shapes of its parameters, in its order.
-
-    Returns:
-        Names of their weights.
-    """
+    """The first and the last layer of a model, as far as they have at most `END` of its elements."""
     counts = [(name, math.prod(shape)) for name, shape in layers if len(shape) > 1]
     most = END * sum(count for _, count in counts)
     return frozenset(name for name, count in (*counts[:1], *counts[-1:]) if count <= most)
 
 
 def kinds_of(codecs: Mapping[str, Codec], parts: Sequence[Layers]) -> list[Kind]:
-    """How the messages of codecs are reduced, and those of gradients without one; equal on all workers.
-
-    Args:
-        codecs: By their text.
-        parts: The layers of each pipeline position.
-    """
+    """How the messages of codecs are reduced, and those of gradients without one; equal on all workers."""
     kinds = {PLAIN: None}
     shapes = {shape for part in parts for bucket in part.buckets for _, shape in bucket}
     for codec in codecs.values():
@@ -134,20 +115,7 @@ def choose(
     hides: bool = True,
     ends: Collection[str] = (),
 ) -> tuple[Policy, list[Prediction], list[Prediction]]:
-    """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last.
-
-    Args:
-        parts: The layers of each pipeline position; one part without stages.
-        codecs: The codecs that may be chosen besides `none`.
-        rates: How fast those are that fit any layer.
-        link: How long each kind of message takes.
-        hides: Whether messages that go along with the backward pass cost it nothing, so that a layer whose message is
-            hidden anyway can be left as it is. On a CPU they take time of its cores.
-        ends: What codecs in `WITHOUT_ENDS` leave as it is, see `small_ends`.
-
-    Returns:
-        The policy, what is predicted of it for each part, and what is predicted of `none`.
-    """
+    """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last."""
     plain = [[_plain_times(bucket, link) for bucket in part.buckets] for part in parts]
     best, rules = [list(times) for times in plain], [[list[_Rule]() for _ in part.buckets] for part in parts]
     for number, index in _places(parts):
@@ -200,12 +168,7 @@ def _exposed(predictions: Sequence[Prediction]) -> float:
 
 
 def predict(buckets: Sequence[PhaseTimes], layers: Layers) -> Prediction:
-    """What buckets take together: lanes work side by side, and the link serves one message after the other.
-
-    Args:
-        buckets: For each its time to encode, to send and to decode, milliseconds, as the lanes are given them.
-        layers: What is exchanged, on how many lanes, behind what.
-    """
+    """What buckets take together: lanes work side by side, and the link serves one message after the other."""
     sizes = [sum(math.prod(shape) for _, shape in bucket) for bucket in layers.buckets]
     ready, gathered = 0.0, 0
     free = [0.0] * layers.lanes

@@ -30,24 +30,14 @@ CHUNK = 1 << 16
 
 
 class Scratch:
-    """Tensors that are used again and again.
-
-    Args:
-        device: Where they are.
-    """
+    """Tensors that are used again and again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, use: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A 1-D tensor with anything in it, valid until the same use is taken again.
-
-        Args:
-            use: What for. Different uses have different memory.
-            count: Elements.
-            dtype: Their type.
-        """
+        """A 1-D tensor with anything in it, valid until the same use is taken again."""
         found = self._buffers.get((use, dtype))
         if found is None or found.numel() < count:
             found = torch.empty(count, dtype=dtype, device=self._device)
@@ -56,12 +46,7 @@ class Scratch:
 
 
 class Kept:
-    """A tensor of which a step makes a new one, which counts from `commit` on.
-
-    Args:
-        count: Elements.
-        device: Where it is.
-    """
+    """A tensor of which a step makes a new one, which counts from `commit` on."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.now, self.next = (torch.zeros(count, device=device) for _ in range(2))
@@ -71,15 +56,7 @@ class Kept:
         self.now, self.next = self.next, self.now
 
     def load(self, saved: Tensor, name: str) -> None:
-        """Take over what was saved.
-
-        Args:
-            saved: 1-D float32.
-            name: Of the parameter, for the error.
-
-        Raises:
-            CheckpointError: It is of another size.
-        """
+        """Take over what was saved."""
         if saved.shape != self.now.shape:
             raise CheckpointError(
                 f"what was kept of {name!r} has {saved.numel()} elements, and {self.now.numel()} are needed",
@@ -105,11 +82,7 @@ class Product(Protocol):
         """Its rows are as long as those of the matrix."""
 
     def subtract_from(self, values: Tensor) -> None:
-        """Subtract the matrix.
-
-        Args:
-            values: As many, 1-D.
-        """
+        """Subtract the matrix."""
 
 
 class Residual:
@@ -121,41 +94,19 @@ class Residual:
     keeps = False
 
     def part(self, start: int, stop: int) -> Residual:
-        """The residual of a range of elements.
-
-        Args:
-            start: The first element.
-            stop: The element behind the last one.
-        """
+        """The residual of a range of elements."""
         return self
 
     def take(self, values: Tensor, start: int) -> Tensor:
-        """Give v for a range of elements; to be called once in a step for each.
-
-        Args:
-            values: The gradient there, of any shape and stride.
-            start: Its first element in this residual.
-
-        Returns:
-            v, in the shape of `values`.
-        """
+        """Give v for a range of elements; to be called once in a step for each."""
         return values
 
     def again(self, values: Tensor, start: int) -> Tensor:
-        """What `take` returned, or what has become of it since.
-
-        Args:
-            values: What `take` was given.
-            start: Its first element in this residual.
-        """
+        """What `take` returned, or what has become of it since."""
         return values
 
     def owe(self, product: Product) -> None:
-        """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left.
-
-        Args:
-            product: The matrix.
-        """
+        """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left."""
 
 
 class _Nothing(dict[str, Residual]):
@@ -476,12 +427,7 @@ class Full(Coder):
 
 
 class OuterCoder(Coder):
-    """A coder that hands on its calls to another; a subclass overrides those in which it does more.
-
-    Args:
-        spec: The parameter.
-        inner: The coder that does the work.
-    """
+    """A coder that hands on its calls to another; a subclass overrides those in which it does more."""
 
     def __init__(self, spec: TensorSpec, inner: Coder) -> None:
         super().__init__(spec)
@@ -520,13 +466,7 @@ class OuterCoder(Coder):
 
 
 class WarmUpCoder(OuterCoder):
-    """A coder whose first steps are those of another coder, mostly in full precision.
-
-    Args:
-        spec: The parameter.
-        first: What works while `warm`.
-        later: What works afterwards.
-    """
+    """A coder whose first steps are those of another coder, mostly in full precision."""
 
     def __init__(self, spec: TensorSpec, first: Coder, later: Coder) -> None:
         super().__init__(spec, later)
@@ -570,14 +510,7 @@ class WarmUpCoder(OuterCoder):
 
 
 def as_inner(name: str) -> Any:
-    """A class attribute of a codec around another, which is that of its `inner`.
-
-    Args:
-        name: Of the attribute.
-
-    Returns:
-        A property.
-    """
+    """A class attribute of a codec around another, which is that of its `inner`."""
     return property(lambda codec: getattr(codec.inner, name), doc="As the codec inside.")
 
 

@@ -19,17 +19,7 @@ from hybridpar.compress.policy import Policy
 
 
 class ParameterCoders:
-    """The coders of a worker's parameters.
-
-    Args:
-        policy: What gradients are sent as.
-        rank: This worker's number among those that exchange with it by codecs.
-        workers: How many these are.
-        seed: For what codecs draw at random; equal on all workers.
-        average: Whether results are the mean over all workers, or the sum.
-        nodes: Where codecs are used between nodes alone, which workers are on which node.
-        place: This worker's place in its node.
-    """
+    """The coders of a worker's parameters."""
 
     def __init__(
         self,
@@ -54,15 +44,7 @@ class ParameterCoders:
         self._samples = 1.0
 
     def exchange_of(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
-        """A new exchange of some parameters; for between nodes with coders of those alone that this worker leads.
-
-        Args:
-            names: Their names, in an order that is equal on all workers.
-            parameters: The parameters.
-
-        Raises:
-            CheckpointError: The state that was loaded for a parameter does not fit it.
-        """
+        """A new exchange of some parameters; for between nodes with coders of those alone that this worker leads."""
         if not self._members:
             return Exchange([self._coder(name, one) for name, one in zip(names, parameters, strict=True)])
         coders = [
@@ -74,20 +56,12 @@ class ParameterCoders:
         return NodeExchange([one.numel() for one in parameters], coders, share)
 
     def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use, for error feedback with `rescale`.
-
-        Args:
-            learning_rate: In any unit; its changes count.
-        """
+        """Say which learning rate the coming steps use, for error feedback with `rescale`."""
         for coder in self._coders.values():
             coder.rescale(learning_rate)
 
     def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have.
-
-        Args:
-            samples: As a multiple of what codecs' options were given for.
-        """
+        """Say how many samples the coming steps have."""
         self._samples = samples
         for coder in self._coders.values():
             coder.set_batch_scale(samples)
@@ -105,11 +79,7 @@ class ParameterCoders:
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this worker's own place, among as many workers.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Whether a state is of this worker's own place, among as many workers."""
         return (*self._place, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
 
     def _load(self, state: Mapping[str, Any]) -> None:

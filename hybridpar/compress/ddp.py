@@ -74,17 +74,7 @@ def ddp_hook(
 
 
 class CodecState(ParameterCoders):
-    """What the hook keeps between steps. `close` it, or use it as a context, before process groups are destroyed.
-
-    Args:
-        codec: How gradients are sent: a codec, a policy, or the text of one.
-        model: The model inside of DDP; needed for policies of names.
-        group: The process group that DDP was given; None for the default one.
-        lanes: Exchanges that may be under way at one time.
-        seed: For what codecs draw at random; equal on all workers.
-        timeout: Seconds after which a silent worker is an error.
-        hierarchical: Use the codec between nodes alone, and add in full precision inside of them.
-    """
+    """What the hook keeps between steps. `close` it, or use it as a context, before process groups are destroyed."""
 
     def __init__(
         self,
@@ -136,17 +126,7 @@ class CodecState(ParameterCoders):
     # ------------------------------------------------------------------ a step
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Exchange a bucket that DDP hands over.
-
-        Args:
-            bucket: A `torch.distributed.GradBucket`.
-
-        Returns:
-            The bucket's buffer, which then holds the mean over the workers.
-
-        Raises:
-            UsageError: Gradients are not dense float32, a parameter is not of the model, or this is closed.
-        """
+        """Exchange a bucket that DDP hands over."""
         if not self._paths:
             raise UsageError(
                 "the hook of a state that is closed",
@@ -232,13 +212,6 @@ class CodecState(ParameterCoders):
 
         With the states of all workers there may be more or fewer of them now, or nodes of other sizes: then codecs
         begin anew, and what had not been sent is dropped with a warning.
-
-        Args:
-            state: This worker's state, or a list of those of all workers, by rank.
-
-        Raises:
-            CheckpointError: The state is that of another codec, of another place or number of workers, or of parameters
-                of other shapes.
         """
         if not isinstance(state, Mapping):
             if not state:
@@ -384,11 +357,7 @@ class Paths:
     inside: Group | None
 
     def add(self, tensor: Tensor) -> None:
-        """Add over the node.
-
-        Args:
-            tensor: 1-D; replaced by its sum.
-        """
+        """Add over the node."""
         if self.inside is not None:
             self.inside.all_reduce(tensor)
 
@@ -402,16 +371,7 @@ class Paths:
 
 
 def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
-    """Make the groups of a lane; a collective.
-
-    Args:
-        nodes: Which workers are on which node; None where the codec is used between all.
-        group: The workers; None for all of the job.
-        timeout: Seconds after which a silent worker is an error.
-
-    Returns:
-        The groups over which the lane exchanges messages.
-    """
+    """Make the groups of a lane; a collective."""
     everybody = tuple(range(dist.get_world_size(group)))
     codec = _own_group([everybody] if nodes is None else nodes.columns[: nodes.leaders], group, timeout)
     inside = None if nodes is None else _own_group([node for node in nodes.members if len(node) > 1], group, timeout)
@@ -438,18 +398,7 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 
 
 def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:
-    """All workers use the same codec; a collective.
-
-    Args:
-        mine: Codec and, where that matters, whether it has kernels; seed, lanes, and whether it is hierarchical.
-        group: The workers; None for all of the job.
-
-    Returns:
-        The node of each worker.
-
-    Raises:
-        UsageError: They do not.
-    """
+    """All workers use the same codec; a collective."""
     answers = gather_items((mine, host_identity()), group)
     if len({own for own, _ in answers}) > 1:
         table = "; ".join(

@@ -40,12 +40,7 @@ class Phase(enum.Enum):
 
 
 def named_range(coder: Coder, doing: str) -> AbstractContextManager[object]:
-    """A range of torch's profiler for what a coder does; nothing where no profiler runs.
-
-    Args:
-        coder: The coder.
-        doing: What it does, in a word.
-    """
+    """A range of torch's profiler for what a coder does; nothing where no profiler runs."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING
     work = coder.at_work
@@ -154,11 +149,7 @@ class AllReduce:
     collective: Collective
 
     def through(self, group: Group) -> None:
-        """Have it carried out.
-
-        Args:
-            group: Who carries it out.
-        """
+        """Have it carried out."""
         group.all_reduce(self.tensor, self.collective)
 
 
@@ -179,11 +170,7 @@ class AllToAll:
     in_sizes: tuple[int, ...]
 
     def through(self, group: Group) -> None:
-        """Have it carried out.
-
-        Args:
-            group: Who carries it out.
-        """
+        """Have it carried out."""
         group.all_to_all(self.out, self.inp, self.out_sizes, self.in_sizes)
 
 
@@ -200,11 +187,7 @@ class AllGather:
     inp: Tensor
 
     def through(self, group: Group) -> None:
-        """Have it carried out.
-
-        Args:
-            group: Who carries it out.
-        """
+        """Have it carried out."""
         group.all_gather(self.out, self.inp)
 
 
@@ -341,13 +324,6 @@ class _Sharded(_Stage):
 class _Gathered(_Stage):
     """The messages of one round that are gathered on all workers, and others of float32 that are added when they are
     there.
-
-    Args:
-        index: Number of the round.
-        members: Coders whose messages are gathered, and their rounds; of one type.
-        added: Coders whose messages are to be summed, in float32. For two workers that takes as many bytes as an
-            all-reduce, and saves it.
-        workers: Number of workers.
     """
 
     def __init__(
@@ -398,12 +374,7 @@ class _Gathered(_Stage):
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Pieces of these sizes from the start on; what is left over belongs to none.
-
-    Args:
-        tensor: 1-D.
-        sizes: Elements of each piece; together at most those of the tensor.
-    """
+    """Pieces of these sizes from the start on; what is left over belongs to none."""
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 

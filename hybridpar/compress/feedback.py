@@ -40,11 +40,6 @@ class KeptResidual(Residual):
 
     In bfloat16 half as much memory is read and written in a step, and what is left is rounded once more: the rounding
     errors, up to 2^-8 of each value, are lost. v itself is always float32.
-
-    Args:
-        kept: 1-D, left by the last step that counted.
-        pending: 1-D, left by the step under way.
-        factor: What the kept half is multiplied with before it is added.
     """
 
     keeps = True
@@ -73,13 +68,7 @@ class KeptResidual(Residual):
 
     @classmethod
     def zeros(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> KeptResidual:
-        """Nothing is kept yet.
-
-        Args:
-            count: Number of elements.
-            device: Where it is.
-            dtype: float32 or bfloat16.
-        """
+        """Nothing is kept yet."""
         return cls(torch.zeros(count, dtype=dtype, device=device), torch.zeros(count, dtype=dtype, device=device))
 
     def part(self, start: int, stop: int) -> KeptResidual:
@@ -126,11 +115,7 @@ class KeptResidual(Residual):
 
 
 def lay_together(residuals: Sequence[Residual]) -> None:
-    """Move residuals of one size to where `stacked` finds them, unless they are there; before they are taken.
-
-    Args:
-        residuals: What they keep is not changed. If one of them keeps nothing, none is moved.
-    """
+    """Move residuals of one size to where `stacked` finds them, unless they are there; before they are taken."""
     kept = [residual for residual in residuals if isinstance(residual, KeptResidual)]
     if len(kept) < max(len(residuals), 2):
         return
@@ -143,14 +128,7 @@ def lay_together(residuals: Sequence[Residual]) -> None:
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as one with a further dimension in front, which is not a copy.
-
-    Args:
-        tensors: At least one.
-
-    Returns:
-        None where they do not lie in one piece of memory at equal distances.
-    """
+    """Tensors of one shape as one with a further dimension in front, which is not a copy."""
     first, *others = tensors
     starts = [tensor.storage_offset() for tensor in tensors]
     distance = starts[1] - starts[0] if others else 0
@@ -203,12 +181,7 @@ class ErrorFeedback(Codec):
 
 
 class FeedbackCoder(WarmUpCoder):
-    """Keeps what the inner coder does not send.
-
-    Args:
-        config: Which codec, and how its residuals are treated.
-        spec: The parameter.
-    """
+    """Keeps what the inner coder does not send."""
 
     def __init__(self, config: ErrorFeedback, spec: TensorSpec) -> None:
         super().__init__(spec, Full(spec), config.inner.bind(spec))
@@ -234,11 +207,7 @@ class FeedbackCoder(WarmUpCoder):
         return torch.stack(squares).sum() if squares else None
 
     def residual(self, key: str) -> Tensor:
-        """What is kept under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy.
-
-        Args:
-            key: One of `residuals`.
-        """
+        """What is kept under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy."""
         return self._kept[key].kept
 
     def unsent(self) -> Tensor:

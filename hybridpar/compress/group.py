@@ -122,15 +122,6 @@ def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = Fal
     Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
     own, closes them on workers that are still connecting, and these would report a network that does not work instead
     of the reason. So members exchange a message once.
-
-    Args:
-        ranks: Its members' ranks in the job, the same on all of them.
-        timeout: Seconds after which a silent member is an error.
-        members_only: Whether only the members call this; else all workers of the job make the same groups in the same
-            order, theirs or not.
-
-    Returns:
-        The group; None for a worker that is no member.
     """
     group = dist.new_group(
         list(ranks), timeout=datetime.timedelta(seconds=timeout), use_local_synchronization=members_only

@@ -37,11 +37,7 @@ class Nodes:
 
     @classmethod
     def of(cls, names: Sequence[object]) -> Nodes:
-        """Workers with equal names are on one node.
-
-        Args:
-            names: By rank.
-        """
+        """Workers with equal names are on one node."""
         found: dict[object, list[int]] = defaultdict(list)
         for rank, name in enumerate(names):
             found[name].append(rank)
@@ -69,19 +65,11 @@ class Nodes:
         return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
     def node_of(self, rank: int) -> tuple[int, ...]:
-        """The workers of a worker's node.
-
-        Args:
-            rank: The worker's rank.
-        """
+        """The workers of a worker's node."""
         return next(node for node in self.members if rank in node)
 
     def place_of(self, rank: int) -> int:
-        """A worker's place in its node.
-
-        Args:
-            rank: The worker's rank.
-        """
+        """A worker's place in its node."""
         return self.node_of(rank).index(rank)
 
 
@@ -89,9 +77,6 @@ class Leaders:
     """Which of a node's workers exchanges a parameter; equal on all nodes.
 
     It is decided when a parameter is first seen, for the one that has the least to do, and stays so.
-
-    Args:
-        count: How many lead.
     """
 
     def __init__(self, count: int) -> None:
@@ -101,12 +86,7 @@ class Leaders:
         self.chosen: dict[str, int] = {}
 
     def of(self, name: str, count: int) -> int:
-        """The leader of a parameter.
-
-        Args:
-            name: The parameter; asked for in one order on all workers.
-            count: Its elements.
-        """
+        """The leader of a parameter."""
         if name not in self.chosen:
             self.chosen[name] = self._load.index(min(self._load))
         leader = self.chosen[name]
@@ -116,23 +96,12 @@ class Leaders:
         return leader
 
     def adopt(self, chosen: Mapping[str, int]) -> None:
-        """Go on with the leaders of the run that is resumed.
-
-        Args:
-            chosen: Place in the node by parameter.
-        """
+        """Go on with the leaders of the run that is resumed."""
         self.chosen, self._load, self._counted = dict(chosen), [0] * len(self._load), set()
 
 
 class NodeExchange:
-    """Exchanges the gradients of some parameters in full precision inside a node, and by a codec between nodes.
-
-    Args:
-        sizes: Elements of each parameter, in the order in which their gradients lie.
-        coders: For each parameter that this worker leads its coder, bound to its rank and number among the leaders;
-            None for the others.
-        share: What a node's sum is multiplied with before it is exchanged.
-    """
+    """Exchanges the gradients of some parameters in full precision inside a node, and by a codec between nodes."""
 
     def __init__(self, sizes: Sequence[int], coders: Sequence[Coder | None], share: float = 1.0) -> None:
         own = [coder for coder in coders if coder is not None]
@@ -152,19 +121,7 @@ class NodeExchange:
         return self._exchange.traffic if self._exchange is not None else Traffic()
 
     def run(self, add: Add, across: Group | None, flat: Tensor) -> Traffic:
-        """Do a step.
-
-        Args:
-            add: Adds inside the node.
-            across: The workers that lead with this one; None where it leads nothing.
-            flat: The gradients, 1-D float32, and afterwards what the codec makes of their sum times `share`.
-
-        Returns:
-            Bytes that went to other nodes.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
-        """
+        """Do a step."""
         add(flat)
         if self._share != 1:
             flat.mul_(self._share)
@@ -181,11 +138,7 @@ class NodeExchange:
         return traffic
 
     def commit(self, unused: Collection[str] = ()) -> None:
-        """Keep the state of the step: it counts, but for the parameters named in `unused`.
-
-        Args:
-            unused: Parameters that no worker had a gradient for.
-        """
+        """Keep the state of the step: it counts, but for the parameters named in `unused`."""
         if self._exchange is not None:
             self._exchange.commit(unused)
 

@@ -27,14 +27,7 @@ ROUNDINGS = ("random", "zero")
 
 
 def check_rounding(rounding: str) -> None:
-    """Check the option `rounding`.
-
-    Args:
-        rounding: What the user asked for.
-
-    Raises:
-        UsageError: There is no such way.
-    """
+    """Check the option `rounding`."""
     check_choice("rounding", rounding, ROUNDINGS, "It says how values are rounded.")
 
 

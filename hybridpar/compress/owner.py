@@ -35,15 +35,6 @@ def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool 
     """Divide values, in place, by the root of what their squares have added up to.
 
     Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 2011.
-
-    Args:
-        values: 1-D float32 G.
-        squares: h; its next half becomes h + G^2, or memory h + (1 - memory) G^2.
-        memory: Less than 1 for a moving average.
-        level: Make the result as long as the values were.
-
-    Returns:
-        `values`.
     """
     torch.mul(squares.now, memory, out=squares.next)
     squares.next.addcmul_(values, values, value=1.0 if memory == 1 else 1 - memory)
@@ -58,11 +49,7 @@ def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool 
 
 
 class PlainStripes(Quantiser):
-    """Stripes in full precision, cut as those of another quantiser.
-
-    Args:
-        other: Whose stripes; None cuts anywhere.
-    """
+    """Stripes in full precision, cut as those of another quantiser."""
 
     def __init__(self, other: Quantiser | None = None) -> None:
         self._other = other
@@ -118,14 +105,7 @@ class OwnerRule:
 
 
 class OwnerCoder(WarmUpCoder):
-    """Exchanges one parameter stripe by stripe, and lets the owners apply a rule.
-
-    Args:
-        spec: The parameter.
-        rule: What owners do.
-        quantiser: How a stripe becomes bytes; None for full precision.
-        bits: Whether it is used; else it only says where stripes are cut.
-    """
+    """Exchanges one parameter stripe by stripe, and lets the owners apply a rule."""
 
     def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
         self._rule = rule

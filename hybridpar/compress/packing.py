@@ -36,40 +36,22 @@ _WORDS = ((torch.uint8, 8), (torch.int32, 31), (torch.int64, 63))
 
 
 def aligned(size: int) -> int:
-    """A number of bytes, rounded up to where the next message may begin.
-
-    Args:
-        size: In bytes.
-    """
+    """A number of bytes, rounded up to where the next message may begin."""
     return -(-size // ALIGN) * ALIGN
 
 
 def bits_size(count: int) -> int:
-    """Bytes of so many truth values.
-
-    Args:
-        count: Of values.
-    """
+    """Bytes of so many truth values."""
     return -(-count // 8)
 
 
 def level_and_bits(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Parts of the message of a level, one element, and bits.
-
-    Args:
-        message: 1-D uint8.
-        count: Number of bits.
-    """
+    """Parts of the message of a level, one element, and bits."""
     return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]
 
 
 def pack_bits(bits: Tensor, out: Tensor) -> None:
-    """Pack truth values, the first into the most significant bit of the first byte.
-
-    Args:
-        bits: 1-D bool, contiguous.
-        out: 1-D uint8 of `bits_size(len(bits))` elements. Unused bits at the end are 0.
-    """
+    """Pack truth values, the first into the most significant bit of the first byte."""
     _expect(out, bits_size(bits.numel()))
     if bits.device.type == "cpu":
         out.copy_(torch.from_numpy(np.packbits(bits.numpy())))
@@ -80,12 +62,7 @@ def pack_bits(bits: Tensor, out: Tensor) -> None:
 
 
 def count_ones(bits: Tensor, packed: Tensor) -> Tensor:
-    """How many bits of each row are set, float32; from the packed bits where rows are whole words of them.
-
-    Args:
-        bits: bool, one row per group.
-        packed: What `pack_bits` made of all rows.
-    """
+    """How many bits of each row are set, float32; from the packed bits where rows are whole words of them."""
     rows, length = bits.shape
     if bits.device.type == "cpu" and length % 64 == 0:
         words = packed.numpy()[: rows * length // 8].reshape(rows, -1)
@@ -96,15 +73,7 @@ def count_ones(bits: Tensor, packed: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The inverse of `pack_bits`.
-
-    Args:
-        packed: 1-D uint8 of `bits_size(count)` elements.
-        count: How many truth values there are.
-
-    Returns:
-        1-D bool.
-    """
+    """The inverse of `pack_bits`."""
     _expect(packed, bits_size(count))
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
@@ -112,13 +81,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
-    """Set out = [values >= threshold]; on a CPU by numpy, whose comparison is vectorised.
-
-    Args:
-        values: 1-D float32.
-        threshold: What they are compared with.
-        out: 1-D bool.
-    """
+    """Set out = [values >= threshold]; on a CPU by numpy, whose comparison is vectorised."""
     if values.device.type == "cpu":
         np.greater_equal(values.numpy(), threshold, out=out.numpy())
     else:
@@ -126,24 +89,13 @@ def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
 
 
 def magnitude(values: Tensor) -> Tensor:
-    """Largest |value|, 0-d; NaN where one is NaN. A norm would look at one value at a time.
-
-    Args:
-        values: 1-D float32.
-    """
+    """Largest |value|, 0-d; NaN where one is NaN. A norm would look at one value at a time."""
     low, high = torch.aminmax(values)
     return torch.maximum(high, -low)
 
 
 def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
-    """Set out = one where a bit is set, else zero: `torch.where` without its branches.
-
-    Args:
-        bits: bool.
-        one: float32 that broadcasts to the shape of `bits`.
-        zero: As `one`, of the same shape.
-        out: float32 of the shape of `bits`, contiguous.
-    """
+    """Set out = one where a bit is set, else zero: `torch.where` without its branches."""
     first, second = zero.view(torch.int32), one.view(torch.int32)
     # A byte of -1 becomes a word of -1; bytes are four times as fast to negate.
     mask = out.view(torch.int32).copy_(bits.view(torch.int8).neg())
@@ -151,23 +103,12 @@ def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
 
 
 def pairs_size(count: int) -> int:
-    """Bytes of so many 2-bit values, in whole words of 32 bits.
-
-    Args:
-        count: Of values.
-    """
+    """Bytes of so many 2-bit values, in whole words of 32 bits."""
     return -(-count // 16) * 4
 
 
 def pack_pairs(sent: Tensor, positive: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """Pack values that are minus, nothing or plus.
-
-    Args:
-        sent: 1-D bool: whether the value is not nothing.
-        positive: 1-D bool: whether it is plus; false where it is nothing.
-        out: 1-D uint8 of `pairs_size(len(sent))` elements.
-        scratch: Memory to borrow.
-    """
+    """Pack values that are minus, nothing or plus."""
     _expect(out, pairs_size(sent.numel()))
     both = scratch.take("pairs", 2 * sent.numel(), torch.bool)
     torch.stack((sent, positive), dim=1, out=both.view(-1, 2))
@@ -177,28 +118,14 @@ def pack_pairs(sent: Tensor, positive: Tensor, out: Tensor, scratch: Scratch) ->
 
 
 def pair_table(device: torch.device) -> Tensor:
-    """For every byte the 4 values that it holds, -1, 0 or 1, as float32 of shape (256, 4).
-
-    Args:
-        device: Where it is wanted.
-    """
+    """For every byte the 4 values that it holds, -1, 0 or 1, as float32 of shape (256, 4)."""
     bytes_ = torch.arange(256, device=device).unsqueeze(1)
     codes = (bytes_ >> torch.tensor([6, 4, 2, 0], device=device)) & 3
     return torch.tensor([0.0, 0.0, -1.0, 1.0], device=device)[codes]
 
 
 def unpack_pairs(packed: Tensor, count: int, table: Tensor, scratch: Scratch) -> Tensor:
-    """The inverse of `pack_pairs`.
-
-    Args:
-        packed: 1-D uint8; what follows the bytes of `count` values is not looked at.
-        count: How many values there are.
-        table: What `pair_table` made.
-        scratch: Memory to borrow; the result lies there.
-
-    Returns:
-        1-D float32 of -1, 0 and 1.
-    """
+    """The inverse of `pack_pairs`."""
     used = -(-count // 4)
     index = scratch.take("pair bytes", used, torch.int32)
     index.copy_(packed[:used])
@@ -225,15 +152,7 @@ class Fields:
 
     @classmethod
     def of(cls, count: int, width: int) -> Fields:
-        """The layout that takes the fewest bytes.
-
-        Args:
-            count: Number of values.
-            width: Bits of a value.
-
-        Raises:
-            ValueError: A value has less than 1 or more than 63 bits.
-        """
+        """The layout that takes the fewest bytes."""
         if not 1 <= width <= 63:
             raise ValueError(f"fields of {width} bits do not fit into words of 64")
         fitting = [cls(count, width, word, bits // width) for word, bits in _WORDS if bits >= width]
@@ -241,16 +160,7 @@ class Fields:
 
     @classmethod
     def summable(cls, count: int, largest: int, workers: int) -> Fields:
-        """The layout for values of 0 to `largest` that so many workers may add without a carry.
-
-        Args:
-            count: Number of values.
-            largest: The largest value of one worker.
-            workers: Number of workers.
-
-        Raises:
-            UsageError: The sum is not exact in float32, in which it is decoded.
-        """
+        """The layout for values of 0 to `largest` that so many workers may add without a carry."""
         if largest * workers >= _EXACT:
             bits = ((_EXACT - 1) // workers + 2).bit_length() - 2  # of the magnitude: the largest of 2 (2**bits - 1)
             raise UsageError(
@@ -262,12 +172,7 @@ class Fields:
 
     @classmethod
     def dense(cls, count: int, largest: int) -> Fields:
-        """The layout of the fewest bytes for values of 0 to `largest` that are not added.
-
-        Args:
-            count: Number of values.
-            largest: The largest value.
-        """
+        """The layout of the fewest bytes for values of 0 to `largest` that are not added."""
         width = largest.bit_length()
         return min(cls.of(count, width), Planes(count, width, torch.uint8, 8), key=lambda fields: fields.bytes)
 
@@ -295,14 +200,7 @@ class Fields:
                 yield start, min(start + long, self.count)
 
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
-        """Fill words.
-
-        Args:
-            out: 1-D words, `words` of them.
-            code: Called as `code(start, stop, into)`, where `into` is a float32 tensor to fill with values start to
-                stop - 1: whole numbers below 2**width and 2**24. Each range is asked for once.
-            scratch: Memory to borrow.
-        """
+        """Fill words."""
         _expect(out, self.words)
         for first, words in self._chunks(out):
             words.zero_()
@@ -314,13 +212,7 @@ class Fields:
                 words[: stop - start].bitwise_or_(shifted.bitwise_left_shift_(place * self.width))
 
     def unpack(self, words: Tensor, use: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
-        """Read words.
-
-        Args:
-            words: 1-D words, `words` of them.
-            use: Called as `use(start, stop, values)` with values start to stop - 1 as float32, which it may change.
-            scratch: Memory to borrow.
-        """
+        """Read words."""
         _expect(words, self.words)
         mask = (1 << self.width) - 1
         for first, chunk in self._chunks(words):

@@ -187,11 +187,7 @@ class Rule:
         return f"{self.pattern} {_ARROW} {format_codec(self.codec)}"
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is about a parameter.
-
-        Args:
-            name: Of the parameter.
-        """
+        """Whether the rule is about a parameter."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
@@ -320,22 +316,12 @@ def read_policy(text: str) -> Policy:
 
 
 def exact_rules(codecs: Iterable[tuple[str, str]]) -> Policy:
-    """A policy of a rule for each parameter.
-
-    Args:
-        codecs: Names of parameters, and the text of their codecs.
-    """
+    """A policy of a rule for each parameter."""
     return Policy(tuple(Rule(_escape(name), parse_codec(codec)) for name, codec in codecs))
 
 
 def nearest_names(pattern: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """The parameters whose names begin most like a pattern, the best first.
-
-    Args:
-        pattern: Of a rule.
-        names: Of all parameters.
-        most: How many to give at most.
-    """
+    """The parameters whose names begin most like a pattern, the best first."""
     depth = pattern.count(".") + 1
     plain = re.sub(r"[*?\[\]]", "", pattern).strip(".")
 

@@ -110,13 +110,7 @@ class Quantiser(ABC):
 
 
 def put(values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Copy decoded values to where they go, or add them to what is there.
-
-    Args:
-        values: float32.
-        out: float32, of the same shape.
-        add: Whether they are added.
-    """
+    """Copy decoded values to where they go, or add them to what is there."""
     if add:
         out.add_(values)
     else:
@@ -127,14 +121,6 @@ def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
     """Cut a length into one stripe per worker, at multiples of a unit; the first ones take what is left over.
 
     The rule of CNTK's aggregator: stripe k has floor(n / K) units and one more where k < n mod K. It may be empty.
-
-    Args:
-        length: Of the first dimension of `Quantiser.view`.
-        unit: Stripes begin at multiples of it.
-        workers: Number of workers.
-
-    Returns:
-        First element and length of each stripe, by worker.
     """
     units = -(-length // unit)
     ends = [(units // workers * k + min(k, units % workers)) * unit for k in range(workers + 1)]
@@ -142,14 +128,7 @@ def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
 
 
 class ShardedCoder(Coder):
-    """Exchanges one parameter through a quantiser, stripe by stripe.
-
-    Args:
-        spec: The parameter.
-        quantiser: How a stripe becomes bytes.
-        requantise: Whether the owner encodes the sum; without that it goes to everybody in float32.
-        process: What the owner does to the sum before that, in place: a 1-D tensor. Not called for an empty stripe.
-    """
+    """Exchanges one parameter through a quantiser, stripe by stripe."""
 
     def __init__(
         self,
@@ -237,12 +216,7 @@ WAYS = ("auto", "shard", "gather")
 
 
 class GatheredCoder(Coder):
-    """Exchanges one parameter through a quantiser, each worker's message to all.
-
-    Args:
-        spec: The parameter.
-        quantiser: How the tensor becomes bytes.
-    """
+    """Exchanges one parameter through a quantiser, each worker's message to all."""
 
     def __init__(self, spec: TensorSpec, quantiser: Quantiser) -> None:
         #: How the tensor becomes bytes.
@@ -298,14 +272,7 @@ class _NoisyGatheredCoder(NoisyCoder, GatheredCoder):
 
 
 def check_meet(meet: str) -> None:
-    """Check the option `meet`, which says how messages are reduced.
-
-    Args:
-        meet: What the user asked for.
-
-    Raises:
-        UsageError: There is no such way.
-    """
+    """Check the option `meet`, which says how messages are reduced."""
     check_choice("meet", meet, WAYS, "It says how messages meet.")
 
 

@@ -50,20 +50,12 @@ class LinkCost:
     ms_per_byte: float
 
     def ms(self, size: int) -> float:
-        """Time of a message of so many bytes.
-
-        Args:
-            size: In bytes.
-        """
+        """Time of a message of so many bytes."""
         return self.latency_ms + self.ms_per_byte * size
 
     @classmethod
     def slowest(cls, costs: Sequence[LinkCost]) -> LinkCost:
-        """What holds for all of several links.
-
-        Args:
-            costs: Of each link.
-        """
+        """What holds for all of several links."""
         return cls(max(one.latency_ms for one in costs), max(one.ms_per_byte for one in costs))
 
 
@@ -71,16 +63,7 @@ class LinkCost:
 def measure_link(
     kinds: Iterable[Kind], meet: Callable[[Kind, Tensor], None], device: torch.device
 ) -> dict[Kind, LinkCost]:
-    """Measure how long collectives take; every worker calls this with the same kinds.
-
-    Args:
-        kinds: What to measure.
-        meet: Reduces a message, as `meet_over` does; it must add float64.
-        device: Where messages are.
-
-    Returns:
-        The mean over the workers, which is the same on all of them.
-    """
+    """Measure how long collectives take; every worker calls this with the same kinds."""
     found = {}
     for kind in kinds:
         small, large = (
@@ -97,11 +80,7 @@ def measure_link(
 
 
 def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
-    """A function that reduces messages over a group as `Exchange` does; stripes are of one size.
-
-    Args:
-        group: The workers.
-    """
+    """A function that reduces messages over a group as `Exchange` does; stripes are of one size."""
 
     def meet(kind: Kind, message: Tensor) -> None:
         if kind[0] is Collective.GATHER:
@@ -175,9 +154,6 @@ class CodecRate:
 
         On the line between the two nearest that were tried. A smaller parameter than any takes as long as the smallest,
         a larger one longer in proportion; so does every one where only one was tried.
-
-        Args:
-            count: Number of elements.
         """
         known = sorted(self.tried)
         if count >= known[-1] or len(known) == 1:
@@ -196,17 +172,7 @@ class CodecRate:
 def measure_codec(
     codec: Codec, shapes: Iterable[tuple[int, ...]], workers: int, device: torch.device
 ) -> CodecRate | None:
-    """Try a codec on a few of a model's shapes; None where it fits none of them.
-
-    Args:
-        codec: The codec.
-        shapes: Shapes of the parameters.
-        workers: How many workers there are.
-        device: Where gradients are.
-
-    Returns:
-        What the codec takes and sends.
-    """
+    """Try a codec on a few of a model's shapes; None where it fits none of them."""
     fitting = sorted({shape for shape in shapes if codec.fits(shape)}, key=math.prod)
     if not fitting:
         return None
@@ -221,13 +187,7 @@ def measure_codec(
 
 @functools.cache
 def lasting_rounds(codec: Codec, shape: tuple[int, ...], workers: int) -> tuple[Round, ...]:
-    """The rounds of a parameter once a warm-up is over.
-
-    Args:
-        codec: The codec.
-        shape: Of the parameter.
-        workers: Number of workers.
-    """
+    """The rounds of a parameter once a warm-up is over."""
     return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting_rounds
 
 

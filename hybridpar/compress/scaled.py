@@ -69,20 +69,11 @@ class ScaledCoder(NoisyCoder):
 
 
 def scale_of(values: Tensor) -> Tensor:
-    """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum.
-
-    Args:
-        values: 1-D float32.
-    """
+    """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum."""
     return magnitude(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def write_scale(values: Tensor, out: Tensor) -> None:
-    """Set `out`, of one element, to `scale_of` the values.
-
-    Args:
-        values: 1-D float32.
-        out: One element, float32.
-    """
+    """Set `out`, of one element, to `scale_of` the values."""
     if not kernels.largest(values, out):
         out.copy_(scale_of(values))

@@ -50,13 +50,7 @@ Gather = Callable[[object], list[object]]
 
 
 class SocketGroup(Group):
-    """A connection to every other worker.
-
-    Args:
-        rank: This worker.
-        peers: Connected stream sockets by rank, this worker's own left out; closed by `close`.
-        timeout: Seconds after which a silent peer is an error.
-    """
+    """A connection to every other worker."""
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
         self._rank = rank
@@ -142,16 +136,7 @@ class SocketGroup(Group):
     def _exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], advance: Callable[[int], None] | None = None
     ) -> None:
-        """Send each peer a message and receive one from each, all at a time.
-
-        Args:
-            sent: 1-D, contiguous, by rank; this worker's own is not looked at.
-            received: As `sent`.
-            advance: For one peer: told now and then how many bytes have both left and arrived.
-
-        Raises:
-            RuntimeError: A peer died or left, or was silent for longer than the time-out.
-        """
+        """Send each peer a message and receive one from each, all at a time."""
         streams = [_Stream(rank, one, sent[rank], received[rank]) for rank, one in self._peers.items()]
         try:
             for stream in streams:
@@ -258,19 +243,6 @@ def open_sockets(own: int, members: Sequence[int], gather: Gather, timeout: floa
     """Connect every worker of a party to every other one, for several groups; a collective of all parties.
 
     Workers listen on the address that gloo listens on.
-
-    Args:
-        own: This worker's rank in the job.
-        members: Ranks in the job of the workers of its party, in the order of their ranks in the groups.
-        gather: Collects an object from every worker of the job, by rank.
-        timeout: Seconds after which a silent peer is an error.
-        count: How many groups are wanted; each has connections of its own.
-
-    Returns:
-        The groups of this worker's party.
-
-    Raises:
-        OSError: A worker cannot listen or cannot be reached; on all workers of the job.
     """
     peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     rank, size = members.index(own), len(members)

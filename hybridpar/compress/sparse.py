@@ -119,25 +119,12 @@ class Picks:
 
 
 def share(rate: float, count: int) -> int:
-    """How many of so many elements a share is: rounded up, and at least one.
-
-    Args:
-        rate: Share of the elements, above 0 and at most 1.
-        count: Number of elements.
-    """
+    """How many of so many elements a share is: rounded up, and at least one."""
     return min(max(-int(-rate * count // 1), 1), count)
 
 
 def check_rate(rate: float, instead: float) -> None:
-    """Check a share of elements.
-
-    Args:
-        rate: What the user asked for.
-        instead: What could be asked for.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Check a share of elements."""
     check(0 < rate <= 1, f"rate={rate:g}", "It is a share, above 0 and at most 1.", f"Use {instead:g}.")
 
 
@@ -146,11 +133,6 @@ def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
 
     A threshold that a sample says few more than `picked` elements reach leaves these few to choose from. Where fewer
     reach it, all are looked at, so the choice is the same as without.
-
-    Args:
-        values: 1-D float32.
-        picked: How many.
-        scratch: Memory to borrow.
     """
     magnitudes = torch.abs(values, out=scratch.take("magnitudes", values.numel()))
     sample = magnitudes[::_EVERY]

@@ -41,14 +41,7 @@ def run_together(
 
 
 def meet(requests: Sequence[Request]) -> None:
-    """Carry out one collective, as each worker asks for it, by rank.
-
-    Args:
-        requests: Of all workers, by rank.
-
-    Raises:
-        ValueError: They do not ask for the same.
-    """
+    """Carry out one collective, as each worker asks for it, by rank."""
     first = requests[0]
     if isinstance(first, AllReduce):
         tensors = [request.tensor for request in requests if isinstance(request, AllReduce)]

@@ -13,15 +13,7 @@ import tyro
 
 
 def unless(said: str, otherwise: str) -> Any:
-    """The help of an option that is on, and is given as `--no-NAME`.
-
-    Args:
-        said: What it does if it is given.
-        otherwise: What is done by default.
-
-    Returns:
-        An annotation of the field, for tyro.
-    """
+    """The help of an option that is on, and is given as `--no-NAME`."""
     return tyro.conf.arg(help=said, help_behavior_hint=f"(default: {otherwise})")
 
 
@@ -60,14 +52,7 @@ class DataConfig:
 
 
 def data_set_kind(name: str) -> str:
-    """The registered name of a data set.
-
-    Args:
-        name: What the user typed.
-
-    Returns:
-        The name; `hf/NAME` for any name of the Hugging Face hub.
-    """
+    """The registered name of a data set."""
     return "hf/NAME" if name == "hf" or name.startswith("hf/") else name
 
 
@@ -233,10 +218,6 @@ _FILES = ("folder", "csv", "hf/NAME", "caltech101")
 
 
 def is_of_any_size(data: str) -> bool:
-    """Whether a data set consists of image files of any size, and not of images of one small size.
-
-    Args:
-        data: The data set as the user names it.
-    """
+    """Whether a data set consists of image files of any size, and not of images of one small size."""
     made = TORCHVISION_SETS.get(data)
     return data_set_kind(data) in _FILES or (made is not None and made.size == USUAL_SIZE)

@@ -66,11 +66,7 @@ class Setting:
     place: str
 
     def words(self) -> list[str]:
-        """The option as it is typed on a command line.
-
-        Returns:
-            The words; none for a flag that has its default's value.
-        """
+        """The option as it is typed on a command line."""
         if self.name == "model":
             return [str(self.value)]
         option, default = self.name.replace("_", "-"), _fields()[self.name].default
@@ -84,19 +80,7 @@ class Setting:
 
 
 def expand(words: Sequence[str], parse: Callable[[list[str]], object]) -> list[str]:
-    """Replace `--preset`, `--config` and `--set` on a command line by the options that they stand for.
-
-    Args:
-        words: The command line of `hybridpar train`, without the command.
-        parse: Reads such a command line; raises SystemExit where it cannot.
-
-    Returns:
-        The command line without these options; as it was if it has none.
-
-    Raises:
-        UsageError: A file cannot be read, or a value in it is no value of its option; with file and line.
-        SystemExit: The presets were listed (code 0).
-    """
+    """Replace `--preset`, `--config` and `--set` on a command line by the options that they stand for."""
     given, own = _sources(words)
     if not given or {"--help", "-h", "--help-all"} & set(own):
         return list(words)
@@ -121,18 +105,7 @@ def expand(words: Sequence[str], parse: Callable[[list[str]], object]) -> list[s
 
 
 def read_settings(path: Path, label: str | None = None) -> list[Setting]:
-    """Read a configuration file.
-
-    Args:
-        path: The file. `plan`, `resume-from` and `timeline` in it are relative to its directory.
-        label: What messages call it; default: the path.
-
-    Returns:
-        The options in it.
-
-    Raises:
-        UsageError: There is no such file, it is no TOML, or it has an unknown or repeated option.
-    """
+    """Read a configuration file."""
     label = label or str(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -161,27 +134,13 @@ def read_settings(path: Path, label: str | None = None) -> list[Setting]:
 
 
 def preset_names() -> dict[str, str]:
-    """The presets that ship with the package.
-
-    Returns:
-        Names, with the first comment line of each.
-    """
+    """The presets that ship with the package."""
     files = sorted(PRESETS.glob("*.toml"))
     return {file.stem: file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for file in files}
 
 
 def preset_file(name: str) -> Path:
-    """The file of a preset.
-
-    Args:
-        name: Its name.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: There is no such preset.
-    """
+    """The file of a preset."""
     names = preset_names()
     if name not in names:
         raise UsageError(
@@ -197,15 +156,6 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
 
     Options that were neither named nor changed are comments: the planner decides on those that are left open, also when
     the run is repeated.
-
-    Args:
-        config: Options of the run, as they were given.
-        model: What the command line calls the model.
-        named: Options that were named, though they may have their default's value.
-        plan: Path of the plan that the run follows, relative to the file.
-
-    Returns:
-        The text.
     """
     out = ["# Options of this run; those behind # have their defaults, or are decided by the plan.", ""]
     out.append(f"model = {_toml(model)}")
@@ -226,14 +176,7 @@ def config_text(config: TrainConfig, model: str, named: Collection[str] = (), pl
 
 
 def table_name(title: str) -> str:
-    """The table of a configuration file that holds the options of a group.
-
-    Args:
-        title: Title of the group in `train --help`.
-
-    Returns:
-        The title in lower case, with dashes for spaces.
-    """
+    """The table of a configuration file that holds the options of a group."""
     return title.lower().replace(" ", "-")
 
 

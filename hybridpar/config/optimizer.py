@@ -117,14 +117,7 @@ class OptimizerConfig:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Check the name of the optimizer and the form of its arguments, without importing torch or timm.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: There is no such optimizer, timm is not installed, or options contradict each other.
-    """
+    """Check the name of the optimizer and the form of its arguments, without importing torch or timm."""
     _ = config.rate_schedule, config.ema
     name = config.optimizer
     names = set(TORCH_OPTIMIZERS)
@@ -170,11 +163,7 @@ def _names_in(file: Path) -> set[str]:
 
 
 def state_copies(config: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that are kept for it: momentum and the like, and its moving average.
-
-    Args:
-        config: The options.
-    """
+    """Tensors of a parameter's size that are kept for it: momentum and the like, and its moving average."""
     name, average = config.optimizer, int(config.model_ema is not None)
     if name.startswith(TIMM):
         return average + _TIMM_COPIES.get(name.removeprefix(TIMM), 2)

@@ -55,15 +55,7 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_ranges(config: object, only: Collection[str] | None = None) -> None:
-    """Check that options are what the table says.
-
-    Args:
-        config: Has the options.
-        only: Names of those to check; default: all.
-
-    Raises:
-        UsageError: One is not.
-    """
+    """Check that options are what the table says."""
     for rule, holds, names in RANGES:
         for name in names.split():
             if only is None or name in only:
@@ -71,11 +63,7 @@ def check_ranges(config: object, only: Collection[str] | None = None) -> None:
 
 
 def numbers_of(text: str) -> tuple[float, ...] | None:
-    """The numbers of an option such as `1,2`; None for `equal` and `auto`, and empty for anything else.
-
-    Args:
-        text: What the user wrote.
-    """
+    """The numbers of an option such as `1,2`; None for `equal` and `auto`, and empty for anything else."""
     said = text.strip()
     if said in ("equal", "auto"):
         return None
@@ -86,16 +74,6 @@ def numbers_of(text: str) -> tuple[float, ...] | None:
 
 
 def require(name: str, value: object, holds: bool, rule: str) -> None:
-    """Refuse the value of an option that breaks its rule.
-
-    Args:
-        name: Of the option, as a field.
-        value: Its value.
-        holds: Whether the value is allowed.
-        rule: What it must be, to be put behind "It must be".
-
-    Raises:
-        UsageError: It is not allowed.
-    """
+    """Refuse the value of an option that breaks its rule."""
     if not holds:
         raise UsageError(f"--{name.replace('_', '-')} is {value}", f"It must be {rule}.")

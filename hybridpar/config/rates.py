@@ -185,12 +185,5 @@ def read_schedule(text: str) -> Schedule:
 
 @functools.cache
 def read_average(text: str) -> Average:
-    """The average that a value of `--model-ema` stands for.
-
-    Args:
-        text: Such as `0.9998` or `0.9998,warmup`.
-
-    Raises:
-        UsageError: It stands for nothing.
-    """
+    """The average that a value of `--model-ema` stands for."""
     return read_fields(f"--model-ema {text}", str(text), Average)

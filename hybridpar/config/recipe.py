@@ -31,18 +31,7 @@ class RecipeConfig:
 
 
 def warm_steps(config: RecipeConfig, total: int | None) -> int:
-    """Number of first steps in full precision.
-
-    Args:
-        config: Options.
-        total: Steps of the run; None if not known.
-
-    Returns:
-        The number of steps; 0 without a recipe, unless the options say otherwise.
-
-    Raises:
-        UsageError: It depends on the length of the run, which is not known.
-    """
+    """Number of first steps in full precision."""
     if config.warm_start_steps is not None:
         return config.warm_start_steps
     if config.recipe == "none":
@@ -57,14 +46,5 @@ def warm_steps(config: RecipeConfig, total: int | None) -> int:
 
 
 def refuse(one: str, other: str, why: str) -> UsageError:
-    """The error for two options that contradict each other.
-
-    Args:
-        one: An option with its value.
-        other: The other one.
-        why: The rule that forbids the pair.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for two options that contradict each other."""
     return UsageError(f"{one} with {other}", why, "Leave out one of them.")

@@ -61,11 +61,7 @@ class Outer(Local):
             raise UsageError(what, "A mean has no momentum.", "Use opt=nesterov.")
 
     def rates(self, outer_steps: int | None) -> tuple[float, float]:
-        """Learning rate and momentum of the outer step.
-
-        Args:
-            outer_steps: Outer steps of the run; None where that is not known.
-        """
+        """Learning rate and momentum of the outer step."""
         if self.opt == "mean":
             return 1.0 if self.lr is None else self.lr, 0.0
         usual = 0.9 if outer_steps is not None and outer_steps >= LONG_RUN else 0.5
@@ -87,11 +83,7 @@ class ParameterServers:
     pull: Literal["fp32", "fp16"] = "fp32"
 
     def split_count(self, workers: int) -> int:
-        """N of n-softsync, in which an update takes floor(workers / N) gradients: here one of each worker.
-
-        Args:
-            workers: Number of workers.
-        """
+        """N of n-softsync, in which an update takes floor(workers / N) gradients: here one of each worker."""
         return 1
 
 
@@ -110,11 +102,7 @@ class AsyncServers(ParameterServers):
     max_staleness: Annotated[int | None, AT_LEAST_0] = None
 
     def split_count(self, workers: int) -> int:
-        """The number of workers: an update takes one gradient.
-
-        Args:
-            workers: Number of workers.
-        """
+        """The number of workers: an update takes one gradient."""
         return workers
 
 
@@ -129,14 +117,7 @@ class SoftSync(AsyncServers):
     split: Annotated[int, AT_LEAST_1]
 
     def split_count(self, workers: int) -> int:
-        """N of `softsync:N`.
-
-        Args:
-            workers: Number of workers.
-
-        Raises:
-            UsageError: N is more than the number of workers.
-        """
+        """N of `softsync:N`."""
         if self.split > workers:
             raise UsageError(
                 f"--sync softsync:{self.split} with {workers} worker{'' if workers == 1 else 's'}",
@@ -161,12 +142,5 @@ _CHOICES: dict[str, type[Sync]] = {
 
 @functools.cache
 def read_sync(text: str) -> Sync:
-    """What a value of `--sync` stands for.
-
-    Args:
-        text: Such as `allreduce` or `outer:16,opt=nesterov`.
-
-    Raises:
-        UsageError: It stands for nothing.
-    """
+    """What a value of `--sync` stands for."""
     return read_choice("--sync", text, _CHOICES)

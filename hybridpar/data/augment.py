@@ -12,17 +12,8 @@ from torch.nn import functional
 
 
 def shift_and_flip(images: Tensor, rows: Tensor, columns: Tensor, flips: Tensor | None, pad: int) -> Tensor:
-    """Crop every image at its own offset after padding with zeros, and mirror some of them (He et al. 2016, sec. 4.2).
-
-    Args:
-        images: uint8, shape (n, channels, height, width).
-        rows: First row of each crop in the padded image, int64 in [0, 2 * pad], shape (n,).
-        columns: First column of each crop, likewise.
-        flips: Which images to mirror left to right, bool, shape (n,); None mirrors none.
-        pad: Pixels added on each side.
-
-    Returns:
-        The shape and type of `images`.
+    """Crop every image at its own offset after padding with zeros, and mirror some of them (He et al.
+    2016, sec. 4.2).
     """
     channels, height, width = images.shape[1:]
     padded = functional.pad(images, (pad, pad, pad, pad))
@@ -36,18 +27,7 @@ def shift_and_flip(images: Tensor, rows: Tensor, columns: Tensor, flips: Tensor 
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor, *, size: tuple[int, int], channels_last: bool) -> Tensor:
-    """Turn pixels into what the model is fed: (pixel / 255 - mean) / std.
-
-    Args:
-        images: uint8, shape (n, channels, height, width).
-        mean: Mean of each channel of pixels in [0, 1], shape (channels,).
-        std: Standard deviation of each channel, likewise.
-        size: Height and width wanted; images of another size are resized bilinearly.
-        channels_last: Return the channels-last memory format.
-
-    Returns:
-        float32, shape (n, channels, *size).
-    """
+    """Turn pixels into what the model is fed: (pixel / 255 - mean) / std."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     # Bytes are reordered before they become floats, four times as large.
     pixels = images.contiguous(memory_format=layout).to(torch.float32)

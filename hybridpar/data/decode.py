@@ -30,18 +30,7 @@ SCALES = (8, 4, 2)
 
 
 def open_image(file: Path | bytes, name: str) -> Image.Image:
-    """Open an image as upright RGB.
-
-    Args:
-        file: The file, or its content.
-        name: What it is called in messages.
-
-    Returns:
-        The image; a plain JPEG is decoded when its pixels are first used, and any other kind has been.
-
-    Raises:
-        DataError: The file is missing, or damaged as far as it was read; the message names it.
-    """
+    """Open an image as upright RGB."""
     try:
         content = file if isinstance(file, bytes) else file.read_bytes()
         image = Image.open(io.BytesIO(content))
@@ -54,18 +43,7 @@ def open_image(file: Path | bytes, name: str) -> Image.Image:
 
 
 def decode(image: Image.Image, name: str) -> Image.Image:
-    """Decode the pixels of an image that was opened.
-
-    Args:
-        image: Of `open_image`.
-        name: What it is called in messages.
-
-    Returns:
-        The image itself.
-
-    Raises:
-        DataError: It is damaged.
-    """
+    """Decode the pixels of an image that was opened."""
     try:
         image.load()
     except Exception as error:
@@ -74,17 +52,7 @@ def decode(image: Image.Image, name: str) -> Image.Image:
 
 
 def read_image(path: Path) -> Image.Image:
-    """Decode an image file to RGB, upright as its EXIF data say.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The image, whose pixels are decoded.
-
-    Raises:
-        DataError: The file is missing or damaged; the message names it.
-    """
+    """Decode an image file to RGB, upright as its EXIF data say."""
     return decode(open_image(path, str(path)), str(path))
 
 
@@ -94,13 +62,6 @@ class RandomCrop(nn.Module):
     The distribution is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
     or 1/8 of its size, where the area still has at least `size` pixels on each side then. Such an image differs a
     little from one that is decoded in full and scaled down, as any two ways of scaling do.
-
-    Args:
-        size: Side of the square, in pixels.
-        scale: Smallest and largest fraction of the image's area.
-        ratio: Smallest and largest ratio of width to height.
-        interpolation: `nearest`, `bilinear`, `bicubic` or `lanczos`; `random` draws one of the second and the third.
-        draft: Decode JPEGs at a fraction of their size where that is enough.
     """
 
     def __init__(
@@ -120,14 +81,7 @@ class RandomCrop(nn.Module):
         self.draft = draft
 
     def forward(self, image: Image.Image) -> Tensor:
-        """Crop and resize.
-
-        Args:
-            image: RGB.
-
-        Returns:
-            uint8, shape (3, size, size), on the CPU.
-        """
+        """Crop and resize."""
         left, top, width, height = self.area(*image.size)
         box = (left, top, left + width, top + height)
         if self.draft:
@@ -155,16 +109,7 @@ class RandomCrop(nn.Module):
         return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
 
     def area(self, width: int, height: int) -> tuple[int, int, int, int]:
-        """Draw an area of an image.
-
-        Args:
-            width: Of the image, in pixels.
-            height: Of the image.
-
-        Returns:
-            Left, top, width and height of the area. After ten draws that do not fit, the largest area in the middle
-            whose ratio is allowed.
-        """
+        """Draw an area of an image."""
         shortest, longest = math.log(self.ratio[0]), math.log(self.ratio[1])
         for part, shape, across, down in torch.rand(10, 4).tolist():
             area = width * height * (self.scale[0] + part * (self.scale[1] - self.scale[0]))

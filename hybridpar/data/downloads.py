@@ -16,13 +16,6 @@ def one_download(name: str, root: Path) -> Iterator[None]:
     """Hold the right to download into a directory; others wait, and then find the files there.
 
     The lock belongs to the open file, so it cannot outlive its process.
-
-    Args:
-        name: The data set, for messages.
-        root: Directory to download into; made if it is missing.
-
-    Raises:
-        DataError: The directory cannot be written, or the body failed to download.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -53,9 +46,5 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def download_fix(looked_for: str) -> str:
-    """What to do about files that are not there.
-
-    Args:
-        looked_for: What they are, as in "the directory that holds its files".
-    """
+    """What to do about files that are not there."""
     return f"Run again with --download, or name the directory that holds {looked_for} with --data-root."

@@ -39,7 +39,7 @@ class Erased(NamedTuple):
 class NoiseErasing:
     """Erases rectangles to normal noise of mean 0 and standard deviation 1.
 
-    Args:
+    Attributes:
         probability: That a rectangle of an image is erased.
         per_pixel: Draw each pixel by itself, and not one colour for a rectangle.
         size: Channels, height and width of the images.
@@ -50,15 +50,7 @@ class NoiseErasing:
     size: tuple[int, int, int]
 
     def draw(self, key: AugmentKey, indices: IntArray) -> Erased:
-        """What is erased in some images.
-
-        Args:
-            key: Draw by this key.
-            indices: Samples, shape (n,).
-
-        Returns:
-            The rectangles and their values, on the CPU.
-        """
+        """What is erased in some images."""
         boxes, values = [], []
         for place, seed in enumerate((counter_hash(*key, Draw.ERASE, indices) >> 1).tolist()):
             if (box := self._box(random.Random(seed))) is None:
@@ -69,12 +61,7 @@ class NoiseErasing:
         return Erased(boxes, torch.cat(values) if values else torch.empty(0))
 
     def apply(self, images: Tensor, erased: Erased) -> None:
-        """Erase in place.
-
-        Args:
-            images: Normalised, float32, shape (n, *size).
-            erased: Of `draw`; the values may be elsewhere.
-        """
+        """Erase in place."""
         values = erased.values.to(images.device, non_blocking=True)
         start = 0
         for place, top, left, height, width in erased.boxes:

@@ -24,14 +24,7 @@ _LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target", "cls", "js
 
 
 class HubImages(DecodedImages):
-    """Images of a data set of the `datasets` library.
-
-    Args:
-        dataset: Its rows; the column of images must not be decoded.
-        column: Name of that column.
-        labels: As of `DecodedImages`.
-        **use: As of `DecodedImages`.
-    """
+    """Images of a data set of the `datasets` library."""
 
     def __init__(self, dataset: Any, column: str, labels: Tensor, **use: Unpack[Decoding]) -> None:
         super().__init__(labels, **use)

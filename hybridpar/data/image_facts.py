@@ -45,11 +45,7 @@ class ImageFacts:
 
     @classmethod
     def of(cls, data: ImageData) -> ImageFacts:
-        """The facts of a data set.
-
-        Args:
-            data: The data set.
-        """
+        """The facts of a data set."""
         return cls(
             class_names=tuple(map(str, data.class_names)),
             sample_shape=data.sample_shape,
@@ -62,14 +58,7 @@ class ImageFacts:
 
     @classmethod
     def read(cls, plain: Any) -> ImageFacts | None:
-        """The facts that a file holds.
-
-        Args:
-            plain: What `dataclasses.asdict` of facts became in JSON.
-
-        Returns:
-            The facts; None where it is anything else.
-        """
+        """The facts that a file holds."""
         kinds: dict[str, type] = {"class_names": str, "sample_shape": int, "mean": float, "std": float}
         try:
             named: dict[str, Any] = {
@@ -89,18 +78,7 @@ class ImageFacts:
 
 
 def find_images(named: Sequence[Path]) -> list[Path]:
-    """The image files that a user names.
-
-    Args:
-        named: Files, which are taken whatever they are called, and folders, of which all image files are taken, also
-            from the folders in them; hidden ones are left out.
-
-    Returns:
-        The files: in the order in which they were named, those of a folder by name.
-
-    Raises:
-        UsageError: One of them is not there, or a folder has no image.
-    """
+    """The image files that a user names."""
     found: list[Path] = []
     for one in named:
         if not one.is_dir():
@@ -127,19 +105,7 @@ def find_images(named: Sequence[Path]) -> list[Path]:
 
 
 def named_images(files: Sequence[Path], facts: ImageFacts, config: TrainConfig) -> ImageData:
-    """Image files as a data set whose labels are their places in the list.
-
-    Args:
-        files: The files.
-        facts: What the images are made.
-        config: Options of the run, of which interpolation and crop ratio are read.
-
-    Returns:
-        The data set; its test images are the files.
-
-    Raises:
-        UsageError: The model was trained on images that are not RGB.
-    """
+    """Image files as a data set whose labels are their places in the list."""
     if facts.sample_shape[0] != 3:
         raise UsageError(
             f"the model takes images of {facts.sample_shape[0]} channels",

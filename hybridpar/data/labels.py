@@ -29,21 +29,7 @@ class LabelledPart:
 def number_labels(
     train: LabelledPart, test: LabelledPart, names: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Number the classes, and give each image its target.
-
-    Args:
-        train: Labels of the training images.
-        test: Labels of the test images.
-        names: Names of the classes in order; default: the labels of the training images, sorted, as numbers where all
-            are.
-
-    Returns:
-        Names of the classes; targets of the training and of the test images: int64 of shape (n,), or, where images have
-        several labels, bool of shape (n, classes).
-
-    Raises:
-        DataError: A label is not one of the classes, or is missing.
-    """
+    """Number the classes, and give each image its target."""
     several = train.several or test.several
     if names is None:
         names = sorted({label for labels in train.labels for label in labels}, key=_order)

@@ -284,9 +284,6 @@ class _Reader:
         """Inside, others compute with what was read.
 
         Its memory belongs to another lane, which must not use it again before this one has passed the computation.
-
-        Args:
-            *parts: Images and labels.
         """
         try:
             yield

@@ -57,14 +57,7 @@ def _digits(config: DataConfig) -> ImageData:
 
 
 def digit_images(size: int) -> tuple[Tensor, IntArray]:
-    """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 3, size, size), and what they show.
-
-    Args:
-        size: Side that the images of 8x8 are resized to, in pixels.
-
-    Raises:
-        DataError: scikit-learn is missing.
-    """
+    """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 3, size, size), and what they show."""
     rows = _digit_rows()
     grey = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 8, 8)).to(torch.float32)
     grey = functional.interpolate(grey, (size, size), mode="bilinear", align_corners=False)
@@ -93,15 +86,7 @@ def _digit_rows() -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def proportional_counts(sizes: IntArray, total: int) -> list[int]:
-    """Share `total` samples among classes in proportion to their sizes, by largest remainder.
-
-    Args:
-        sizes: Samples of each class.
-        total: Samples wanted, at most the sum of `sizes`.
-
-    Returns:
-        Samples of each class, `total` in all; of equal remainders the first class gets the sample.
-    """
+    """Share `total` samples among classes in proportion to their sizes, by largest remainder."""
     quota = sizes * total / sizes.sum()
     counts = np.floor(quota).astype(int)
     largest = np.argsort(counts - quota, kind="stable")[: total - counts.sum()]
@@ -110,14 +95,7 @@ def proportional_counts(sizes: IntArray, total: int) -> list[int]:
 
 
 def four_of_five(labels: Tensor) -> tuple[IntArray, IntArray]:
-    """Divide a data set that has no parts: of each class 80 % are for training, always the same ones.
-
-    Args:
-        labels: Class of each sample, shape (n,); or which classes it has, shape (n, classes): 80 % of all then.
-
-    Returns:
-        Indices of the training and of the test samples. A class of one image has none for testing.
-    """
+    """Divide a data set that has no parts: of each class 80 % are for training, always the same ones."""
     flat = labels.numpy() if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
     return split_by_class(flat, [max(1, size * 4 // 5) if size else 0 for size in np.bincount(flat)], FIXED_SEED)
 
@@ -214,16 +192,7 @@ def in_memory(
     size: int,
     statistics: Statistics,
 ) -> ImageData:
-    """A data set that is held in memory.
-
-    Args:
-        name: As of `ImageData`.
-        class_names: As of `ImageData`.
-        train: The training images.
-        test: The test images.
-        size: Side of the square images that models are given, in pixels.
-        statistics: Mean and standard deviation of each channel.
-    """
+    """A data set that is held in memory."""
     mean, std = statistics
     shape = (train.images.shape[1], size, size)
     return ImageData(name=name, class_names=class_names, sample_shape=shape, train=train, test=test, mean=mean, std=std)

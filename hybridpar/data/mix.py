@@ -81,14 +81,7 @@ def draw_mix(config: AugmentConfig, seed: int, step: int, size: tuple[int, int])
 
 
 def box_around(own: float, row: int, column: int, size: tuple[int, int]) -> Box:
-    """A rectangle of 1 - lambda of the area of an image around a pixel, clipped to the image.
-
-    Args:
-        own: Lambda.
-        row: Of the pixel.
-        column: Of the pixel.
-        size: Height and width of the image.
-    """
+    """A rectangle of 1 - lambda of the area of an image around a pixel, clipped to the image."""
     part = math.sqrt(1.0 - own)
     bounds = []
     for centre, length in zip((row, column), size, strict=True):
@@ -140,20 +133,7 @@ def mix_step(
     classes: int,
     smoothing: float,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Mix this worker's share of a global batch, by one draw for the step.
-
-    Args:
-        micro_batches: Images and targets, cut at even positions of the global batch; none where this worker has none.
-        config: Options of mixing; after `mix_off_epoch` nothing is mixed.
-        seed: Seed of the run.
-        step: Number of the step, from 0.
-        epoch: Epochs done before it.
-        classes: Number of classes.
-        smoothing: Label smoothing of the targets.
-
-    Returns:
-        Mixed images, and targets of shape (n, classes), float32.
-    """
+    """Mix this worker's share of a global batch, by one draw for the step."""
     draw = MixDraw()
     if not micro_batches:
         return []

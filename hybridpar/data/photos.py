@@ -82,13 +82,7 @@ def _photos(config: DataConfig) -> ImageData:
 
 
 class PhotographCrops(DecodedImages):
-    """Squares of photographs that are held in memory.
-
-    Args:
-        photographs: RGB images, one for each class.
-        crops: Photograph, left, top and side of each square, int64 of shape (samples, 4).
-        **use: As of `DecodedImages`.
-    """
+    """Squares of photographs that are held in memory."""
 
     def __init__(self, photographs: list[Image.Image], crops: IntArray, **use: Unpack[Decoding]) -> None:
         super().__init__(torch.from_numpy(crops[:, 0].copy()), **use)
@@ -104,16 +98,7 @@ class PhotographCrops(DecodedImages):
 
 
 def crops_of(photographs: list[Image.Image], cells: list[tuple[int, int]], count: int) -> IntArray:
-    """Choose squares of photographs, always the same.
-
-    Args:
-        photographs: The photographs.
-        cells: Row and column of the cells that squares lie in.
-        count: Squares of each cell.
-
-    Returns:
-        Photograph, left, top and side of each, shape (len(photographs) * len(cells) * count, 4).
-    """
+    """Choose squares of photographs, always the same."""
     found = []
     for number, photograph in enumerate(photographs):
         wide, high = photograph.width // COLUMNS, photograph.height // ROWS

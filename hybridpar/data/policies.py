@@ -34,21 +34,12 @@ _AUTO = {
 
 
 def interpolation_of(name: str) -> InterpolationMode:
-    """The interpolation that an option names.
-
-    Args:
-        name: Such as `bicubic`.
-    """
+    """The interpolation that an option names."""
     return InterpolationMode[name.upper()]
 
 
 def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
-    """A random area at a random aspect ratio, resized (Szegedy et al. 2015).
-
-    Args:
-        size: Side of the square that comes out, in pixels.
-        config: `scale`, `ratio` and the interpolation in training.
-    """
+    """A random area at a random aspect ratio, resized (Szegedy et al. 2015)."""
     name = config.train_interpolation or config.interpolation or DEFAULT_INTERPOLATION
     return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
 
@@ -60,21 +51,7 @@ def random_changes(
     mean: Sequence[float],
     modes: Sequence[str] = ("nearest", "bilinear", "bicubic"),
 ) -> list[Any]:
-    """What is done to an image after the crop: mirroring, a policy, colours.
-
-    Args:
-        config: The options.
-        flip: Probability of mirroring left to right, where no option says it.
-        size: Side of the images, in pixels.
-        mean: Mean of each channel of pixels in [0, 1].
-        modes: Interpolations by which such images can be turned; the last one stands in for others.
-
-    Returns:
-        Transforms of PIL images and of uint8 tensors, in order; those that would do nothing are left out.
-
-    Raises:
-        UsageError: timm is missing, or does not know the policy.
-    """
+    """What is done to an image after the crop: mirroring, a policy, colours."""
     flip = flip if config.hflip is None else config.hflip
     changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
     if config.vflip:
@@ -102,10 +79,6 @@ def random_erasing(config: AugmentConfig, mean: Sequence[float]) -> list[v2.Tran
     """Erasing of a rectangle, which gets the mean colour (Zhong et al. 2020); empty where it is off.
 
     Noise is not for bytes, and comes later: see `hybridpar.data.erasing`.
-
-    Args:
-        config: `random_erasing` and `erase_mode`.
-        mean: Mean of each channel of pixels in [0, 1].
     """
     if not config.random_erasing or config.erase_mode != "const":
         return []
@@ -116,14 +89,6 @@ class TimmPolicy:
     """A policy of timm, which draws from Python's generator and numpy's, seeded by torch's.
 
     Both are put back afterwards.
-
-    Args:
-        spec: As timm reads it, such as `rand-m9-mstd0.5-inc1`.
-        size: Side of the images, in pixels.
-        mean: Mean of each channel of pixels in [0, 1], the colour of what is moved in.
-
-    Raises:
-        UsageError: timm is missing, or does not know the policy.
     """
 
     def __init__(self, spec: str, size: int, mean: Sequence[float]) -> None:
@@ -148,14 +113,7 @@ class TimmPolicy:
             ) from error
 
     def __call__(self, image: Any) -> Any:
-        """Change an image.
-
-        Args:
-            image: A PIL image or a uint8 tensor.
-
-        Returns:
-            The same kind of image.
-        """
+        """Change an image."""
         states = random.getstate(), np.random.get_state()
         seed = int(torch.randint(2**31, ()))
         random.seed(seed)

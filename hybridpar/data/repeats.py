@@ -14,12 +14,7 @@ _APART = 1 << 32
 
 
 class RepeatedImages(ImageSource):
-    """Every sample of a source several times: copy c of sample i is sample i + c * len(source).
-
-    Args:
-        source: The source.
-        repeats: Number of copies.
-    """
+    """Every sample of a source several times: copy c of sample i is sample i + c * len(source)."""
 
     def __init__(self, source: ImageSource, repeats: int) -> None:
         self._source = source

@@ -56,17 +56,7 @@ class AugmentKey(NamedTuple):
 
 
 def counter_hash(seed: int, epoch: int, draw: Draw, indices: IntArray) -> HashArray:
-    """One 64-bit random number per index.
-
-    Args:
-        seed: Seed of the run; any integer, taken modulo 2^64.
-        epoch: Epoch, or whatever else separates two uses of the same index.
-        draw: What the numbers are for.
-        indices: Sample indices, shape (n,).
-
-    Returns:
-        Shape (n,). The hash is a bijection of the index, so distinct indices have distinct numbers.
-    """
+    """One 64-bit random number per index."""
     state: HashArray = np.zeros(1, dtype=np.uint64)
     for word in (seed, epoch, draw):
         state = _mix((state ^ np.uint64(int(word) & _WORD)) + _GAMMA)
@@ -80,26 +70,12 @@ def _mix(x: HashArray) -> HashArray:
 
 
 def bounded(numbers: HashArray, bound: int) -> IntArray:
-    """Map random 64-bit numbers to integers in [0, bound).
-
-    Args:
-        numbers: Random numbers, shape (n,).
-        bound: Far below 2^32, so that all integers are as good as equally likely.
-
-    Returns:
-        Shape (n,).
-    """
+    """Map random 64-bit numbers to integers in [0, bound)."""
     return (((numbers >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
-    """The order of an epoch: a permutation of range(samples) that depends on nothing but the arguments.
-
-    Args:
-        samples: Number of training samples.
-        seed: Of the run.
-        epoch: From 0.
-    """
+    """The order of an epoch: a permutation of range(samples) that depends on nothing but the arguments."""
     return np.argsort(counter_hash(seed, epoch, Draw.ORDER, np.arange(samples)), kind="stable")
 
 
@@ -169,16 +145,6 @@ def allot(samples: int, shares: Sequence[float], least: int, *, idle: bool = Tru
     """Divide the samples of a step among workers by their shares: the method of largest remainders.
 
     A worker whose share is too small for its micro-batches gets no sample in this step, and the others get its samples.
-
-    Args:
-        samples: Samples of the step.
-        shares: What each worker gets, in any unit; at least one is positive.
-        least: Fewest samples that a worker can compute with.
-        idle: A worker may get no sample; else every worker gets `least` at the least.
-        in_pairs: Give even numbers, but for the odd last sample of the step, as `divide` does.
-
-    Returns:
-        Samples of each worker.
     """
     unit = 2 if in_pairs else 1
     fewest, counts = -(-least // unit), [0] * len(shares)
@@ -206,15 +172,6 @@ def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, sa
 
     Repeated augmentation (Hoffer et al. 2020, "Augment your batch"): the copies differ in their augmentation. They are
     as far from each other in the batch as they can be, so that mixing does not make pairs of them.
-
-    Args:
-        order: The order of all samples.
-        steps: (start, stop) of each step.
-        repeats: Copies of a sample; the last ones of a batch may have fewer.
-        samples: Number of samples.
-
-    Returns:
-        For each position the sample plus `samples` times the number of its copy.
     """
     if repeats == 1:
         return order
@@ -228,16 +185,7 @@ def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, sa
 
 
 def split_by_class(labels: IntArray, train_counts: Sequence[int], seed: int) -> tuple[IntArray, IntArray]:
-    """Split samples into a training and a test set with a given number of training samples of each class.
-
-    Args:
-        labels: Class of each sample, shape (n,).
-        train_counts: Training samples of each class; the others are for testing.
-        seed: Seed of the choice.
-
-    Returns:
-        Indices of the training and of the test samples, each in ascending order.
-    """
+    """Split samples into a training and a test set with a given number of training samples of each class."""
     train = np.zeros(len(labels), dtype=bool)
     for label, count in enumerate(train_counts):
         members = np.flatnonzero(labels == label)

@@ -318,15 +318,7 @@ class FileImages(DecodedImages):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor without making the host wait: to a GPU it goes through page-locked memory.
-
-    Args:
-        tensor: On the CPU.
-        device: Where it is wanted.
-
-    Returns:
-        It there; the same tensor for a CPU.
-    """
+    """Move a tensor without making the host wait: to a GPU it goes through page-locked memory."""
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -335,18 +327,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def imagenet_transforms(
     size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
 ) -> tuple[v2.Compose, v2.Compose]:
-    """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016).
-
-    Args:
-        size: Side of the square images that come out, in pixels.
-        config: What else is to be done, where it is an `AugmentConfig`.
-        mean: Mean of each channel of pixels in [0, 1], the colour of what is erased.
-        flip: Mirror every other image in training, where no option says it; not for images of letters or signs.
-
-    Returns:
-        For training: a random area of 8 to 100 % at a random aspect ratio, resized, and mirrored every other time.
-        For testing: the shorter side resized to 256/224 of `size`, and the centre cut out. Both give uint8 tensors.
-    """
+    """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016)."""
     options = config if isinstance(config, AugmentConfig) else AugmentConfig()
     changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
     augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
@@ -371,13 +352,7 @@ class Decoding(TypedDict):
 
 
 def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
-    """What the options say of images that are decoded.
-
-    Args:
-        config: The options.
-        size: Side of the square images that come out, in pixels.
-        flip: As of `imagenet_transforms`.
-    """
+    """What the options say of images that are decoded."""
     mean = config.mean or IMAGENET_MEAN
     augment, prepare = imagenet_transforms(size, config, mean, flip=flip)
     if config.test_image_size is not None:
@@ -386,12 +361,7 @@ def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
 
 
 def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
-    """Let the training images of a data set in memory be changed as options say, after they were shifted.
-
-    Args:
-        data: The data set.
-        config: The options.
-    """
+    """Let the training images of a data set in memory be changed as options say, after they were shifted."""
     source = data.train
     if not isinstance(source, MemoryImages):
         return
@@ -450,17 +420,7 @@ def decoded_data(
     flip: bool = True,
     **more: Any,
 ) -> ImageData:
-    """A data set whose images are decoded when they are asked for.
-
-    Args:
-        name: As of `ImageData`.
-        class_names: As of `ImageData`.
-        config: The options.
-        parts: Makes the training and the test images, given how they are decoded.
-        size: Side of the square images, in pixels, where `config` does not say it.
-        flip: Whether training images may be mirrored.
-        **more: Further arguments of `ImageData`.
-    """
+    """A data set whose images are decoded when they are asked for."""
     size = config.image_size or size
     train, test = parts(decoding(config, size, flip=flip))
     return ImageData(

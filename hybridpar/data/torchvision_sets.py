@@ -44,14 +44,7 @@ _NAMES = ("classes", "categories", "all_categories", "attr_names")
 
 
 class TorchvisionImages(DecodedImages):
-    """Images of a torchvision data set that are read through it, one by one.
-
-    Args:
-        dataset: The data set.
-        indices: Which of its samples, in order.
-        labels: Class of each.
-        **use: As of `DecodedImages`.
-    """
+    """Images of a torchvision data set that are read through it, one by one."""
 
     def __init__(self, dataset: Any, indices: Sequence[int], labels: Tensor, **use: Unpack[Decoding]) -> None:
         super().__init__(labels, **use)
@@ -106,11 +99,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
 
 
 def _part(name: str, made: TorchvisionSet, arguments: dict[str, Any], config: DataConfig) -> Any:
-    """One part of a data set, downloaded where that is wanted.
-
-    Raises:
-        DataError: It is not there, or a package that reads it is missing.
-    """
+    """One part of a data set, downloaded where that is wanted."""
     root = config.data_root.resolve()
     if not config.download and not root.is_dir():  # torchvision would make it
         raise DataError(f"{name} is not there: no directory {root}", fix=download_fix("its files"))
@@ -224,14 +213,7 @@ def _memory_images(pixels: Tensor, labels: Tensor, chosen: IntArray, made: Torch
 
 
 def measured_statistics(images: Tensor) -> Statistics:
-    """Mean and standard deviation of each channel of pixels in [0, 1].
-
-    Args:
-        images: uint8, shape (n, channels, height, width).
-
-    Returns:
-        The mean and the deviation of each channel.
-    """
+    """Mean and standard deviation of each channel of pixels in [0, 1]."""
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.transpose(0, 1)])
     values = torch.arange(256, dtype=torch.float64) / 255
     share = counts.double() / counts.sum(1, keepdim=True)

@@ -39,24 +39,14 @@ def measurements_directory() -> Path:
 
 
 def measurement_file(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Path:
-    """The file of something that was measured.
-
-    Args:
-        kind: What sort of thing it is.
-        key: All that it depends on, as JSON would have it.
-        directory: Where it is kept; default: `measurements_directory()`.
-    """
+    """The file of something that was measured."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     return (directory or measurements_directory()) / f"{kind}-{digest}.json"
 
 
 def load_measurement(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Any | None:
-    """What was kept under a key; None where there is nothing that can be used, which a warning says of a damaged file.
-
-    Args:
-        kind: As for `measurement_file`.
-        key: Likewise.
-        directory: Likewise.
+    """What was kept under a key; None where there is nothing that can be used, which a warning says of
+    a damaged file.
     """
     path = measurement_file(kind, key, directory)
     entry = _entry(path)
@@ -66,14 +56,7 @@ def load_measurement(kind: str, key: Mapping[str, Any], directory: Path | None =
 
 
 def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
-    """Keep something; the file is replaced as a whole or not at all. A warning says where that fails.
-
-    Args:
-        kind: As for `measurement_file`.
-        key: Likewise.
-        data: What to keep, as JSON would have it.
-        directory: As for `measurement_file`.
-    """
+    """Keep something; the file is replaced as a whole or not at all. A warning says where that fails."""
     path = measurement_file(kind, key, directory)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -92,15 +75,7 @@ def store_measurement(kind: str, key: Mapping[str, Any], data: object, directory
 
 
 def forget_measurement(kind: str, key: Mapping[str, Any]) -> bool:
-    """Delete what was kept under a key.
-
-    Args:
-        kind: As for `measurement_file`.
-        key: Likewise.
-
-    Returns:
-        Whether there was anything.
-    """
+    """Delete what was kept under a key."""
     try:
         measurement_file(kind, key).unlink()
     except OSError:

@@ -57,20 +57,7 @@ def read_text(
     most: int = MOST_BYTES,
     errors: str = "strict",
 ) -> str:
-    """The text of a file in UTF-8.
-
-    Args:
-        path: The file.
-        kind: What it is, for the message: "the plan".
-        error: The class of what is raised.
-        fix: What to do where it cannot be read.
-        why: What the file should be.
-        most: Bytes that it may have.
-        errors: What becomes of bytes that are not UTF-8, as of `bytes.decode`.
-
-    Raises:
-        HybridparError: Of the class `error`: there is no such file, or it is too large or no text.
-    """
+    """The text of a file in UTF-8."""
     text: str = _read(path, kind, error, why, fix, most, lambda data: data.decode("utf-8", errors))
     return text
 
@@ -78,29 +65,12 @@ def read_text(
 def read_json(
     path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "", most: int = MOST_BYTES
 ) -> Any:
-    """What a JSON file holds. Errors are those of `read_text`.
-
-    Args:
-        path: The file.
-        kind: What it is called in messages.
-        error: Class of the error that is raised.
-        fix: What the user can do.
-        why: The rule that is broken.
-        most: Bytes that it may have.
-    """
+    """What a JSON file holds. Errors are those of `read_text`."""
     return _read(path, kind, error, why, fix, most, lambda data: parse_json(data.decode()))
 
 
 def read_toml(path: Path, kind: str, error: type[HybridparError], fix: str = "", *, why: str = "") -> dict[str, Any]:
-    """What a TOML file holds. Errors are those of `read_text`.
-
-    Args:
-        path: The file.
-        kind: What it is called in messages.
-        error: Class of the error that is raised.
-        fix: What the user can do.
-        why: The rule that is broken.
-    """
+    """What a TOML file holds. Errors are those of `read_text`."""
     found: dict[str, Any] = _read(path, kind, error, why, fix, 1 << 20, lambda data: parse_toml(data.decode()))
     return found
 
@@ -131,14 +101,7 @@ def _read(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says.
-
-    Args:
-        text: The text, or its bytes in UTF-8.
-
-    Raises:
-        Unreadable: It is not JSON, or above the limits.
-    """
+    """What a JSON text says."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -154,14 +117,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says.
-
-    Args:
-        text: The text.
-
-    Raises:
-        Unreadable: It is not TOML, or above the limits.
-    """
+    """What a TOML text says."""
     if max(map(len, text.splitlines()), default=0) > _MOST_LINE:
         raise Unreadable(f"a line has more than {_MOST_LINE:,} characters")
     try:
@@ -210,11 +166,7 @@ def _check_text(text: str) -> None:
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
-    """Where and what is the first thing that pydantic found wrong, both short.
-
-    Args:
-        error: What pydantic raised.
-    """
+    """Where and what is the first thing that pydantic found wrong, both short."""
     count = error.error_count()
     if count > _MOST_PROBLEMS:  # listing them takes long, too
         return "", f"{count:,} values in it are not what they should be"
@@ -229,18 +181,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 def read_torch(
     path: Path, keep: Callable[[TensorPath], bool | Tensor] | None = None, *, mapped: bool = False
 ) -> dict[str, Any]:
-    """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU.
-
-    Args:
-        path: The file.
-        keep: Whether a tensor is wanted, by the keys under which it is in the dictionary, or a tensor that it is read
-            into. Others are not read, and come on the meta device. With it no more than one tensor is held twice.
-        mapped: Map the file into memory, instead of reading it, where `keep` is None. Pages come as they are used, and
-            the system may drop them again; what is written to a tensor does not go into the file.
-
-    Raises:
-        Unreadable: It is none, or damaged.
-    """
+    """The dictionary in a file of `torch.save`, read with `weights_only`, tensors on the CPU."""
     import torch
 
     try:
@@ -264,12 +205,7 @@ def read_torch(
 
 
 def tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """The tensors in dictionaries, lists and tuples, with the keys that lead to them.
-
-    Args:
-        value: What may hold them.
-        path: The keys that lead to it.
-    """
+    """The tensors in dictionaries, lists and tuples, with the keys that lead to them."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -280,14 +216,7 @@ def tensor_paths(value: Any, path: TensorPath = ()) -> Iterator[tuple[TensorPath
 
 
 def tensor_places(path: Path) -> tuple[dict[str, Any], dict[TensorPath, int]]:
-    """What is in a file of `torch.save`, without its tensors' values, and where in the file these are.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The dictionary, its tensors without memory; and by their keys the byte at which their storages begin.
-    """
+    """What is in a file of `torch.save`, without its tensors' values, and where in the file these are."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -10,15 +10,7 @@ from typing import Any
 
 
 def lazy_names(package: str, source: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The names that a package imports under `if TYPE_CHECKING:`, as attributes that are loaded on first use.
-
-    Args:
-        package: Name of the package.
-        source: Path of its `__init__.py`.
-
-    Returns:
-        Its `__getattr__`, its `__dir__` and its `__all__`.
-    """
+    """The names that a package imports under `if TYPE_CHECKING:`, as attributes that are loaded on first use."""
     blocks = [block for block in ast.parse(Path(source).read_bytes()).body if isinstance(block, ast.If)]
     found = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     home = {alias.name: str(node.module) for node in found for alias in node.names}

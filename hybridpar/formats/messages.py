@@ -30,29 +30,14 @@ _DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() 
 
 
 def pack(item: Any) -> bytes:
-    """Plain values and tensors as bytes.
-
-    Args:
-        item: None, booleans, numbers, text, paths, dtypes, tensors, and lists, tuples, sets and dictionaries of them;
-            also dataclasses, named tuples, pydantic models, enumerations and errors of this package.
-
-    Raises:
-        TypeError: Something else is in it.
-    """
+    """Plain values and tensors as bytes."""
     text, tensors = take_apart(item)
     head = json.dumps([text, tensor_facts(tensors)]).encode()
     return b"".join([_LENGTH.pack(len(head)), head, *(bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:
-    """What `pack` was given.
-
-    Args:
-        data: The bytes of `pack`.
-
-    Raises:
-        ValueError: These are no bytes that `pack` makes.
-    """
+    """What `pack` was given."""
     memory = memoryview(data)
     try:
         (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
@@ -76,28 +61,13 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
 
 
 def take_apart(item: Any) -> tuple[str, list[Tensor]]:
-    """Plain values as text, and the tensors among them.
-
-    Args:
-        item: Plain values and tensors, in lists, tuples and dictionaries.
-
-    Raises:
-        TypeError: Something is in it that `pack` does not take.
-    """
+    """Plain values as text, and the tensors among them."""
     tensors: list[Tensor] = []
     return json.dumps(_plain(item, tensors)), tensors
 
 
 def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
-    """What `take_apart` was given.
-
-    Args:
-        text: The text that `take_apart` returned.
-        tensors: The tensors, in their order.
-
-    Raises:
-        ValueError: It did not return this text and so many tensors.
-    """
+    """What `take_apart` was given."""
     try:
         return _item(json.loads(text), tensors)
     except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
@@ -105,25 +75,12 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
 
 
 def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Shape and dtype of each tensor."""
     return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
 
 
 def gather_items(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The items of all members of a group, by rank; a collective.
-
-    Args:
-        item: What this member has: plain values and tensors.
-        group: The group; None for the whole job.
-
-    Raises:
-        SyncError: A member sent something else.
-        RuntimeError: A member died or did not answer in time.
-    """
+    """The items of all members of a group, by rank; a collective."""
     size, device = dist.get_world_size(group), _device_of(group)
     mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
     length = torch.tensor([mine.numel()], device=device)
@@ -142,19 +99,6 @@ def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | 
     """Something large of some members on rank 0 of a group; a collective of all of its members.
 
     Tensors follow one by one, each into the memory where it stays; of one on the meta device only its form is told.
-
-    Args:
-        mine: What this member has: plain values and tensors; looked at on the members of `ranks` only.
-        ranks: Whose.
-        group: The group; None for the whole job.
-
-    Returns:
-        On rank 0 a list of what those members have, in the order of `ranks`: its own as it is, tensors of others on the
-        CPU. None elsewhere.
-
-    Raises:
-        SyncError: A member sent something else.
-        RuntimeError: A member died or did not answer in time.
     """
     rank, device = dist.get_rank(group), _device_of(group)
     text, tensors = take_apart(mine) if rank in ranks and rank else ("null", [])
@@ -197,11 +141,7 @@ def _read(data: Tensor, rank: int) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """What a tensor holds, in row-major order, 1-D uint8; a view where it is contiguous.
-
-    Args:
-        tensor: The tensor.
-    """
+    """What a tensor holds, in row-major order, 1-D uint8; a view where it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a file that could not be written.
-
-    Args:
-        option: That names it.
-        path: The file.
-
-    Raises:
-        UsageError: Its directory is missing, it is a directory, or it may not be written to.
-    """
+    """Refuse a file that could not be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"{option} {path}: there is no directory {folder}", fix=f"Run: mkdir -p {folder}")
@@ -33,15 +25,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Refuse a picture that could not be drawn.
-
-    Args:
-        option: That names it.
-        path: The file.
-
-    Raises:
-        UsageError: It does not end in .svg, .png or .pdf, or matplotlib is missing.
-    """
+    """Refuse a picture that could not be drawn."""
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise UsageError(
             f"{option} {path}", "A picture ends in .svg, .png or .pdf.", f"Use {option} {path.with_suffix('.svg')}."
@@ -50,25 +34,13 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raise a `UsageError` with the command that installs matplotlib where it is missing.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
+    """Raise a `UsageError` with the command that installs matplotlib where it is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise not_installed("drawing needs matplotlib", "plots")
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure; the same figure gives the same file.
-
-    Args:
-        figure: Of matplotlib.
-        path: File to write; the ending chooses the format.
-
-    Raises:
-        UsageError: The file cannot be written in the format its name asks for.
-    """
+    """Write a figure; the same figure gives the same file."""
     try:
         # No date; ids in SVG are fixed by `svg.hashsalt`.
         figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)

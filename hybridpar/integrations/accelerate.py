@@ -147,11 +147,7 @@ def _not_wrapped(compress: str | Policy, accelerator: Any) -> UsageError:
 
 
 class SavedCompression:
-    """What `accelerator.save_state` and `load_state` keep of a model's codecs.
-
-    Args:
-        model: The wrapped model; None in one process.
-    """
+    """What `accelerator.save_state` and `load_state` keep of a model's codecs."""
 
     def __init__(self, model: DataParallel | None) -> None:
         self._model = model
@@ -163,14 +159,7 @@ class SavedCompression:
         return {"codec": self._model.compress, "workers": self._model.gather_compression()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them; each process reads the same file.
-
-        Args:
-            state: What `state_dict` returned on the first process.
-
-        Raises:
-            CheckpointError: It is that of another codec, or was not written by the first process.
-        """
+        """Restore them; each process reads the same file."""
         if state["codec"] != "none" and not state["workers"]:
             raise CheckpointError(
                 "a custom_checkpoint file without the state of the codecs",

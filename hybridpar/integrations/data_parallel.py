@@ -209,18 +209,7 @@ class DataParallel(DistributedDataParallel):
 
 
 def read_compress(compress: str | Policy, module: nn.Module) -> str | Policy:
-    """Read what `compress` says, before anything is sent.
-
-    Args:
-        compress: As `DataParallel` takes it.
-        module: The model.
-
-    Returns:
-        The policy, or `auto`.
-
-    Raises:
-        UsageError: There is no such codec, or no such parameter.
-    """
+    """Read what `compress` says, before anything is sent."""
     if is_auto(compress):
         return AUTO
     policy = read_policy(compress) if isinstance(compress, str) else compress
@@ -229,16 +218,7 @@ def read_compress(compress: str | Policy, module: nn.Module) -> str | Policy:
 
 
 def check_options(what: str, options: Mapping[str, Any], takers: Sequence[Any]) -> None:
-    """Refuse options that nobody takes.
-
-    Args:
-        what: Who was given them, for the error.
-        options: By name.
-        takers: Functions whose arguments are valid.
-
-    Raises:
-        UsageError: There is no such option.
-    """
+    """Refuse options that nobody takes."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = {one.name for taker in takers for one in inspect.signature(taker).parameters.values() if one.kind in kinds}
     for name in options:

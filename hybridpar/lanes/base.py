@@ -25,13 +25,7 @@ Work = Callable[[], None]
 
 
 class Failure:
-    """What stopped a lane.
-
-    Args:
-        error: The exception; a note naming the lane is added to it.
-        lane: Name of the lane.
-        met: Whether the host has met the exception yet.
-    """
+    """What stopped a lane."""
 
     def __init__(self, error: BaseException, lane: str, *, met: bool = False) -> None:
         error.add_note(f"on lane {lane!r}")
@@ -40,21 +34,13 @@ class Failure:
         self._traceback = error.__traceback__
 
     def throw(self) -> NoReturn:
-        """Raise the original exception; resetting the traceback keeps it from growing with every raise.
-
-        Raises:
-            BaseException: The error that the work failed with.
-        """
+        """Raise the original exception; resetting the traceback keeps it from growing with every raise."""
         self.met = True
         raise self.error.with_traceback(self._traceback)
 
 
 class Family:
-    """What the lanes of one process share.
-
-    Args:
-        device: Where they run.
-    """
+    """What the lanes of one process share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,11 +73,7 @@ class Family:
             self._issuer = issuer
 
     def check_issue(self) -> None:
-        """Refuse what must not be issued from here or now.
-
-        Raises:
-            LaneError: The family is closed, this is another thread, or work of a lane is running on it.
-        """
+        """Refuse what must not be issued from here or now."""
         if self.closed:
             raise LaneError("the lanes are closed", "A closed family takes no work, events or waits.")
         if self.inside or not self.is_issuer():
@@ -340,9 +322,6 @@ class Constants:
 
     The numbers of a step (sizes of micro-batches, momenta, which parameters were used) are the same in nearly every
     step, so each list of them is found again by its values.
-
-    Args:
-        device: Where they are wanted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -350,11 +329,7 @@ class Constants:
         self._known: dict[tuple[float, ...], torch.Tensor] = {}
 
     def of(self, *values: float) -> torch.Tensor:
-        """The values as a 1-D float64 tensor, which others hold too: it must not be written to.
-
-        Args:
-            values: Numbers; each list of them is copied once.
-        """
+        """The values as a 1-D float64 tensor, which others hold too: it must not be written to."""
         known = self._known.get(values)
         if known is None:
             known = torch.tensor(values, dtype=torch.float64).to(self._device)
@@ -364,14 +339,7 @@ class Constants:
 
 
 def start_copy(values: torch.Tensor) -> torch.Tensor:
-    """Start to copy a tensor to the host.
-
-    Args:
-        values: On any device.
-
-    Returns:
-        The copy, which is there when the current stream is; on a CPU the values themselves.
-    """
+    """Start to copy a tensor to the host."""
     if values.device.type == "cpu":
         return values
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

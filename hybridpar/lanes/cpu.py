@@ -20,12 +20,7 @@ from hybridpar.lanes.check import Checker, Clock
 
 
 class CpuEvent(Event):
-    """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much).
-
-    Args:
-        family: The lanes it belongs to.
-        checker: Watches who waits for whom; None does not.
-    """
+    """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much)."""
 
     def __init__(self, family: Family, checker: Checker | None) -> None:
         super().__init__(family)
@@ -42,32 +37,17 @@ class CpuEvent(Event):
         return self._passed
 
     def run(self, worker: Worker) -> None:
-        """The lane passes the event.
-
-        Args:
-            worker: The lane's thread.
-        """
+        """The lane passes the event."""
         self.open(worker.failure)
 
     def open(self, failure: Failure | None) -> None:
-        """Wake everyone who waits, with the failure of the work before.
-
-        Args:
-            failure: What stopped the lane; None where nothing did.
-        """
+        """Wake everyone who waits, with the failure of the work before."""
         self.failure = failure
         self._passed = True
         self._latch.release()
 
     def pass_through(self, timeout: float | None = None) -> bool:
-        """Block this thread until the latch is open; False if the time was over first.
-
-        Args:
-            timeout: Seconds; None waits as long as it takes.
-
-        Returns:
-            Whether it is open.
-        """
+        """Block this thread until the latch is open; False if the time was over first."""
         if not self._passed:
             if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
                 return False
@@ -159,12 +139,7 @@ class _Task:
 
 
 class Worker:
-    """The thread of a lane. It has no reference to lane and family, so that a forgotten family can be collected.
-
-    Args:
-        name: Name of the lane.
-        threads: How many intra-op threads its work may use.
-    """
+    """The thread of a lane. It has no reference to lane and family, so that a forgotten family can be collected."""
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
@@ -191,11 +166,7 @@ class Worker:
             self.failure = Failure(error, self.name, met=True)
 
     def stop(self, patience: float | None = None) -> None:
-        """End the thread after what is queued, and wait for that; for `patience` seconds at most.
-
-        Args:
-            patience: Seconds; None waits as long as it takes.
-        """
+        """End the thread after what is queued, and wait for that; for `patience` seconds at most."""
         self.queue.put(None)
         if self.thread is not threading.current_thread():
             self.thread.join(patience)
@@ -210,14 +181,7 @@ class Worker:
 
 
 class CpuLane(Lane):
-    """A thread with a queue.
-
-    Args:
-        family: The lanes it belongs to.
-        name: Of the thread, in messages.
-        worker: The thread that runs what is issued.
-        checker: Watches which lane uses which tensor; None does not.
-    """
+    """A thread with a queue."""
 
     def __init__(self, family: Family, name: str, worker: Worker, checker: Checker | None) -> None:
         super().__init__(family, name)
@@ -234,11 +198,7 @@ class CpuLane(Lane):
         return CpuEvent(self._family, self._checker)
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """The work is done when it returns, so there is nothing to hold, only to check.
-
-        Raises:
-            LaneError: It is not called from work of this lane.
-        """
+        """The work is done when it returns, so there is nothing to hold, only to check."""
         if threading.current_thread() is not self._worker.thread:
             raise self._misplaced_keep()
         if self._checker is not None:
@@ -269,13 +229,7 @@ class CpuLane(Lane):
 
 
 class CpuCaller(Lane):
-    """The issuing thread itself: work runs inline, and to wait is to block.
-
-    Args:
-        family: The lanes it belongs to.
-        name: In messages.
-        checker: Watches which lane uses which tensor; None does not.
-    """
+    """The issuing thread itself: work runs inline, and to wait is to block."""
 
     def __init__(self, family: Family, name: str, checker: Checker | None) -> None:
         super().__init__(family, name)

@@ -31,22 +31,13 @@ def current_device() -> torch.device:
 
 
 def open_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """A new stream; a lower priority number runs first.
-
-    Args:
-        device: A GPU.
-        priority: 0 or negative.
-    """
+    """A new stream; a lower priority number runs first."""
     stream: torch.cuda.Stream = cuda.Stream(device, priority=priority)
     return stream
 
 
 class CudaEvent(Event):
-    """A CUDA event without timing.
-
-    Args:
-        family: The lanes it belongs to.
-    """
+    """A CUDA event without timing."""
 
     def __init__(self, family: Family) -> None:
         super().__init__(family)
@@ -69,14 +60,7 @@ class CudaEvent(Event):
 
 
 class CudaLane(Lane):
-    """A CUDA stream.
-
-    Args:
-        family: What the lane belongs to.
-        name: What messages call it.
-        stream: Its own stream; None stands for the stream that is current at each call (`caller`).
-        device: Where the stream is; None for the device of the family.
-    """
+    """A CUDA stream."""
 
     def __init__(
         self, family: Family, name: str, stream: torch.cuda.Stream | None, device: torch.device | None = None
@@ -117,11 +101,7 @@ class CudaLane(Lane):
         return current
 
     def mark(self, event: Event) -> None:
-        """Also from autograd's thread, which runs the backward pass while the work waits for it.
-
-        Raises:
-            LaneError: It is not called from work of this lane.
-        """
+        """Also from autograd's thread, which runs the backward pass while the work waits for it."""
         if not self._marks or self._marks[0] is not event:
             raise self._misplaced_mark()
         self._record(self._marks.popleft())

@@ -17,13 +17,7 @@ Effect = Literal["metadata", "read", "write", "write in training"]
 
 
 def operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, Effect]]:
-    """All tensor arguments of a call, with what it does to them.
-
-    Args:
-        func: The operator, as torch dispatches it.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-    """
+    """All tensor arguments of a call, with what it does to them."""
     found: list[tuple[torch.Tensor, Effect]] = []
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     for name, effect in _effects(func):
@@ -62,11 +56,7 @@ def _effects(func: Any) -> list[tuple[str, Effect]]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All tensors of an argument or result: itself, or those of nested lists.
-
-    Args:
-        value: Anything.
-    """
+    """All tensors of an argument or result: itself, or those of nested lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -75,11 +65,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor; None if it has no single one.
-
-    Args:
-        tensor: Any tensor.
-    """
+    """The memory of a tensor; None if it has no single one."""
     try:
         return tensor.untyped_storage()
     except NotImplementedError:  # sparse and other tensors without one
@@ -90,9 +76,6 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and end of what a tensor may touch of its storage.
 
     Gaps between strides count as touched, so two columns of one matrix overlap.
-
-    Args:
-        tensor: Strided.
     """
     if tensor.numel() == 0:
         return 0, 0

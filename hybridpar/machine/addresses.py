@@ -34,11 +34,7 @@ def gloo_address() -> str:
 
 
 def address_towards(other: str) -> str:
-    """The address of this host on the way to another one; that of the loopback where there is no way.
-
-    Args:
-        other: Address or name of the other host.
-    """
+    """The address of this host on the way to another one; that of the loopback where there is no way."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((other, 9))  # sends nothing; it only chooses the interface
@@ -48,11 +44,7 @@ def address_towards(other: str) -> str:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None where there is none, or it cannot be asked for.
-
-    Args:
-        interface: Its name.
-    """
+    """The IPv4 address of a network interface; None where there is none, or it cannot be asked for."""
     if fcntl is None or not interface:
         return None
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -62,18 +54,10 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for.
-
-    Args:
-        address: Such as 192.168.1.2.
-    """
+    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for."""
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads to this host itself.
-
-    Args:
-        address: IPv4 or IPv6, as numbers.
-    """
+    """Whether an address leads to this host itself."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

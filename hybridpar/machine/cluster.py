@@ -96,11 +96,7 @@ class Cluster(_Record):
 
 
 def ring_factor(world_size: int) -> float:
-    """Times a tensor's size that each of K workers sends in an all-reduce, 2(K-1)/K.
-
-    Args:
-        world_size: Number of workers.
-    """
+    """Times a tensor's size that each of K workers sends in an all-reduce, 2(K-1)/K."""
     return 2 * (world_size - 1) / world_size
 
 
@@ -124,35 +120,20 @@ def has_gpu() -> bool:
 
 
 def default_workers(cluster: Cluster | None = None) -> int:
-    """Workers that a run starts unless told otherwise: one per GPU, else 2 on the CPU, or 1 on a single core.
-
-    Args:
-        cluster: What was measured; GPUs that could not be are left out. Default: ask the system, which is quick.
-    """
+    """Workers that a run starts unless told otherwise: one per GPU, else 2 on the CPU, or 1 on a single core."""
     if cluster is None:
         return gpu_count() or min(2, len(available_cores()))
     return len(cluster.of_kind("cuda")) or min(2, max(device.cores or 1 for device in cluster.devices))
 
 
 def default_backend(cluster: Cluster | None = None) -> str:
-    """The backend that the default workers talk over.
-
-    Args:
-        cluster: The machine; None looks for a GPU.
-    """
+    """The backend that the default workers talk over."""
     gpus = gpu_count() if cluster is None else len(cluster.of_kind("cuda"))
     return "nccl" if gpus else "gloo"
 
 
 def read_cluster(host: dict[str, str]) -> Cluster | None:
-    """What was measured on this host before.
-
-    Args:
-        host: The fingerprint of the host at hand.
-
-    Returns:
-        None where nothing was kept. Also where the file cannot be read, which one log line says.
-    """
+    """What was measured on this host before."""
     data = load_measurement(KIND, host, cache_directory())
     try:
         return None if data is None else Cluster.model_validate(data)
@@ -162,11 +143,7 @@ def read_cluster(host: dict[str, str]) -> Cluster | None:
 
 
 def write_cluster(cluster: Cluster) -> None:
-    """Keep a cluster for the next time, where the directory can be written.
-
-    Args:
-        cluster: What was measured.
-    """
+    """Keep a cluster for the next time, where the directory can be written."""
     store_measurement(KIND, cluster.host, cluster.model_dump(mode="json"), cache_directory())
 
 

@@ -242,16 +242,7 @@ class ClusterSpec(_Part):
         return len({host.throughput for host in self.hosts}) > 1
 
     def at_speeds(self, places: Sequence[str], speeds: Sequence[float]) -> ClusterSpec | None:
-        """The same cluster with hosts as fast as its workers were measured to be.
-
-        Args:
-            places: Of every worker, by rank, its host.
-            speeds: Of every worker its throughput, equal on a host.
-
-        Returns:
-            The cluster; None where hosts differ in other things too, or ranks are not in the order of `by_worker`, the
-            fastest first, so that what is planned for one worker would be done by another.
-        """
+        """The same cluster with hosts as fast as its workers were measured to be."""
         if len({host.model_copy(update={"count": 1, "devices": 1}) for host in self.hosts}) > 1:
             return None
         devices, throughput = Counter(places), dict(zip(places, speeds, strict=True))
@@ -266,11 +257,7 @@ class ClusterSpec(_Part):
         return spec if placed == list(zip(order, speeds, strict=True)) else None
 
     def without(self, host: Hosts) -> ClusterSpec | None:
-        """The cluster without hosts of one kind; None where there are no others.
-
-        Args:
-            host: One of `hosts`.
-        """
+        """The cluster without hosts of one kind; None where there are no others."""
         hosts = tuple(one for one in self.hosts if one != host)
         return self.model_copy(update={"hosts": hosts}) if hosts else None
 
@@ -309,12 +296,6 @@ class ClusterSpec(_Part):
 
         One of them may be described and the other measured. So hosts are compared one by one, whatever entries they are
         in, and what one of them does not say does not count. Nor do throughputs, which a measurement does not know.
-
-        Args:
-            other: The other one.
-            tolerance: Factor by which what is measured may differ: a link is not the same to the last byte tomorrow.
-                Memory and bandwidths of hosts and between them count; latencies, efficiencies and cores are a part of
-                what these reach, and inside of a host all depends on how busy it is.
         """
         there, here = self._each_host(), other._each_host()
         if len(there) != len(here):
@@ -361,17 +342,7 @@ class ClusterSpec(_Part):
 
 
 def read_cluster_file(path: Path) -> ClusterSpec:
-    """Read a description.
-
-    Args:
-        path: The TOML or JSON file.
-
-    Returns:
-        The nodes, their devices and the links between them.
-
-    Raises:
-        UsageError: It cannot be read, a key is unknown, or a value is impossible; the message names the place.
-    """
+    """Read a description."""
     fix = "Name a file in TOML; docs/planner.md has an example."
     data = read_toml(path, "the cluster", UsageError, fix, why="A cluster is described in TOML.")
     return parse_cluster(data, shortened(path))
@@ -408,16 +379,7 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
 
 
 def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpec:
-    """What was measured on this machine, as a description.
-
-    Args:
-        cluster: The measurement.
-        workers: Workers on this machine; on CPUs they share cores and memory.
-        backend: What they would talk over.
-
-    Raises:
-        UsageError: There are several workers, and the link between them could not be measured.
-    """
+    """What was measured on this machine, as a description."""
     kind: Literal["cpu", "cuda"] = "cuda" if backend == "nccl" else "cpu"
     devices = cluster.of_kind(kind)
     link = cluster.link(backend)

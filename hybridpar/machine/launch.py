@@ -37,11 +37,7 @@ def launched_here() -> bool:
 
 
 def tell_interrupted(verdict: Path | None = None) -> None:
-    """Say that the job was interrupted, once for all of its processes.
-
-    Args:
-        verdict: Where its workers leave verdicts, in the launcher; a worker that ended in an orderly way has told.
-    """
+    """Say that the job was interrupted, once for all of its processes."""
     worker = VERDICT_VARIABLE in os.environ if verdict is None else verdict.with_name(_TOLD).exists()
     if not worker and os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
@@ -54,11 +50,7 @@ def note_orderly_end() -> None:
 
 
 def prepare_worker(tune: bool) -> None:
-    """Set up this process as a worker, before it imports torch: allocator, threads, and its end with the launcher's.
-
-    Args:
-        tune: Whether a CPU worker gets the allocator and thread settings for training; it may be started again for it.
-    """
+    """Set up this process as a worker, before it imports torch: allocator, threads, and its end with the launcher's."""
     from hybridpar.machine.cluster import has_gpu
 
     if tune and not has_gpu():
@@ -127,14 +119,7 @@ def end_at_once() -> None:
 
 
 def leave(code: int) -> int:
-    """End this process at once if `end_at_once` was called.
-
-    Args:
-        code: The exit code.
-
-    Returns:
-        The exit code, where the process is to end as usual.
-    """
+    """End this process at once if `end_at_once` was called."""
     if _ending:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -147,13 +132,6 @@ def error_text(error: BaseException, debug: bool) -> str:
 
     Of an exception that the user's own code raised, for instance a model in its forward pass, only the frames of that
     code are shown.
-
-    Args:
-        error: What ended the process.
-        debug: Print the traceback in any case.
-
-    Returns:
-        The text.
     """
     if isinstance(error, HybridparError) and not debug:
         return f"error: {error}"
@@ -168,14 +146,6 @@ def record_failure(error: BaseException, *, debug: bool) -> bool:
     """Write the verdict of a worker that would fail in the same way again.
 
     It must be written before the worker leaves its peers, who are to find it when they notice.
-
-    Args:
-        error: What ended the worker. A peer that was lost, or not found, gets no verdict: that is worth a restart. Nor
-            does Ctrl-C, of which the launcher knows.
-        debug: Add the traceback.
-
-    Returns:
-        Whether a launcher of ours will report the error, so that this worker can stay silent.
     """
     place = os.environ.get(VERDICT_VARIABLE)
     if place is None or isinstance(error, (SyncError, LaunchError, KeyboardInterrupt)):
@@ -201,14 +171,7 @@ def failure_recorded() -> bool:
 
 
 def report_verdict(verdict: Path) -> int:
-    """Print the verdict to standard error.
-
-    Args:
-        verdict: File that a worker wrote, see `record_failure`.
-
-    Returns:
-        The exit code in it.
-    """
+    """Print the verdict to standard error."""
     content = json.loads(verdict.read_text(encoding="utf-8"))
     print(content["text"], file=sys.stderr)
     return int(content["code"])
@@ -220,9 +183,6 @@ class StopRequest:
     Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
     it on as SIGTERM. Otherwise a second SIGTERM changes nothing: the system may send SIGTERM more than once
     (see `prepare_worker`), because Linux does so for every thread of the parent that ends.
-
-    Args:
-        says: Whether to say so on standard error at the first signal: a step may take many seconds.
     """
 
     def __init__(self, says: bool = False) -> None:

@@ -26,11 +26,7 @@ VERDICT_MARK = "hybridpar verdict "
 
 
 def main() -> int:
-    """Run torchrun until it ends, or is to end.
-
-    Returns:
-        The exit code: what the verdict of a worker says, or torchrun's.
-    """
+    """Run torchrun until it ends, or is to end."""
     order = json.loads(sys.stdin.readline())
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # words come by the input
@@ -97,11 +93,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def children_of(parent: int) -> set[int]:
-    """The processes that a process has started, and that have not ended.
-
-    Args:
-        parent: Its number.
-    """
+    """The processes that a process has started, and that have not ended."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):

@@ -63,17 +63,7 @@ class Host:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """Read a hosts file.
-
-    Args:
-        path: The file; `#` begins a comment.
-
-    Returns:
-        The hosts by address; the workers of the first one get the first ranks.
-
-    Raises:
-        UsageError: It cannot be read, a line is no host, or a host is there twice.
-    """
+    """Read a hosts file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -115,15 +105,7 @@ def _host(words: Sequence[str], place: str) -> Host:
 
 
 def torchrun_arguments(hosts: Sequence[Host], place: int, slots: int, job: str, arguments: Sequence[str]) -> list[str]:
-    """What torchrun is given on one host.
-
-    Args:
-        hosts: All hosts, as `read_hosts` returns them.
-        place: Which of them.
-        slots: Workers of a host of which nobody said how many.
-        job: Equal on all hosts, and no other job's.
-        arguments: The command line of a worker, behind `hybridpar`.
-    """
+    """What torchrun is given on one host."""
     first, own = hosts[0], hosts[place]
     return [
         *("--nnodes", str(len(hosts)), "--nproc-per-node", str(own.slots or slots)),
@@ -134,13 +116,7 @@ def torchrun_arguments(hosts: Sequence[Host], place: int, slots: int, job: str, 
 
 
 def torchrun_lines(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -> str:
-    """The command lines to start on each host, with comments.
-
-    Args:
-        hosts: All hosts.
-        slots: Workers of a host of which nobody said how many.
-        arguments: The command line of a worker, behind `hybridpar`.
-    """
+    """The command lines to start on each host, with comments."""
     job = new_job()
     lines = [f"# Start each line on its host, in {Path.cwd()}; `--launch ssh` does it for you."]
     for place, host in enumerate(hosts):
@@ -157,14 +133,7 @@ def new_job() -> str:
 
 
 def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, servers: bool = False) -> str:
-    """A batch script for Slurm, with a torchrun per node.
-
-    Args:
-        name: Of the job.
-        workers: Workers of a node; None for one per GPU that Slurm gives it.
-        arguments: The command line of a worker, behind `hybridpar`.
-        servers: Whether the job has parameter servers, whose workers need a common secret.
-    """
+    """A batch script for Slurm, with a torchrun per node."""
     python, secret = (
         shlex.quote(sys.executable),
         f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
@@ -268,17 +237,6 @@ def launch_by_ssh(hosts: Sequence[Host], slots: int, arguments: Sequence[str]) -
     """Start torchrun on all hosts, show what it says, and stop all when one fails or at Ctrl-C.
 
     The same directory and the same Python are used on every host.
-
-    Args:
-        hosts: All hosts.
-        slots: Workers of a host of which nobody said how many.
-        arguments: The command line of a worker, behind `hybridpar`.
-
-    Returns:
-        The exit code: 0, that of the first host that failed, or 128 + the signal that stopped the run.
-
-    Raises:
-        UsageError: There is no ssh here.
     """
     job, environment = new_job(), {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     environment.setdefault(TOKEN_VARIABLE, new_token())

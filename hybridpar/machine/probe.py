@@ -35,14 +35,7 @@ _FIX = "Run `hybridpar doctor`: it shows what is broken, and what mends it."
 
 
 def probe_cluster(*, fresh: bool = False) -> Cluster:
-    """What this machine can do, from the cache or measured now, which takes about ten seconds.
-
-    Args:
-        fresh: Measure even where the cache has an answer.
-
-    Raises:
-        LaunchError: Not even the CPU could be measured.
-    """
+    """What this machine can do, from the cache or measured now, which takes about ten seconds."""
     host, load = host_fingerprint(), machine_load()
     known = None if fresh else read_cluster(host)
     # Rates that were measured beside other programs are measured again as soon as the machine is calmer.
@@ -80,17 +73,7 @@ def probe_cluster(*, fresh: bool = False) -> Cluster:
 
 
 def probe_devices(seconds: float = PROBE_SECONDS) -> tuple[list[Device], list[str]]:
-    """Measure the CPU and every GPU that torch can use.
-
-    Args:
-        seconds: Time to spend on each rate.
-
-    Returns:
-        The devices, and one line for each GPU that could not be measured.
-
-    Raises:
-        LaunchError: The measuring process failed, for instance because torch cannot be imported.
-    """
+    """Measure the CPU and every GPU that torch can use."""
     program = _worker_program("devices", seconds=seconds)
     with Programs([program], "measuring the devices", workers=1) as probe:
         answer = json.loads(probe.answer())
@@ -98,20 +81,7 @@ def probe_devices(seconds: float = PROBE_SECONDS) -> tuple[list[Device], list[st
 
 
 def probe_link(world_size: int = 2, backend: str = "gloo", seconds: float = PROBE_SECONDS) -> Link:
-    """Measure the link between fresh local workers, over the loopback interface or, with NCCL, between the GPUs.
-
-    Args:
-        world_size: Local workers to start.
-        backend: `gloo` between CPU workers, `nccl` between one worker per GPU.
-        seconds: Time to spend on latency, and again on bandwidth.
-
-    Returns:
-        Latency in seconds and bandwidth in bytes per second.
-
-    Raises:
-        LaunchError: The local workers could not be started or did not find each other.
-        ValueError: There are less than two workers.
-    """
+    """Measure the link between fresh local workers, over the loopback interface or, with NCCL, between the GPUs."""
     if world_size < 2:
         raise ValueError(f"a link needs two workers, not {world_size}")
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
@@ -124,11 +94,7 @@ def probe_link(world_size: int = 2, backend: str = "gloo", seconds: float = PROB
 
 
 def start_torch_probe() -> Programs:
-    """Begin to ask the installed torch what it can do; answers with `hybridpar.machine.probe_worker.torch_facts`.
-
-    Returns:
-        The program that was started; its answer is JSON.
-    """
+    """Begin to ask the installed torch what it can do; answers with `hybridpar.machine.probe_worker.torch_facts`."""
     return Programs([_worker_program("torch_facts")], "importing torch", workers=1)
 
 
@@ -146,18 +112,7 @@ def _worker_program(function: str, **arguments: object) -> str:
 
 
 class Programs:
-    """Python programs that run side by side, each in a fresh interpreter, until the context is left.
-
-    Args:
-        programs: Their source text. Each writes its answer to the file that its first argument names; standard
-            output is no place for it, because libraries log there (NCCL_DEBUG).
-        what: What they do, for messages: "measuring ...".
-        workers: Between how many workers the cores are shared.
-        timeout: Seconds from the start after which they are stopped.
-
-    Raises:
-        LaunchError: The system cannot start another process.
-    """
+    """Python programs that run side by side, each in a fresh interpreter, until the context is left."""
 
     def __init__(self, programs: Sequence[str], what: str, *, workers: int, timeout: float = PROBE_TIMEOUT) -> None:
         self._what = what
@@ -193,14 +148,7 @@ class Programs:
         self._processes.append(process)
 
     def answer(self) -> str:
-        """Wait until all programs have ended, and give the answer of the first.
-
-        Returns:
-            What the first program printed.
-
-        Raises:
-            LaunchError: A program failed, crashed, or did not end in time.
-        """
+        """Wait until all programs have ended, and give the answer of the first."""
         while True:
             codes = [process.poll() for process in self._processes]
             for code, log in zip(codes, self._logs, strict=True):

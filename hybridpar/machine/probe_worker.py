@@ -29,11 +29,7 @@ _LARGE_BYTES = 16 << 20
 
 
 def devices(seconds: float) -> str:
-    """The rates of the CPU and of every GPU as JSON: `devices`, and `problems` with those that failed.
-
-    Args:
-        seconds: Time to spend on each rate.
-    """
+    """The rates of the CPU and of every GPU as JSON: `devices`, and `problems` with those that failed."""
     found = [measure_cpu(seconds)]
     problems = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -46,19 +42,7 @@ def devices(seconds: float) -> str:
 
 
 def link(rank: int, world_size: int, backend: str, store: str, seconds: float, timeout: float) -> str:
-    """Be one worker of a link measurement.
-
-    Args:
-        rank: Which worker; with NCCL also which GPU.
-        world_size: Number of workers.
-        backend: Backend of torch.distributed.
-        store: Path of a file, not there yet, in which the workers find each other.
-        seconds: As for `measure_link`.
-        timeout: Seconds after which a worker that does not answer is an error.
-
-    Returns:
-        The `Link` as JSON.
-    """
+    """Be one worker of a link measurement."""
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -109,14 +93,7 @@ def _torchvision_version() -> str | None:
 
 
 def measure_cpu(seconds: float) -> Device:
-    """Measure all cores that this process may use, with as many threads as torch was started with.
-
-    Args:
-        seconds: Time to spend on each rate.
-
-    Returns:
-        Its rates and its memory.
-    """
+    """Measure all cores that this process may use, with as many threads as torch was started with."""
     memory, device = usable_memory(), torch.device("cpu")
     copies, noise = _copy_rate(device, min(256 << 20, memory // 16), seconds)
     return Device(
@@ -131,18 +108,7 @@ def measure_cpu(seconds: float) -> Device:
 
 
 def measure_gpu(index: int, seconds: float) -> Device:
-    """Measure one GPU.
-
-    Args:
-        index: Which GPU.
-        seconds: Time to spend on each rate.
-
-    Returns:
-        Its rates and its memory.
-
-    Raises:
-        RuntimeError: The GPU cannot be used: no memory is left, or this torch has no kernels for it.
-    """
+    """Measure one GPU."""
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         free, total = torch.cuda.mem_get_info()
@@ -169,12 +135,7 @@ def _copy_rate(device: torch.device, size: int, seconds: float) -> tuple[float, 
 
 
 def host_rate(device: torch.device, seconds: float) -> float:
-    """Bytes per second that a GPU copies to pinned memory of its host.
-
-    Args:
-        device: The GPU.
-        seconds: Time to spend.
-    """
+    """Bytes per second that a GPU copies to pinned memory of its host."""
     source = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
     target = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
     return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True), device, seconds)[0]
@@ -210,15 +171,7 @@ def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -
 
 @torch.no_grad()
 def measure_link(seconds: float) -> Link:
-    """Measure the default process group with all-reduces. Every rank must call this; all get the same answer.
-
-    Args:
-        seconds: Time to spend on latency, and again on bandwidth. A very slow link takes longer: the large message is
-            1 MiB at least, and is sent four times.
-
-    Returns:
-        Latency in seconds and bandwidth in bytes per second.
-    """
+    """Measure the default process group with all-reduces. Every rank must call this; all get the same answer."""
     world_size, backend = dist.get_world_size(), dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     small, _ = _all_reduce_time(_SMALL_BYTES, device, repeats=10)

@@ -72,11 +72,7 @@ def available_cores() -> list[int]:
 
 
 def seconds_waited(proc: Path = Path("/proc/self")) -> float:
-    """Seconds that the threads of this process were ready to run while other programs had the cores, all added up.
-
-    Args:
-        proc: Where the system tells about this process; where it does not, nothing was waited for.
-    """
+    """Seconds that the threads of this process were ready to run while other programs had the cores, all added up."""
     waited = 0
     for path in proc.glob("task/*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
@@ -94,9 +90,6 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
     """The CPU quota of this process's cgroup, in cores; None where nothing limits it.
 
     Reads cgroup v1 (`cpu.cfs_quota_us`) and v2 (`cpu.max`). A limit may be set on any ancestor; the least one holds.
-
-    Args:
-        proc: The process's directory in procfs.
     """
     quotas = []
     for directory in _cgroup_directories("cpu", proc):
@@ -113,11 +106,7 @@ def cpu_quota(proc: Path = Path("/proc/self")) -> float | None:
 
 
 def usable_memory(proc: Path = Path("/proc/self")) -> int:
-    """Bytes of main memory that this process may use: what the machine has, or less where a cgroup limits it.
-
-    Args:
-        proc: Directory of this process under /proc; tests name another.
-    """
+    """Bytes of main memory that this process may use: what the machine has, or less where a cgroup limits it."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for directory in _cgroup_directories("memory", proc):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -160,16 +149,7 @@ def _cgroup_directories(controller: str, proc: Path) -> list[Path]:
 
 
 def physical_cores(cores: Sequence[int], system: Path = Path("/sys/devices/system/cpu")) -> list[list[int]]:
-    """Group logical cores by the physical core they run on.
-
-    Args:
-        cores: Logical cores.
-        system: The system's CPU directory in sysfs.
-
-    Returns:
-        One list per physical core, with those of its logical cores that are in `cores`. Where the topology is unknown,
-        every logical core counts as a physical one.
-    """
+    """Group logical cores by the physical core they run on."""
     groups: dict[str, list[int]] = {}
     for core in cores:
         try:
@@ -181,15 +161,7 @@ def physical_cores(cores: Sequence[int], system: Path = Path("/sys/devices/syste
 
 
 def threads_per_worker(workers: int, cores: Sequence[int]) -> int:
-    """Compute threads of each of `workers` processes that share `cores`: its part of the physical cores, at least 1.
-
-    Args:
-        workers: Number of processes.
-        cores: Logical cores that they share.
-
-    Returns:
-        The number of threads.
-    """
+    """Compute threads of each of `workers` processes that share `cores`: its part of the physical cores, at least 1."""
     return max(1, len(physical_cores(cores)) // workers)
 
 
@@ -200,14 +172,6 @@ def worker_environment(
 
     What the user has set stays: an allocator variable, the same setting in `GLIBC_TUNABLES`, another allocator in
     `LD_PRELOAD`, or a number of threads.
-
-    Args:
-        workers: Number of worker processes, at least 1.
-        cores: Logical cores that they share.
-        environment: What is set already; default: `os.environ`.
-
-    Returns:
-        Variables to add. Allocator variables only where the C library is glibc.
     """
     present = os.environ if environment is None else environment
     added = {}
@@ -227,11 +191,7 @@ _chose_threads = False
 
 
 def tune_this_process(workers: int) -> None:
-    """Give this process what `worker_environment` says, as if it had been started with it. Changes nothing twice.
-
-    Args:
-        workers: Workers of this machine, as far as is known; `share_cores` corrects it.
-    """
+    """Give this process what `worker_environment` says, as if it had been started with it. Changes nothing twice."""
     global _chose_threads
     if os.environ.get(TUNED_VARIABLE) == "1":
         return
@@ -251,9 +211,6 @@ def share_cores(workers: int) -> int | None:
     """Threads of this process beside `workers` - 1 others with the same cores; None where it did not choose them.
 
     What torch computes with is the caller's to set; what is started from here inherits the number.
-
-    Args:
-        workers: Number of processes, this one included.
     """
     if not _chose_threads:
         return None
@@ -279,9 +236,6 @@ def _threads_of_torchrun(parent: Path | None = None) -> bool:
     """Whether torchrun chose one thread for each of its workers, as it does where its user chose no number.
 
     Its workers cannot tell from their own environment, but from the one it was started with.
-
-    Args:
-        parent: The launcher's directory in procfs.
     """
     given = {name: os.environ[name] for name in _THREADS if name in os.environ}
     if "TORCHELASTIC_RUN_ID" not in os.environ or given != {"OMP_NUM_THREADS": "1"}:
@@ -294,11 +248,7 @@ def _threads_of_torchrun(parent: Path | None = None) -> bool:
 
 
 def describe(environment: Mapping[str, str] | None = None) -> str:
-    """One line on how a worker with this environment runs, for the head of a run's output.
-
-    Args:
-        environment: The worker's whole environment; default: `os.environ`, for a worker that speaks of itself.
-    """
+    """One line on how a worker with this environment runs, for the head of a run's output."""
     present = os.environ if environment is None else environment
     threads = next((present[name] for name in _THREADS if name in present), None)
     if threads is None:
@@ -309,11 +259,7 @@ def describe(environment: Mapping[str, str] | None = None) -> str:
 
 
 def describe_allocator(environment: Mapping[str, str] | None = None) -> str:
-    """What a process with this environment allocates memory with. Times measured under another do not compare.
-
-    Args:
-        environment: As for `describe`.
-    """
+    """What a process with this environment allocates memory with. Times measured under another do not compare."""
     present = os.environ if environment is None else environment
     other = _other_allocator(present)
     if other:
@@ -335,18 +281,6 @@ def affinity(rank: int, workers: int, cores: Sequence[int]) -> set[int] | None:
 
     Slices are disjoint, as equal as the number of cores allows, and share no physical core unless there are more
     workers than physical cores.
-
-    Args:
-        rank: Which worker on this machine, 0 to workers - 1.
-        workers: Number of workers on this machine.
-        cores: Logical cores that they share.
-
-    Returns:
-        None where pinning would harm or is impossible: more workers than cores; a CPU quota, under which the pinned
-        workers of all containers would meet on the same first cores; a system that cannot pin.
-
-    Raises:
-        ValueError: `rank` is not below `workers`.
     """
     if not 0 <= rank < workers:
         raise ValueError(f"rank {rank} of {workers} workers")

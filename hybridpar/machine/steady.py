@@ -19,11 +19,8 @@ MOST_NOISE = 0.25
 
 
 def relative_distance(one: float, other: float) -> float:
-    """How far two positive numbers lie apart: the larger over the smaller, minus one; infinite for what is no number.
-
-    Args:
-        one: One of them.
-        other: The other.
+    """How far two positive numbers lie apart: the larger over the smaller, minus one; infinite for what
+    is no number.
     """
     if one == other:
         return 0.0
@@ -33,22 +30,14 @@ def relative_distance(one: float, other: float) -> float:
 
 
 def halves_apart(times: Sequence[float]) -> float:
-    """`relative_distance` of the medians of every other time and of the rest; infinite for fewer than two.
-
-    Args:
-        times: In the order in which they were taken.
-    """
+    """`relative_distance` of the medians of every other time and of the rest; infinite for fewer than two."""
     if len(times) < 2:
         return math.inf
     return relative_distance(statistics.median(times[0::2]), statistics.median(times[1::2]))
 
 
 def least_apart(times: Sequence[float]) -> float:
-    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two.
-
-    Args:
-        times: In any unit.
-    """
+    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two."""
     return relative_distance(*sorted(times)[:2]) if len(times) > 1 else math.inf
 
 
@@ -60,19 +49,7 @@ def repeat_until_steady(
     seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[_T], float]:
-    """Repeat a measurement until its results agree.
-
-    Args:
-        measure: Measures once.
-        noise: How far the results so far disagree, relative; infinite where that takes more of them.
-        limit: They agree where the noise is no larger than this.
-        most: Measurements at most.
-        seconds: After which no further one is begun; the first is always taken.
-        clock: Of these seconds.
-
-    Returns:
-        All results in order, and their noise; above `limit` where they never agreed.
-    """
+    """Repeat a measurement until its results agree."""
     end = clock() + seconds
     results = [measure()]
     while not (found := noise(results)) <= limit and len(results) < most and clock() < end:

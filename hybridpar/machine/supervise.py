@@ -124,15 +124,7 @@ def new_token() -> str:
 
 
 def check_processes(workers: int, servers: int = 0) -> None:
-    """Refuse to start more processes than the machine has cores and memory for.
-
-    Args:
-        workers: Workers of a job on this machine.
-        servers: Its server processes.
-
-    Raises:
-        UsageError: There are too many.
-    """
+    """Refuse to start more processes than the machine has cores and memory for."""
     cores = len(available_cores())
     most = max(2, min(MOST_PER_CORE * cores, usable_memory() // LEAST_BYTES))
     if workers + servers > most:
@@ -155,23 +147,7 @@ def launch_workers(
     patience: int = STOP_SECONDS,
     program: Sequence[str] = ("-m", "hybridpar"),
 ) -> int:
-    """Run `python -m hybridpar ARGUMENTS` as workers, and as servers, on this machine until they end.
-
-    Args:
-        arguments: Command line of every process.
-        workers: Number of workers, at least 1.
-        servers: Number of server processes.
-        patient: Whether a step waits for every worker.
-        restarts: How often processes that died are replaced.
-        patience: Seconds that workers have to leave after Ctrl-C or SIGTERM.
-        program: What the interpreter runs in every process.
-
-    Returns:
-        The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
-
-    Raises:
-        UsageError: More processes than this machine has room for.
-    """
+    """Run `python -m hybridpar ARGUMENTS` as workers, and as servers, on this machine until they end."""
     check_processes(workers, servers)
     # Each with torch's default, all cores, they would be in each other's way; also where they do not tune themselves.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers, available_cores())))
@@ -248,11 +224,7 @@ def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path, res
 def _until_something_fails(
     job: _Job, signals: _Signals, verdict: Path, attempt: int, restarts: int, joined: int, patience: float
 ) -> tuple[int | None, int]:
-    """Watch until all is done, or a process has failed that cannot be replaced alone.
-
-    Returns:
-        The process that failed first; and how often a worker was replaced.
-    """
+    """Watch until all is done, or a process has failed that cannot be replaced alone."""
     passed_on, deadline = 0, float("inf")
     while True:
         time.sleep(0.05)

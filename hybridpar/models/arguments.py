@@ -62,19 +62,7 @@ def _value(text: str) -> object:
 def with_rates(
     args: Mapping[str, object] | None, drop_rate: float | None, drop_path_rate: float | None
 ) -> dict[str, object]:
-    """Arguments of a factory with the rates that are set, under the names of timm.
-
-    Args:
-        args: Other arguments.
-        drop_rate: Dropout before the last layer; None leaves it to the model.
-        drop_path_rate: Stochastic depth; None leaves it to the model.
-
-    Returns:
-        All arguments.
-
-    Raises:
-        UsageError: A rate is given twice.
-    """
+    """Arguments of a factory with the rates that are set, under the names of timm."""
     merged = dict(args or {})
     for key, rate in (("drop_rate", drop_rate), ("drop_path_rate", drop_path_rate)):
         if rate is None:
@@ -90,16 +78,7 @@ def with_rates(
 
 
 def not_taken(name: str, key: str, takes: Sequence[str] = ()) -> UsageError:
-    """The error for an argument that a model does not take.
-
-    Args:
-        name: What the user calls the model.
-        key: The argument.
-        takes: Arguments that it does take, where that is known.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for an argument that a model does not take."""
     option = _OPTIONS.get(key, f"--model-arg {key}")
     what = {"drop_rate": "dropout rate", "drop_path_rate": "rate of stochastic depth"}.get(key, f"argument {key!r}")
     known = f"It takes {', '.join(takes)}." if takes else ""
@@ -107,30 +86,13 @@ def not_taken(name: str, key: str, takes: Sequence[str] = ()) -> UsageError:
 
 
 def refused_argument(error: Exception, args: Mapping[str, object]) -> str | None:
-    """The argument of the user's that a constructor did not take.
-
-    Args:
-        error: What the constructor raised.
-        args: The arguments that it was given.
-
-    Returns:
-        Its name; None where the error is about something else.
-    """
+    """The argument of the user's that a constructor did not take."""
     found = _NOT_TAKEN.search(str(error)) if isinstance(error, TypeError) else None
     return found[1] if found is not None and found[1] in args else None
 
 
 def not_built(name: str, args: Mapping[str, object], error: Exception) -> UsageError:
-    """The error for a model of a library that cannot be built with the arguments that were given.
-
-    Args:
-        name: What the user calls the model.
-        args: The arguments.
-        error: What its constructor raised.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for a model of a library that cannot be built with the arguments that were given."""
     given = ", ".join(f"{key}={value!r}" for key, value in args.items())
     return UsageError(
         f"building {name} with {given or 'its defaults'} failed: {type(error).__name__}: {error}",

@@ -63,12 +63,7 @@ _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 
 
 class _Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, large new tensors are on the meta device, and counted in the order in which they are made.
-
-    Args:
-        real: Numbers of those that are made nevertheless, while random numbers are drawn for all; None for a pass that
-            makes none, draws nothing, and only finds out which are needed for what.
-    """
+    """Inside, large new tensors are on the meta device, and counted in the order in which they are made."""
 
     def __init__(self, real: Collection[int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -321,15 +316,7 @@ class DeferredModel:
 
 
 def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where a module and those in it hold tensors.
-
-    Args:
-        module: The module.
-
-    Yields:
-        The qualified name of a tensor, and the dictionary and the key under which it is held. A tensor with two names
-        comes twice.
-    """
+    """Where a module and those in it hold tensors."""
     for path, one in module.named_modules():
         for held in (one._parameters, one._buffers, vars(one)):
             for key, value in list(held.items()):
@@ -338,11 +325,7 @@ def places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def saved_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and persistent buffers of a module and those in it; a tensor with two names comes twice.
-
-    Args:
-        module: The module.
-    """
+    """Parameters and persistent buffers of a module and those in it; a tensor with two names comes twice."""
     return [
         one
         for part in module.modules()
@@ -377,34 +360,18 @@ def _hidden(module: nn.Module, name: str, problem: str) -> CannotDeferError:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from others that exist, also where it has no address.
-
-    Args:
-        tensor: The tensor.
-    """
+    """What tells the storage of a tensor from others that exist, also where it has no address."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether a module holds tensors that have a shape only.
-
-    Args:
-        module: The module.
-    """
+    """Whether a module holds tensors that have a shape only."""
     return any(held[key].is_meta for _, held, key in places(module))
 
 
 @contextmanager
 def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Inside, a module runs without memory and without computing: its tensors have a shape, a type and a device.
-
-    Args:
-        module: The module. Afterwards it holds the tensors that it held before.
-        device: Where it would run.
-
-    Yields:
-        The mode, whose `from_tensor` makes such a tensor of any other.
-    """
+    """Inside, a module runs without memory and without computing: its tensors have a shape, a type and a device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -424,12 +391,7 @@ def imagined(module: nn.Module, device: torch.device) -> Iterator[Any]:
 
 
 def like_tensor(one: Tensor, values: Tensor) -> Tensor:
-    """Values as a parameter, where another tensor is one.
-
-    Args:
-        one: The other tensor.
-        values: The values.
-    """
+    """Values as a parameter, where another tensor is one."""
     return nn.Parameter(values, one.requires_grad) if isinstance(one, nn.Parameter) else values
 
 

@@ -68,14 +68,7 @@ class Export:
 
 
 def check_format(form: str) -> None:
-    """Refuse a format that cannot be written here.
-
-    Args:
-        form: Name of the format.
-
-    Raises:
-        UsageError: There is no such format, or a package is missing.
-    """
+    """Refuse a format that cannot be written here."""
     if form not in get_args(Format):
         raise UsageError(f"unknown format {form!r}", f"Formats: {', '.join(get_args(Format))}.")
     packages, extra = _NEEDS.get(form, ((), ""))
@@ -98,20 +91,6 @@ def export_model(
     """Write a model into a file, read it back, and compare what it computes with the model.
 
     The file is there when it has been checked, and not before.
-
-    Args:
-        model: In evaluation mode, on the CPU.
-        images: At least two, float32 of shape (n, channels, height, width), as the model takes them.
-        form: Which kind of file.
-        file: Where it is written; one that is there is replaced.
-        facts: What is to be kept in the file as JSON under the name `hybridpar.json`, or `hybridpar` in metadata.
-
-    Returns:
-        What was written.
-
-    Raises:
-        ExportError: The model cannot be written so, the file computes something else, or it cannot be written.
-        UsageError: As of `check_format`.
     """
     check_format(form)
     text = json.dumps(dict(facts or {}))

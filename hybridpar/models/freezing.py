@@ -68,9 +68,6 @@ def freeze_batch_norm(model: nn.Module) -> None:
     """Keep all BatchNorm layers in evaluation mode: they normalise by their running statistics, and keep them.
 
     Scale and shift are trained, unless they are frozen too.
-
-    Args:
-        model: The model; changed in place.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -80,14 +77,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 
 def keep_in_evaluation(module: _Module) -> _Module:
-    """Put a module in evaluation mode, in which `train()` of the model leaves it; copies of it stay in it, too.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The same module.
-    """
+    """Put a module in evaluation mode, in which `train()` of the model leaves it; copies of it stay in it, too."""
     module.eval()
     vars(module)["train"] = partial(_stay, module)
     return module

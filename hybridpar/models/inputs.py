@@ -46,17 +46,6 @@ def model_input(name: str, weights: str | None, args: Mapping[str, object] | Non
     Without weights, and with weights from elsewhere, a model of timm is given the images of its own configuration
     (`pretrained_cfg`), as timm's training script does. A model of torchvision with a file of weights is given those of
     the weights that torchvision publishes under the file's name, else those of its default weights.
-
-    Args:
-        name: What the user calls the model.
-        weights: The weights as the user names them.
-        args: Arguments that the model is built with.
-
-    Returns:
-        The images; None where nothing is known: for a new model of torchvision, and for a user's own.
-
-    Raises:
-        UsageError: There are no such weights.
     """
     published = weights is not None and is_published(weights)
     if name.startswith(PREFIX):

@@ -33,32 +33,12 @@ ONE, EACH_OF_SEVERAL = 0.4, 0.3
 
 
 def main_output(outputs: Any) -> Any:
-    """The scores among what a model returned.
-
-    Args:
-        outputs: What it returned.
-
-    Returns:
-        The tensor of scores.
-
-    Raises:
-        UsageError: There is none; it says what there is.
-    """
+    """The scores among what a model returned."""
     return split_outputs(outputs)[0]
 
 
 def split_outputs(outputs: Any) -> tuple[Any, list[Any]]:
-    """Scores and auxiliary scores among what a model returned; see above for the rule.
-
-    Args:
-        outputs: What it returned.
-
-    Returns:
-        The tensor of scores, and those of auxiliary heads, of which there may be none.
-
-    Raises:
-        UsageError: There are no scores.
-    """
+    """Scores and auxiliary scores among what a model returned; see above for the rule."""
     import torch
 
     if isinstance(outputs, torch.Tensor):
@@ -110,10 +90,6 @@ def _contents(outputs: Any) -> str:
 class OutputLoss:
     """A loss of scores as a loss of whatever a model returns; works in any training loop.
 
-    Args:
-        loss: Called with scores and targets, returns a mean.
-        auxiliary: Weight of the loss of each auxiliary output; default: 0.4 of one, 0.3 of each of several.
-
     Example:
         >>> criterion = OutputLoss(torch.nn.CrossEntropyLoss())           # doctest: +SKIP
         >>> criterion(inception(images), labels).backward()               # doctest: +SKIP
@@ -124,18 +100,7 @@ class OutputLoss:
         self.auxiliary = auxiliary
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss that is trained.
-
-        Args:
-            outputs: What the model returned.
-            targets: As the loss takes them.
-
-        Returns:
-            The weighted sum, 0-d.
-
-        Raises:
-            UsageError: There are no scores among the outputs.
-        """
+        """The loss that is trained."""
         main, auxiliary = split_outputs(outputs)
         total = self.loss(main, targets)
         usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
@@ -144,18 +109,7 @@ class OutputLoss:
         return total
 
     def of_scores(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss of the scores alone, as it is tested.
-
-        Args:
-            outputs: What the model returned.
-            targets: As the loss takes them.
-
-        Returns:
-            The loss, 0-d.
-
-        Raises:
-            UsageError: There are no scores among the outputs.
-        """
+        """The loss of the scores alone, as it is tested."""
         return self.loss(main_output(outputs), targets)
 
 

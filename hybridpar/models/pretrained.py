@@ -30,21 +30,7 @@ _NOT_OF_WEIGHTS = ("num_classes", "drop_rate", "drop_path_rate")
 def published_weights(
     source: str, name: str | None, model: nn.Module, args: Mapping[str, object]
 ) -> tuple[str, dict[str, Tensor]]:
-    """Weights by name.
-
-    Args:
-        source: `default`, a name of torchvision's (`IMAGENET1K_V2`, `ResNet50_Weights.DEFAULT`), a tag of timm's
-            (`a1_in1k`), or `hf-hub:OWNER/NAME`.
-        name: What the user calls the model; None for one of timm, which knows its name itself.
-        model: The model that they are for.
-        args: Arguments that the model was built with.
-
-    Returns:
-        What they are called in messages, and tensors by name.
-
-    Raises:
-        UsageError: There are no such weights, or they are not cached and cannot be downloaded.
-    """
+    """Weights by name."""
     if source.startswith(HUB):
         return source, _from_hub(source)
     own = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
@@ -71,14 +57,7 @@ def _not_to_be_had(told: str, cache: Path, url: str, reason: str) -> UsageError:
 
 
 def unreachable(url: str) -> str | None:
-    """Why a server cannot be reached: its name is not known, it refuses connections, or there is no way to it.
-
-    Args:
-        url: An address on the server. Proxies of the environment are used.
-
-    Returns:
-        The reason; None where the server answers, or does neither within two seconds.
-    """
+    """Why a server cannot be reached: its name is not known, it refuses connections, or there is no way to it."""
     import errno
     import socket
     import urllib.error
@@ -98,15 +77,7 @@ def unreachable(url: str) -> str | None:
 
 
 def find_torchvision_weights(source: str, name: str | None) -> Any:
-    """The entry of torchvision's enumeration of weights.
-
-    Args:
-        source: `default`, or a name in the enumeration, with or without that of the enumeration itself.
-        name: The model; None where the source names the enumeration.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """The entry of torchvision's enumeration of weights."""
     import torchvision
 
     if "_Weights." in source:
@@ -194,11 +165,7 @@ def _from_hub(source: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _hub_or_cache() -> Iterator[str | None]:
-    """Inside, only the cache is looked at where the hub does not answer, which its client would try for a minute.
-
-    Yields:
-        Why it does not; None where it does.
-    """
+    """Inside, only the cache is looked at where the hub does not answer, which its client would try for a minute."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -211,15 +178,7 @@ def _hub_or_cache() -> Iterator[str | None]:
 
 
 def hub_error(what: str, error: Exception | str) -> UsageError:
-    """The error for what is not in the hub's cache and cannot be had from the hub.
-
-    Args:
-        what: What was wanted.
-        error: What a library raised, or why the hub does not answer.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for what is not in the hub's cache and cannot be had from the hub."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     return UsageError(
         f"{what} cannot be had from the Hugging Face hub, and are not in its cache: {_reason(error)}",

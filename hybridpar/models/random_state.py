@@ -14,11 +14,7 @@ _CPU = torch.device("cpu")
 
 
 def random_state(device: torch.device = _CPU) -> dict[str, Any]:
-    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python.
-
-    Args:
-        device: The worker's device, whose generator is taken too.
-    """
+    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -38,12 +34,7 @@ def random_state(device: torch.device = _CPU) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device = _CPU) -> None:
-    """Put back what `random_state` returned.
-
-    Args:
-        state: What `random_state` returned.
-        device: The worker's device.
-    """
+    """Put back what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -55,11 +46,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device = _CPU) -> 
 
 @contextmanager
 def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch on exit.
-
-    Args:
-        devices: GPUs whose states are restored, too.
-    """
+    """Restore the random states of Python, NumPy and torch on exit."""
     before = random_state()
     with torch.random.fork_rng(devices=devices):
         try:

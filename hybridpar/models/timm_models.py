@@ -22,11 +22,7 @@ _REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(", re.MULTILINE)
 
 
 def timm_names() -> list[str]:
-    """Names of timm's models without tags, read from its source files: importing timm takes seconds.
-
-    Raises:
-        UsageError: timm is not installed.
-    """
+    """Names of timm's models without tags, read from its source files: importing timm takes seconds."""
     spec = importlib.util.find_spec("timm")
     if spec is None or spec.origin is None:
         raise not_installed("models of timm need timm", "timm")
@@ -35,14 +31,7 @@ def timm_names() -> list[str]:
 
 
 def check_timm_name(name: str) -> None:
-    """Refuse a name that timm has no model of; timm is imported only where its source does not name the model.
-
-    Args:
-        name: What the user typed, `timm/` included.
-
-    Raises:
-        UsageError: timm is not installed or has no such model.
-    """
+    """Refuse a name that timm has no model of; timm is imported only where its source does not name the model."""
     names = timm_names()
     own = name.removeprefix(PREFIX)
     architecture = own.partition(".")[0]
@@ -59,36 +48,12 @@ def check_timm_name(name: str) -> None:
 
 
 def build_timm_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
-    """Build a model of timm with fresh weights.
-
-    Args:
-        name: `timm/NAME` or `timm/NAME.TAG`.
-        classes: Number of classes of the last layer.
-        args: Arguments of `timm.create_model`, such as `drop_path_rate` or `img_size`.
-
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: timm is not installed, has no such model or tag, or the model does not take an argument.
-    """
+    """Build a model of timm with fresh weights."""
     return create_timm_model(name, {"num_classes": classes, **args}, pretrained=False)
 
 
 def create_timm_model(name: str, args: Mapping[str, Any], *, pretrained: bool) -> nn.Module:
-    """`timm.create_model`, with what is wrong in the request said as a `UsageError`.
-
-    Args:
-        name: `timm/NAME` or `timm/NAME.TAG`.
-        args: Arguments.
-        pretrained: Load the weights of the tag, or those that timm takes for the best.
-
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: timm is not installed, has no such model or tag, or the model does not take an argument.
-    """
+    """`timm.create_model`, with what is wrong in the request said as a `UsageError`."""
     check_timm_name(name)
     import timm
     from torch import nn
@@ -109,14 +74,7 @@ def create_timm_model(name: str, args: Mapping[str, Any], *, pretrained: bool) -
 
 
 def check_tag(name: str) -> None:
-    """Refuse a tag that timm does not know.
-
-    Args:
-        name: NAME or NAME.TAG.
-
-    Raises:
-        UsageError: It lists the tags of the model.
-    """
+    """Refuse a tag that timm does not know."""
     from timm.models import get_arch_pretrained_cfgs
 
     architecture, _, tag = name.partition(".")

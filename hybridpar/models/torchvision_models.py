@@ -32,14 +32,7 @@ def model_names() -> list[str]:
 
 
 def check_torchvision_name(name: str) -> None:
-    """Refuse a name that torchvision has no classification model of; nothing is imported.
-
-    Args:
-        name: What the user typed.
-
-    Raises:
-        UsageError: It names the nearest models.
-    """
+    """Refuse a name that torchvision has no classification model of; nothing is imported."""
     names = model_names()
     if name not in names:
         raise UsageError(
@@ -50,20 +43,7 @@ def check_torchvision_name(name: str) -> None:
 
 
 def build_torchvision_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
-    """Build a torchvision model with fresh weights.
-
-    Args:
-        name: Its name.
-        classes: Number of classes of the last layer.
-        args: Arguments of its builder. `drop_rate` and `drop_path_rate` are what torchvision calls `dropout` and
-            `stochastic_depth_prob`.
-
-    Returns:
-        The model.
-
-    Raises:
-        UsageError: There is no such model, or it does not take an argument.
-    """
+    """Build a torchvision model with fresh weights."""
     check_torchvision_name(name)
     import torchvision
     from torch import nn
@@ -116,15 +96,7 @@ def _set_path_rate(model: nn.Module, rate: float) -> None:
 
 
 def use_cifar_stem(model: nn.Module, name: str) -> None:
-    """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution.
-
-    Args:
-        model: A ResNet of torchvision.
-        name: What the user calls it.
-
-    Raises:
-        UsageError: It is another model.
-    """
+    """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution."""
     import torchvision
     from torch import nn
 

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_user_name(name: str) -> None:
-    """Refuse the name of a model whose package Python does not find; the package is not imported.
-
-    Args:
-        name: What the user typed.
-
-    Raises:
-        UsageError: There is no such package.
-    """
+    """Refuse the name of a model whose package Python does not find; the package is not imported."""
     module_name = name.partition(":")[0]
     _search_here()
     package = module_name.partition(".")[0]
@@ -36,19 +29,7 @@ def check_user_name(name: str) -> None:
 
 
 def build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
-    """Call a user's factory.
-
-    Args:
-        name: `package.module:factory`.
-        classes: Number of classes, handed on as `num_classes=` where the factory takes that or `**kwargs`.
-        args: Its other arguments.
-
-    Returns:
-        What it returned.
-
-    Raises:
-        UsageError: The factory cannot be imported or called, or returns no module or one with lazy parameters.
-    """
+    """Call a user's factory."""
     from torch import nn
     from torch.nn.parameter import is_lazy
 

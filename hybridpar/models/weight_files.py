@@ -39,54 +39,26 @@ _DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 def is_file(source: str) -> bool:
-    """Whether what a user names as weights is a file or directory, and not a name of published weights.
-
-    Args:
-        source: What the user typed.
-    """
+    """Whether what a user names as weights is a file or directory, and not a name of published weights."""
     if source == DEFAULT or source.startswith(HUB):
         return False
     return Path(source).suffix in _SUFFIXES or os.sep in source or Path(source).exists()
 
 
 def is_published(source: str) -> bool:
-    """Whether what a user names as weights is a name of published weights of torchvision or timm.
-
-    Args:
-        source: What the user typed.
-    """
+    """Whether what a user names as weights is a name of published weights of torchvision or timm."""
     return not is_file(source) and not source.startswith(HUB)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file of weights, or of a checkpoint.
-
-    Args:
-        path: A `.safetensors` file; a file of `torch.save`, with tensors by name, or with these under `state_dict_ema`,
-            `model_ema`, `state_dict` or `model`, of which the first is taken; a `step-N` directory; or a run directory,
-            of which the newest checkpoint is taken.
-
-    Returns:
-        Tensors by name, memory-mapped, without what DDP and torch.compile put in front of names. As an attribute
-        `_metadata` it keeps the versions of modules that `torch.save` had.
-
-    Raises:
-        UsageError: There is no such file, it cannot be read, it holds objects of other kinds, or no tensors.
-    """
+    """Read the tensors of a file of weights, or of a checkpoint."""
     check_file(path)
     file = _checkpoint_file(path) if path.is_dir() else path
     return clean(_read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file), file)
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file or directory that is not there; nothing is imported.
-
-    Args:
-        path: What the user named.
-
-    Raises:
-        UsageError: There is none; it names the nearest.
-    """
+    """Refuse a file or directory that is not there; nothing is imported."""
     file = path
     if not file.exists():
         near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
@@ -129,10 +101,8 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def map_safetensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, memory-mapped: the length of its header in 8 bytes, the header, and values.
-
-    Args:
-        file: One whose header is right.
+    """The tensors of a `.safetensors` file, memory-mapped: the length of its header in 8 bytes, the
+    header, and values.
     """
     import torch
     from safetensors.torch import _TYPES as DTYPES
@@ -194,18 +164,7 @@ def _unreadable(file: Path, error: Exception) -> UsageError:
 
 
 def clean(loaded: Any, source: object) -> dict[str, Tensor]:
-    """Tensors by name from what a file held.
-
-    Args:
-        loaded: What it held.
-        source: What to call it in a message.
-
-    Returns:
-        Tensors by name, without what DDP and torch.compile put in front of names.
-
-    Raises:
-        UsageError: It has no tensors by name.
-    """
+    """Tensors by name from what a file held."""
     import torch
 
     held = loaded

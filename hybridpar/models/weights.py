@@ -56,12 +56,6 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     registered: a layer is a module in a `Sequential`, `ModuleList` or `ModuleDict`, a child of the model, or a child of
     a module with more than half of all parameters, which is the model in a wrapper. Layers without matrices (norms),
     and parameters outside of any layer, belong to the layer before them; those in front of the first belong to it.
-
-    Args:
-        model: The whole model.
-
-    Returns:
-        Numbers by the names of parameters.
     """
     if hasattr(model, "group_matcher"):
         from timm.models import group_parameters
@@ -105,12 +99,6 @@ def head_parameters(model: nn.Module) -> list[str]:
     """Names of the parameters of the head: the layer that gives the scores.
 
     In models of timm it is what their configuration calls `classifier`; in others the last module with a matrix.
-
-    Args:
-        model: The whole model.
-
-    Returns:
-        The names; empty where the model has no parameters.
     """
     named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
     heads = (named,) if isinstance(named, str) else tuple(named or ())

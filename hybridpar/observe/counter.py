@@ -14,13 +14,7 @@ _PAINT_SECONDS, _LINE_SECONDS = 0.2, 30.0
 
 
 class Counter:
-    """Shows how much is done. Used as a context manager, or closed, so that the line of a terminal ends.
-
-    Args:
-        what: What is counted, in the plural: "images".
-        total: How many there are.
-        shown: Whether anything is shown, on standard error.
-    """
+    """Shows how much is done. Used as a context manager, or closed, so that the line of a terminal ends."""
 
     def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self._what, self._total, self._shown = what, total, shown
@@ -31,11 +25,7 @@ class Counter:
         self._open = False
 
     def add(self, count: int) -> None:
-        """Note that more is done.
-
-        Args:
-            count: How much more.
-        """
+        """Note that more is done."""
         self._done += count
         now = time.monotonic()
         if now - self._last < (_PAINT_SECONDS if self._terminal else _LINE_SECONDS):

@@ -34,15 +34,7 @@ _CHARTS: tuple[dict[str, Any], ...] = (
 
 
 def charts_of(tables: Sequence[MetricsTable]) -> list[dict[str, Any]]:
-    """The charts of some runs, as plain data for `page.js`: the curves of all runs in each.
-
-    Args:
-        tables: The metrics of each run.
-
-    Returns:
-        For each quantity that any run recorded `key`, `title`, `unit`, `lines`, and for the loss `marks`, the steps
-        that were skipped. A line has the number of its `run`, a `name` in it, and what `bucketed` returns.
-    """
+    """The charts of some runs, as plain data for `page.js`: the curves of all runs in each."""
     points = max(200, min(MOST_POINTS, 2 * MOST_POINTS // max(1, len(tables))))
     charts = []
     for chart in _CHARTS:
@@ -81,19 +73,7 @@ def _lines(chart: dict[str, Any], run: int, table: MetricsTable, points: int) ->
 def bucketed(
     steps: NDArray[np.float64], seconds: NDArray[np.float64], values: NDArray[np.float64], points: int, *, noisy: bool
 ) -> dict[str, Any]:
-    """A curve in at most so many points, each of which stands for as many steps as the others, or nearly so.
-
-    Args:
-        steps: Numbers of the steps, shape (steps,).
-        seconds: When each was done.
-        values: A finite value for each.
-        points: Points at most.
-        noisy: Whether `y` is a running mean; else it is the mean of its own steps.
-
-    Returns:
-        Lists `x`, `t` and `y`; with `lo` and `hi`, the range within a point, where that has several steps; with `lo`,
-        the values themselves, where points are single steps and `y` is a running mean.
-    """
+    """A curve in at most so many points, each of which stands for as many steps as the others, or nearly so."""
     edges = np.linspace(0, len(values), min(points, len(values)) + 1).astype(int)
     starts, middles = edges[:-1], (edges[:-1] + edges[1:] - 1) // 2
     means = running_mean(values, max(5, len(values) // 50))[middles] if noisy else _means(values, edges)

@@ -15,12 +15,7 @@ from hybridpar.errors import RunDirectoryError, cannot_write
 
 
 def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
-    """The error to raise when a file of the run directory cannot be written.
-
-    Args:
-        path: The file.
-        error: What the system said.
-    """
+    """The error to raise when a file of the run directory cannot be written."""
     what = cannot_write(path, error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         full = "The disk is full" if error.errno == errno.ENOSPC else "The disk quota is used up"
@@ -35,15 +30,7 @@ def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
 
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
-    """Write a file as a whole, or leave the old one as it is.
-
-    Args:
-        path: The file; its directory is made where it is missing.
-        chunks: The content.
-
-    Raises:
-        RunDirectoryError: The file cannot be written.
-    """
+    """Write a file as a whole, or leave the old one as it is."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,12 +41,7 @@ _LABEL, _NARROWEST_NOTE = 9, 40
 
 
 class LiveProgress(Progress):
-    """A bar with its figures at the bottom of the terminal; messages scroll above it.
-
-    Args:
-        console: The terminal.
-        clock: Seconds; tests bring their own.
-    """
+    """A bar with its figures at the bottom of the terminal; messages scroll above it."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

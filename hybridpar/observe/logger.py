@@ -62,23 +62,14 @@ class LoggedRun:
     resumed_from: int | None = None
 
     def recall(self, name: str) -> str | None:
-        """The id that a tool gave the run when it began; None for a new run.
-
-        Args:
-            name: Of the logger.
-        """
+        """The id that a tool gave the run when it began; None for a new run."""
         try:
             return None if self.resumed_from is None else (self.directory / f"{name}.id").read_text("utf-8").strip()
         except OSError:
             return None
 
     def remember(self, name: str, given: str) -> None:
-        """Keep the id that a tool gave the run, by which a resumed run goes on there.
-
-        Args:
-            name: Of the logger.
-            given: The id.
-        """
+        """Keep the id that a tool gave the run, by which a resumed run goes on there."""
         replace_file(self.directory / f"{name}.id", [given.encode()])
 
 
@@ -178,11 +169,7 @@ def _is_installed(package: str) -> bool:
 
 
 def figures_of(record: StepRecord | EpochRecord) -> dict[str, float]:
-    """What is logged of a record, without what was not measured.
-
-    Args:
-        record: The record.
-    """
+    """What is logged of a record, without what was not measured."""
     if isinstance(record, EpochRecord):
         found = {name: getattr(record, name) for name in EPOCH_FIGURES}
     else:
@@ -192,12 +179,7 @@ def figures_of(record: StepRecord | EpochRecord) -> dict[str, float]:
 
 
 class _Lane:
-    """A logger and its thread.
-
-    Args:
-        name: Of the logger.
-        run: The run.
-    """
+    """A logger and its thread."""
 
     def __init__(self, name: str, run: LoggedRun) -> None:
         self.name = name
@@ -278,22 +260,13 @@ class _Lane:
 
 
 class Loggers:
-    """All loggers of a run, on the worker that writes files. Nothing here waits for one, but for `close`.
-
-    Args:
-        names: As `logger_names` returned them.
-        run: The run.
-    """
+    """All loggers of a run, on the worker that writes files. Nothing here waits for one, but for `close`."""
 
     def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
         self._lanes = [_Lane(name, run) for name in names]
 
     def put(self, record: StepRecord | EpochRecord) -> None:
-        """Send a record to all of them.
-
-        Args:
-            record: A step, or the end of an epoch.
-        """
+        """Send a record to all of them."""
         for lane in self._lanes:
             lane.put(record)
 
@@ -302,12 +275,7 @@ class Loggers:
         return [text for lane in self._lanes for text in lane.news()]
 
     def close(self, ending: Ending, seconds: float = CLOSE_SECONDS) -> None:
-        """Have them take what is left and end, for a limited time. May be called twice.
-
-        Args:
-            ending: How the run ended.
-            seconds: How long to wait for all of them together.
-        """
+        """Have them take what is left and end, for a limited time. May be called twice."""
         open_ones = [lane for lane in self._lanes if lane.ending is None]
         for lane in open_ones:
             lane.end(ending)

@@ -46,11 +46,7 @@ _PAGE = """<!doctype html>
 
 
 def page_html(data: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-        data: What it shows.
-    """
+    """The page."""
     script, style = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     sources = {"default-src": "'none'", "img-src": "data:", "script-src": _hash(script), "style-src": _hash(style)}
     return _PAGE.format(
@@ -64,11 +60,7 @@ def page_html(data: Mapping[str, Any]) -> str:
 
 
 def page_json(data: Mapping[str, Any]) -> str:
-    """The data of the page as JSON.
-
-    Args:
-        data: What it shows.
-    """
+    """The data of the page as JSON."""
     try:
         return json.dumps(data, separators=(",", ":"), allow_nan=False)
     except ValueError:  # sums of what stands in a damaged file
@@ -88,27 +80,12 @@ def _hash(text: str) -> str:
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the page as a whole or not at all.
-
-    Args:
-        path: The file.
-        data: What it shows.
-
-    Raises:
-        RunDirectoryError: The file cannot be written.
-    """
+    """Write the page as a whole or not at all."""
     replace_file(path, [page_html(data).encode()])
 
 
 def check_page_file(path: Path) -> None:
-    """Refuse to write a page over anything but an earlier one.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UsageError: There is something else at its place, or no folder for it.
-    """
+    """Refuse to write a page over anything but an earlier one."""
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {path.absolute().parent}", fix=f"Run: mkdir -p {path.absolute().parent}")
     try:
@@ -124,11 +101,7 @@ def check_page_file(path: Path) -> None:
 
 
 def lanes_block(timeline: Timeline) -> dict[str, Any]:
-    """A step of a timeline as a picture of the page: the rows that `draw_timeline` draws.
-
-    Args:
-        timeline: What ran, what was predicted, or both.
-    """
+    """A step of a timeline as a picture of the page: the rows that `draw_timeline` draws."""
     step, panels, used = timeline.typical_step(), [], set()
     for predicted in (True, False):
         if not (rows := timeline.at(step, predicted=predicted)):

@@ -67,15 +67,7 @@ def draw_loss(run_dir: Path, info: RunInfo | None = None, say: Callable[[str], o
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over a window, over what there is of it at the ends; NaN and infinities count as absent.
-
-    Args:
-        values: One value per step, shape (steps,).
-        window: Steps to average over.
-
-    Returns:
-        Shape (steps,); NaN where the whole window is absent.
-    """
+    """Centred mean over a window, over what there is of it at the ends; NaN and infinities count as absent."""
     present = np.isfinite(values)
     half = window // 2
     index = np.arange(len(values))
@@ -259,21 +251,7 @@ def draw_confusion(
     title: str,
     say: Callable[[str], object] = print,
 ) -> Path | None:
-    """Draw `confusion.png`, the confusion matrix of a test.
-
-    Args:
-        folder: Where to write it.
-        counts: Images of a class (row) that were taken for a class (column), shape (classes, classes).
-        classes: Names of the classes.
-        title: What stands above it.
-        say: Takes the one line that tells why there is no picture.
-
-    Returns:
-        The picture's path, or None where matplotlib is not installed.
-
-    Raises:
-        RunDirectoryError: The picture cannot be written.
-    """
+    """Draw `confusion.png`, the confusion matrix of a test."""
     if not _can_draw(CONFUSION_PICTURE, say):
         return None
     path = folder / CONFUSION_PICTURE

@@ -98,10 +98,8 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Label, text and style of rows on pipeline, kernels, servers and gradients; an empty label goes on with the last.
-
-    Args:
-        summary: Of the run.
+    """Label, text and style of rows on pipeline, kernels, servers and gradients; an empty label goes on
+    with the last.
     """
     rows = _pipeline_rows(summary) + _kernel_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
@@ -124,14 +122,7 @@ def _step_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def step_parts(summary: Mapping[str, Any]) -> list[tuple[str, float, int]] | None:
-    """Where the time of a step went: name, milliseconds and per cent of each part, which add up to 100 %.
-
-    Args:
-        summary: Of the run.
-
-    Returns:
-        The parts; None without a step.
-    """
+    """Where the time of a step went: name, milliseconds and per cent of each part, which add up to 100 %."""
     step_ms = summary["step_ms_median"]
     if not step_ms:
         return None
@@ -143,11 +134,7 @@ def step_parts(summary: Mapping[str, Any]) -> list[tuple[str, float, int]] | Non
 
 
 def percentages(values: Sequence[float]) -> list[int]:
-    """Shares of a whole in whole per cent, rounded so that they add up to 100.
-
-    Args:
-        values: The parts, none of them negative.
-    """
+    """Shares of a whole in whole per cent, rounded so that they add up to 100."""
     whole = sum(values)
     exact = [100 * value / whole if whole else 0.0 for value in values]
     told = [int(share) for share in exact]
@@ -158,13 +145,7 @@ def percentages(values: Sequence[float]) -> list[int]:
 
 
 def _apart(predicted: float, found: float, step_ms: float | None = None) -> str:
-    """By how much a measured value missed its prediction, as a percentage; empty where that would say nothing.
-
-    Args:
-        predicted: The prediction.
-        found: What was measured.
-        step_ms: For times: that of a step, of which they are a part.
-    """
+    """By how much a measured value missed its prediction, as a percentage; empty where that would say nothing."""
     if not predicted or (step_ms is not None and abs(found - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
         return ""
     percent = 100 * (found / predicted - 1)
@@ -266,11 +247,7 @@ class Prediction:
 
 
 def predictions(summary: Mapping[str, Any]) -> list[Prediction]:
-    """All that was predicted and measured of a run; empty where no step was predicted.
-
-    Args:
-        summary: Of the run.
-    """
+    """All that was predicted and measured of a run; empty where no step was predicted."""
     if summary.get("predicted_step_ms") is None:
         return []
     measured = {**summary, "step_ms": step_without_data_ms(summary) or None}

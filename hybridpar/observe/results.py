@@ -174,14 +174,7 @@ class TestResult:
         return "\n".join(lines)
 
     def mistakes(self, most: int) -> list[tuple[str, str, int]]:
-        """The pairs of classes that are confused most often.
-
-        Args:
-            most: Number of pairs at most.
-
-        Returns:
-            The class, the one that it was taken for, and in how many images.
-        """
+        """The pairs of classes that are confused most often."""
         if self.targets is None or self.predictions is None:
             return []
         wrong = self.targets != self.predictions

@@ -35,12 +35,7 @@ class _RunningMean:
 
 
 class RunningFigures:
-    """Figures of a run at its latest step.
-
-    Args:
-        steps_total: Steps the run is meant to last.
-        done: Steps done before this process began.
-    """
+    """Figures of a run at its latest step."""
 
     def __init__(self, steps_total: int, done: int = 0) -> None:
         self.steps_total = steps_total
@@ -58,12 +53,7 @@ class RunningFigures:
         self._latest = 0.0
 
     def add_step(self, record: StepRecord, now: float) -> None:
-        """Take in a step that ended at `now`, in seconds of any clock.
-
-        Args:
-            record: The record.
-            now: When it ended, in seconds of any clock.
-        """
+        """Take in a step that ended at `now`, in seconds of any clock."""
         self.step = record.step
         self.epoch = record.epoch
         self.lr = record.lr
@@ -78,11 +68,7 @@ class RunningFigures:
             self._anchor = (record.step, now)
 
     def add_epoch(self, record: EpochRecord) -> None:
-        """Take in the end of an epoch.
-
-        Args:
-            record: The record.
-        """
+        """Take in the end of an epoch."""
         if record.test_accuracy is not None:
             self.test_accuracy = record.test_accuracy
 

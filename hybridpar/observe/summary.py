@@ -132,13 +132,6 @@ def step_shares(
 
     The mean over the half of the steps whose time is nearest to the median: a pause of a single step, such as the wait
     for the first batch of an epoch, does not count, and the shares add up, which medians of the parts do not.
-
-    Args:
-        parts: A row per step with its times, by `STEP_PARTS`.
-        step_ms: The wall time of each step, where it may be more than these; what is more has no share of its own.
-
-    Returns:
-        Each part's share of the wall time, with a sum of at most 1; None without a step that took time.
     """
     rows = np.asarray(parts, dtype=np.float64).reshape(-1, len(STEP_PARTS))
     wall = rows.sum(axis=1) if step_ms is None else np.maximum(rows.sum(axis=1), step_ms)
@@ -149,15 +142,7 @@ def step_shares(
 
 
 def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | None]) -> dict[str, float | None]:
-    """The parts of a step, which add up to it; what is left, if anything, is something else.
-
-    Args:
-        step_ms: Its time.
-        workers: The `step_shares` of every worker: each of its own wall time, so that their means add up, too.
-
-    Returns:
-        Milliseconds by `STEP_PARTS`; None for each where nothing was measured.
-    """
+    """The parts of a step, which add up to it; what is left, if anything, is something else."""
     known = [shares for shares in workers if shares is not None]
     if step_ms is None or not known:
         return dict.fromkeys(STEP_PARTS)
@@ -178,11 +163,7 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None.
-
-    Args:
-        run_dir: Directory of the run.
-    """
+    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
     try:
         summary = read_json(Path(run_dir) / SUMMARY_FILE, "the summary", RunDirectoryError)
         summary = dict.fromkeys(summary_schema()["required"]) | summary
@@ -285,9 +266,6 @@ def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
     """A step of a run less what it waited for data, which nothing predicts; None without a step.
 
     It is the median, and in an outer loop, of whose steps few wait for an exchange, the mean.
-
-    Args:
-        summary: Of the run.
     """
     step = summary.get("step_ms_mean") or summary["step_ms_median"]
     return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))

@@ -11,11 +11,7 @@ from hybridpar.observe.records import EpochRecord, RunInfo
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`.
-
-    Args:
-        seconds: The duration.
-    """
+    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -27,11 +23,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`.
-
-    Args:
-        count: Number of bytes.
-    """
+    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`."""
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     exponent = 0
     while count >= 999.5 and exponent < len(units) - 1:
@@ -44,29 +36,17 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Images per second, with a decimal only where it says something.
-
-    Args:
-        per_second: Samples per second.
-    """
+    """Images per second, with a decimal only where it says something."""
     return f"{per_second:.1f} images/s" if per_second < 99.95 else f"{per_second:,.0f} images/s"
 
 
 def format_accuracy(fraction: float) -> str:
-    """A fraction as a percentage with two decimals, as papers give it.
-
-    Args:
-        fraction: From 0 to 1.
-    """
+    """A fraction as a percentage with two decimals, as papers give it."""
     return f"{100 * fraction:.2f}%"
 
 
 def describe_run(info: RunInfo) -> list[tuple[str, str]]:
-    """The start screen as label and text, without the notes.
-
-    Args:
-        info: The run.
-    """
+    """The start screen as label and text, without the notes."""
     whole = info.steps_total == info.epochs * info.steps_per_epoch
     epochs = f"{info.epochs} {'epoch' if info.epochs == 1 else 'epochs'} of {info.steps_per_epoch:,}"
     return [
@@ -80,12 +60,7 @@ def describe_run(info: RunInfo) -> list[tuple[str, str]]:
 
 
 def epoch_line(record: EpochRecord, epochs: int) -> str:
-    """One line about an epoch that ended.
-
-    Args:
-        record: The epoch.
-        epochs: How many there will be.
-    """
+    """One line about an epoch that ended."""
     parts = [f"epoch {record.epoch + 1}/{epochs} done"]
     if not math.isnan(record.train_loss):  # of a resumed run that had only the test of the epoch left to do
         parts.append(f"train loss {record.train_loss:.4f}")

@@ -98,20 +98,12 @@ class Timeline:
 
 
 def begin_of(rows: Sequence[TimelineRow]) -> float:
-    """When a step began: with the first action of any worker that does not wait for others. In seconds.
-
-    Args:
-        rows: The rows of one step.
-    """
+    """When a step began: with the first action of any worker that does not wait for others. In seconds."""
     return min(row.spans.computed.begin for row in rows)
 
 
 def length_ms(rows: Sequence[TimelineRow]) -> float:
-    """From the beginning of a step to the end of its last action.
-
-    Args:
-        rows: The rows of one step.
-    """
+    """From the beginning of a step to the end of its last action."""
     return 1e3 * (max(row.end for row in rows) - begin_of(rows)) if rows else 0.0
 
 
@@ -121,11 +113,6 @@ def add_prediction(
     """Rows of steps that ran, each with its prediction, which begins where the step began.
 
     A prediction that is longer than the step would overlap the next one; that one then begins where the last one ends.
-
-    Args:
-        steps: What every worker did, by step and rank.
-        predicted: One step of one replica, as the simulator tells it; shown for the workers of replica 0.
-        replicas: Copies of the pipeline.
     """
     rows = [TimelineRow(rank, step, spans) for step, ranks in steps.items() for rank, spans in ranks.items()]
     length = max((span.end_ms for span in predicted), default=0.0) / 1e3
@@ -140,15 +127,7 @@ def add_prediction(
 
 
 def joined_at(rows: Sequence[TimelineRow], replicas: int) -> dict[tuple[int, Action], float]:
-    """When the last party had come to what several workers do together; what lies before it was waiting.
-
-    Args:
-        rows: All workers in one step, all measured or all predicted.
-        replicas: Copies of the pipeline.
-
-    Returns:
-        For receives and sums by worker and action, in seconds on the shared clock.
-    """
+    """When the last party had come to what several workers do together; what lies before it was waiting."""
     starts = {
         (row.worker, span.action): row.spans.origin + span.start_ms / 1e3 for row in rows for span in row.spans.spans
     }
@@ -167,21 +146,13 @@ def joined_at(rows: Sequence[TimelineRow], replicas: int) -> dict[tuple[int, Act
 
 
 def send_of(receive: Action) -> Action:
-    """The other end of a receive.
-
-    Args:
-        receive: The receive.
-    """
+    """The other end of a receive."""
     assert receive.peer is not None
     return Action(receive.peer, _SEND_OF[receive.kind], receive.index, receive.stage)
 
 
 def describe_action(action: Action) -> str:
-    """An action in words: `F3 stage 1`, `send F3 to stage 2`, `sync bucket 0 stage 1`, `optimizer stage 1`.
-
-    Args:
-        action: The action.
-    """
+    """An action in words: `F3 stage 1`, `send F3 to stage 2`, `sync bucket 0 stage 1`, `optimizer stage 1`."""
     match action.kind:
         case Kind.SYNC:
             return f"sync bucket {action.index} stage {action.stage}"
@@ -196,14 +167,7 @@ def describe_action(action: Action) -> str:
 
 
 def describe_queue(queue: str, lane: int, replicas: int = 1, worker: int = 0) -> str:
-    """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`.
-
-    Args:
-        queue: Its kind.
-        lane: Which one; for transfers the position of the other worker.
-        replicas: Copies of the pipeline.
-        worker: Rank of the worker that the queue belongs to.
-    """
+    """A queue in words: `compute lane 0`, `send to worker 1`, `sync lane 1`."""
     if queue in ("send", "receive"):
         return f"{queue} {'to' if queue == 'send' else 'from'} worker {lane * replicas + worker % replicas}"
     return f"{queue} lane {lane}"

@@ -66,11 +66,7 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as the object that is written as JSON. Times in it are microseconds since the first event.
-
-    Args:
-        timeline: The timeline.
-    """
+    """A timeline as the object that is written as JSON. Times in it are microseconds since the first event."""
     zero = min((row.spans.origin for row in timeline.rows), default=0.0)
     events: list[dict[str, Any]] = []
     known: dict[tuple[int, str, int], int] = {}
@@ -99,15 +95,7 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_of(data: Any, source: str = "the trace") -> Timeline:
-    """A timeline from the object that `trace_of` made.
-
-    Args:
-        data: What was read.
-        source: What to call it in messages.
-
-    Raises:
-        UsageError: It was made by something else.
-    """
+    """A timeline from the object that `trace_of` made."""
     other = data.get("otherData") if isinstance(data, dict) else None
     if not isinstance(other, dict) or other.get("writer") != WRITER:
         raise UsageError(

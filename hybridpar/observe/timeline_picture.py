@@ -84,16 +84,7 @@ class Line:
 
 
 def draw_timeline(timeline: Timeline, path: str | Path, *, unit: str = "ms") -> None:
-    """Draw the step of median length into an SVG, PNG or PDF file: the prediction above what was measured.
-
-    Args:
-        timeline: What ran, what was predicted, or both.
-        path: File to write; the ending chooses the format.
-        unit: Unit of time, for the axis.
-
-    Raises:
-        UsageError: matplotlib is missing, or the file cannot be written in the format that its name asks for.
-    """
+    """Draw the step of median length into an SVG, PNG or PDF file: the prediction above what was measured."""
     check_picture("--draw", Path(path))
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -126,12 +117,7 @@ def _title(timeline: Timeline, step: int) -> str:
 
 
 def picture_lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[Line]:
-    """The rows of the picture, from top to bottom.
-
-    Args:
-        rows: All workers in one step, all measured or all predicted.
-        replicas: Copies of the pipeline.
-    """
+    """The rows of the picture, from top to bottom."""
     zero = begin_of(rows)
     joined = joined_at(rows, replicas)
     top = 0.0
@@ -201,27 +187,14 @@ def _draw_panel(axes: Any, lines: Sequence[Line], end: float, length: float) -> 
 
 
 def line_label(lines: Sequence[Line], number: int) -> str:
-    """What stands in front of a row: the worker in front of its first one, and what kind of queue it is.
-
-    Args:
-        lines: All rows.
-        number: Which one.
-    """
+    """What stands in front of a row: the worker in front of its first one, and what kind of queue it is."""
     line = lines[number]
     first = number == 0 or lines[number - 1].worker != line.worker
     return f"worker {line.worker}  {line.name}".rstrip() if first else line.name
 
 
 def panel_title(timeline: Timeline, rows: Sequence[TimelineRow], lines: Sequence[Line], name: str, unit: str) -> str:
-    """A step in figures: its length, its bubble, and the sums of gradients that computation did not hide.
-
-    Args:
-        timeline: What the rows are of.
-        rows: All workers in one step.
-        lines: The same as rows of the picture.
-        name: What stands in front.
-        unit: Unit of time.
-    """
+    """A step in figures: its length, its bubble, and the sums of gradients that computation did not hide."""
     computed, summed = _times(lines)
     parts = [f"step {length_ms(rows):,.1f} {unit}", f"bubble {100 * timeline.bubble(rows):.0f} %"]
     if summed > 0:

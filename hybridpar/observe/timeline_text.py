@@ -71,11 +71,7 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
 
 
 def headline(timeline: Timeline) -> str:
-    """What ran, in a line.
-
-    Args:
-        timeline: The timeline.
-    """
+    """What ran, in a line."""
     facts = timeline.facts
     parts = [str(facts["model"])] if "model" in facts else []
     if "stages" in facts:
@@ -91,14 +87,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int = WIDTH) -> list[Text]:
-    """A line per lane: boxes of `F0--` and `B0====` on a common axis.
-
-    Args:
-        rows: All workers in one step.
-        replicas: Copies of the pipeline.
-        end_ms: Where the axis ends; it starts where the step does.
-        width: Characters per line.
-    """
+    """A line per lane: boxes of `F0--` and `B0====` on a common axis."""
     zero = begin_of(rows)
     joined = joined_at(rows, replicas)
     lines = list(_lines(rows, replicas))

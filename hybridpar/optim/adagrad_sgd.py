@@ -16,15 +16,7 @@ from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
 class AdaGradSGD(torch.optim.Optimizer):
-    """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        rule: AdaGrad and momentum.
-        weight_decay: Of the weights, times the rate; not part of momentum.
-        momentum_power: mu is raised to it; for steps of another number of samples than mu was meant for.
-    """
+    """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`."""
 
     def __init__(
         self,
@@ -43,14 +35,7 @@ class AdaGradSGD(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What the closure returned.
-        """
+        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -41,15 +41,7 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNor
 
 
 def undecayed_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
-    """Parameters that are to have no weight decay besides biases, norms and vectors.
-
-    Args:
-        model: The whole model. What its `no_weight_decay()` returns, as models of timm have it, are names or patterns.
-        patterns: Further patterns of names, such as `*.pos_embed`.
-
-    Returns:
-        Their names; of a parameter with several names all that match.
-    """
+    """Parameters that are to have no weight decay besides biases, norms and vectors."""
     own = getattr(model, "no_weight_decay", None)
     asked = [*patterns, *(own() if callable(own) else ())]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -68,16 +60,6 @@ def parameter_groups(
 
     Biases and everything inside a normalisation layer do not decay (Goyal et al. 2017, section 5.3; He et al. 2019,
     section 3.1).
-
-    Args:
-        model: The model, or a stage of it under the model's own names.
-        weight_decay: Of those that decay.
-        no_decay: Names of further parameters that do not, see `undecayed_names`.
-        lr: The learning rate that `scales` are of.
-        scales: What the rate of a parameter is multiplied with, by name; 1 for those that are not named.
-
-    Returns:
-        Groups for an optimizer; those whose scale is not 1 have a rate of their own.
     """
     exempt = {
         id(parameter)
@@ -103,33 +85,14 @@ def build_optimizer(
     scales: Mapping[str, float] | None = None,
     no_decay: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer that options name, over `parameter_groups`.
-
-    Args:
-        model: The model, or a stage of it under the model's own names.
-        config: The options.
-        scales: What the learning rate of a parameter is multiplied with, by name.
-        no_decay: Names of parameters without weight decay; default: what `undecayed_names` says of `model`. Of a stage
-            the whole model has to be asked.
-
-    Raises:
-        UsageError: There is no such optimizer, timm is missing, or the optimizer refuses its arguments.
-    """
+    """The optimizer that options name, over `parameter_groups`."""
     names = undecayed_names(model, config.no_decay) if no_decay is None else no_decay
     groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.lr, scales=scales)
     return optimizer_by_name(groups, config)
 
 
 def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """An optimizer of torch, in its fused form where that can be told not to step, or of timm.
-
-    Args:
-        groups: Groups of parameters.
-        config: `optimizer` and its arguments; `momentum` is used where the optimizer has one.
-
-    Raises:
-        UsageError: There is no such optimizer or argument, timm is missing, or the optimizer refuses its arguments.
-    """
+    """An optimizer of torch, in its fused form where that can be told not to step, or of timm."""
     check_optimizer(config)
     name = config.optimizer
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **_given_arguments(config)}
@@ -200,9 +163,6 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
 
     Torch's fused SGD refuses a step in which some parameters have a momentum buffer and others have none, as happens
     after thawing a layer or the first use of a branch. Starting from zero gives the same first update, m = g.
-
-    Args:
-        optimizer: The optimizer, whose gradients are there.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -219,11 +179,6 @@ def scaled_options(optimizer: torch.optim.Optimizer, momentum_power: float, deca
     """Inside, every group's momentum is raised to a power and its weight decay multiplied, for one optimizer step.
 
     Afterwards the groups are as before: they are the user's, who reads, changes and saves them.
-
-    Args:
-        optimizer: The optimizer.
-        momentum_power: What `momentum` is raised to; groups without it, or with none, are left alone.
-        decay_factor: What `weight_decay` is multiplied with.
     """
     if momentum_power == decay_factor == 1.0:
         yield
@@ -244,12 +199,7 @@ def scaled_options(optimizer: torch.optim.Optimizer, momentum_power: float, deca
 
 
 class Rates:
-    """Sets the learning rates of an optimizer's groups to fractions of what they were at first, their peaks.
-
-    Args:
-        optimizer: The optimizer.
-        device: Keep the rates there, as tensors that a captured step reads when it is replayed; None keeps numbers.
-    """
+    """Sets the learning rates of an optimizer's groups to fractions of what they were at first, their peaks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
         self._groups = optimizer.param_groups
@@ -260,11 +210,7 @@ class Rates:
                 group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
 
     def set(self, factor: float) -> None:
-        """Set all rates to a fraction of their peaks; on a device, in the order of the current stream.
-
-        Args:
-            factor: What the peak rates are multiplied with.
-        """
+        """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""
         for group, peak in zip(self._groups, self._peaks, strict=True):
             if self._on_device:
                 group["lr"].fill_(peak * factor)
@@ -276,10 +222,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """State and options of an optimizer with parameters called by their names in the model.
 
     Holds only tensors and plain values, so that `torch.load(weights_only=True)` reads it.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model, whose names the state gets.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [
@@ -299,17 +241,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, Any], *, take: bool = False
 ) -> None:
-    """Put saved state back by name; what is not in it has none afterwards. The optimizer's own grouping stays.
-
-    Args:
-        optimizer: The optimizer.
-        model: The model.
-        saved: What `optimizer_state` returned.
-        take: Its tensors may become those of the optimizer, which saves the memory of copies.
-
-    Raises:
-        CheckpointError: The state belongs to another kind of optimizer.
-    """
+    """Put saved state back by name; what is not in it has none afterwards. The optimizer's own grouping stays."""
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise CheckpointError(
@@ -339,22 +271,13 @@ def load_optimizer_state(
 
 
 def counters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What optimizers such as LAMB count per group of parameters, copied.
-
-    Args:
-        group: A group of an optimizer, or one that `optimizer_state` returned.
-    """
+    """What optimizers such as LAMB count per group of parameters, copied."""
     found = {key: group[key] for key in _COUNTERS & group.keys()}
     return {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in found.items()}
 
 
 def put_counters(group: dict[str, Any], counters: Mapping[str, Any]) -> None:
-    """Give a group of parameters the counters that `counters_of` returned, and no others.
-
-    Args:
-        group: A group of an optimizer.
-        counters: What it is to have counted.
-    """
+    """Give a group of parameters the counters that `counters_of` returned, and no others."""
     for key in _COUNTERS & group.keys():
         del group[key]
     group.update(counters_of(counters))
@@ -384,16 +307,7 @@ def _plain(value: object) -> bool:
 
 
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
-    """The options that a recipe stands for, without the recipe.
-
-    Args:
-        config: As users give it.
-        total_steps: Steps of the run, where they are known.
-        replicas: Workers that exchange gradients; one exchanges nothing and compresses nothing.
-
-    Raises:
-        UsageError: Options contradict each other, or the length of the run is needed and not known.
-    """
+    """The options that a recipe stands for, without the recipe."""
     if config.lr_per_sample is not None:
         config = replace(config, lr=config.lr_per_sample * config.batch_size, lr_per_sample=None)
     if config.recipe == "none":
@@ -413,12 +327,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
 
 
 def codec_text(config: TrainConfig, total_steps: int | None) -> str:
-    """The codec of a recipe, as text; what `--compress` says of it goes before what other options say.
-
-    Args:
-        config: Options with a recipe.
-        total_steps: Steps of the run; None where they are not known.
-    """
+    """The codec of a recipe, as text; what `--compress` says of it goes before what other options say."""
     name, _, options = config.compress.strip().partition(":")
     given = dict(part.partition("=")[::2] for part in options.split(",") if part)
     codec = config.recipe.replace("-", "_")
@@ -437,16 +346,7 @@ def make_optimizer(
     no_decay: Collection[str] | None = None,
     scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a model, or of a stage of it.
-
-    Args:
-        module: The model.
-        config: As users give it.
-        expanded: What `expand` made of it.
-        replicas: As of `expand`.
-        no_decay: Names of parameters without weight decay; default: what `undecayed_names` says of the module.
-        scales: What the learning rate of a parameter is multiplied with, by name.
-    """
+    """The optimizer of a model, or of a stage of it."""
     names = undecayed_names(module, config.no_decay) if no_decay is None else no_decay
     groups = parameter_groups(module, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
     if config.recipe != "none" and replicas == 1:

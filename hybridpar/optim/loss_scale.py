@@ -19,16 +19,6 @@ class LossScale:
     The scale follows the rule of `torch.amp.GradScaler`: it is halved by a step whose gradients are not all finite, and
     doubled after `interval` steps in a row whose gradients are. Scales are powers of two, so that scaling itself rounds
     nothing. All numbers are tensors on the device; the host reads none of them.
-
-    Args:
-        device: Where the gradients are.
-        initial: Scale of the first step.
-        growth: Factor of a rise.
-        backoff: Factor of a fall.
-        interval: Steps from one rise to the next.
-
-    Attributes:
-        value: The scale, 0-d float32; changed in place.
     """
 
     def __init__(
@@ -49,12 +39,6 @@ class LossScale:
         """From now on divide gradients of a module's parameters by the scale, before they are added up.
 
         Frozen parameters are included, since they may be thawed between steps.
-
-        Args:
-            module: The module, whose loss is scaled.
-
-        Returns:
-            Handles that remove the hooks.
         """
         divide = partial(torch.mul, self._inverse)
         handles = []
@@ -68,11 +52,7 @@ class LossScale:
         return handles
 
     def update(self, commit: bool | Tensor) -> None:
-        """Follow a step.
-
-        Args:
-            commit: Whether its gradients were finite; a 0-d tensor, 1 or 0, where the host does not know it.
-        """
+        """Follow a step."""
         good = torch.as_tensor(commit, device=self.value.device).bool()
         self._steps.add_(1.0).mul_(good)
         rises = self._steps >= self._interval
@@ -83,19 +63,11 @@ class LossScale:
         self._inverse.copy_(1.0 / self.value)
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and number of steps since it last changed.
-
-        Returns:
-            Both by name.
-        """
+        """Scale and number of steps since it last changed."""
         return {"scale": float(self.value), "steps": float(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Put saved values back.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Put saved values back."""
         self.value.fill_(state["scale"])
         self._steps.fill_(state["steps"])
         self._inverse.copy_(1.0 / self.value)

@@ -14,14 +14,7 @@ from hybridpar.config import OptimizerConfig
 
 
 class BinaryCrossEntropy(nn.Module):
-    """Binary cross-entropy of each class, as timm has it (Wightman et al. 2021, "ResNet strikes back", section 2.1).
-
-    Args:
-        smoothing: Label smoothing: class numbers become what `soft_targets` says, and targets of several labels move
-            towards 1/2.
-        threshold: Targets above it count as 1 and others as 0, after the smoothing; None takes them as they are.
-        smooth_dense: Whether targets of shape (n, classes) are smoothed too; those of mixup have been.
-    """
+    """Binary cross-entropy of each class, as timm has it (Wightman et al. 2021, "ResNet strikes back", section 2.1)."""
 
     def __init__(self, smoothing: float = 0.0, threshold: float | None = None, smooth_dense: bool = False) -> None:
         super().__init__()
@@ -30,15 +23,7 @@ class BinaryCrossEntropy(nn.Module):
         self.smooth_dense = smooth_dense
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over samples and classes.
-
-        Args:
-            outputs: Logits, shape (n, classes).
-            targets: Class numbers, shape (n,), or a target for each class, shape (n, classes).
-
-        Returns:
-            The loss, 0-d.
-        """
+        """The mean over samples and classes."""
         if targets.shape != outputs.shape:
             targets = soft_targets(targets, outputs.shape[-1], self.smoothing, outputs.dtype)
         elif self.smooth_dense and self.smoothing:
@@ -49,30 +34,14 @@ class BinaryCrossEntropy(nn.Module):
 
 
 def soft_targets(labels: Tensor, classes: int, smoothing: float = 0.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Class numbers as a target for each class: 1 - smoothing + smoothing/classes, and smoothing/classes for others.
-
-    Args:
-        labels: Class numbers, shape (n,).
-        classes: Number of classes.
-        smoothing: Label smoothing.
-        dtype: Of the result; default: float32.
-
-    Returns:
-        Shape (n, classes).
-    """
+    """Class numbers as a target for each class: 1 - smoothing + smoothing/classes, and smoothing/classes for others."""
     off = smoothing / classes
     filled = torch.full((len(labels), classes), off, device=labels.device, dtype=dtype or torch.float32)
     return filled.scatter_(1, labels.long().view(-1, 1), 1.0 - smoothing + off)
 
 
 def make_loss(config: OptimizerConfig, *, several_labels: bool = False, mixed: bool = False) -> nn.Module:
-    """The loss that options name.
-
-    Args:
-        config: `loss`, `label_smoothing` and `bce_threshold`.
-        several_labels: Samples may have several labels, so that `auto` is binary cross-entropy.
-        mixed: Targets come from mixup, which has smoothed them.
-    """
+    """The loss that options name."""
     smoothing = 0.0 if mixed else config.label_smoothing
     if config.loss == "bce" or (config.loss == "auto" and several_labels):
         return BinaryCrossEntropy(smoothing, config.bce_threshold, smooth_dense=several_labels)

@@ -48,12 +48,6 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
     - `multistep`: high rate^(epochs of `at` that have passed), as torch's MultiStepLR;
     - `exp`: high rate^(t / every);
     - `plateau` and `constant`: high.
-
-    Args:
-        step: Number of the step, from 0; between two steps where batches have changed their size.
-        total: Steps in the whole run.
-        steps_per_epoch: Steps in an epoch.
-        config: The schedule.
     """
     schedule = config.rate_schedule
     epoch: float = steps_per_epoch  # in units of what the rate changes with
@@ -81,13 +75,7 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
 
 
 def warmup_length(total: int, epoch: float, config: OptimizerConfig) -> int:
-    """Length of the warm-up: at most half of the run.
-
-    Args:
-        total: Length of the run, in steps or epochs.
-        epoch: Length of an epoch, likewise.
-        config: The schedule.
-    """
+    """Length of the warm-up: at most half of the run."""
     return min(round(config.warmup_epochs * epoch), total // 2)
 
 
@@ -111,15 +99,7 @@ def _after_falls(step: float, since: float, total: int, epoch: float, schedule: 
 
 
 class Plateau:
-    """Lowers the learning rate when a metric has stopped rising: torch's ReduceLROnPlateau without an optimizer.
-
-    Args:
-        peak: The learning rate to begin with.
-        schedule: When to lower it, and to what.
-
-    Attributes:
-        factor: The learning rate as a fraction of the peak rate.
-    """
+    """Lowers the learning rate when a metric has stopped rising: torch's ReduceLROnPlateau without an optimizer."""
 
     def __init__(self, peak: float, schedule: OnPlateau) -> None:
         self._peak = peak
@@ -138,11 +118,7 @@ class Plateau:
         return float(self._holder.param_groups[0]["lr"]) / self._peak
 
     def step(self, metric: float) -> None:
-        """Take a result into account; the larger, the better.
-
-        Args:
-            metric: Such as the accuracy after an epoch.
-        """
+        """Take a result into account; the larger, the better."""
         self._scheduler.step(metric)
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,11 +127,7 @@ class Plateau:
         return {"lr": self._holder.param_groups[0]["lr"], **{key: getattr(self._scheduler, key) for key in kept}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
-
-        Args:
-            state: It.
-        """
+        """Take over what `state_dict` returned."""
         self._holder.param_groups[0]["lr"] = float(state["lr"])
         for key in state.keys() - {"lr"}:
             setattr(self._scheduler, key, state[key])
@@ -201,19 +173,11 @@ class Pace:
         return self.legs[-1].batch_size / self.legs[0].batch_size
 
     def leg_of(self, step: int) -> Leg:
-        """The leg of a step, from 0.
-
-        Args:
-            step: The step.
-        """
+        """The leg of a step, from 0."""
         return next(leg for leg in reversed(self.legs) if leg.step <= step)
 
     def first_steps(self, step: int) -> float:
-        """Steps of the first batch size after which as many epochs have passed as after these steps.
-
-        Args:
-            step: Steps that are done.
-        """
+        """Steps of the first batch size after which as many epochs have passed as after these steps."""
         leg = self.leg_of(step)
         return (leg.epoch + (step - leg.step) / leg.steps_per_epoch) * self.legs[0].steps_per_epoch
 
@@ -223,23 +187,14 @@ class Pace:
         return leg.step + (self.epochs - leg.epoch) * leg.steps_per_epoch
 
     def factor(self, step: int, config: OptimizerConfig) -> float:
-        """Learning rate of a step as a fraction of the peak rate, which is that of the first batch size.
-
-        Args:
-            step: Steps done before it.
-            config: The schedule.
-        """
+        """Learning rate of a step as a fraction of the peak rate, which is that of the first batch size."""
         first = self.legs[0]
         total = self.epochs * first.steps_per_epoch
         samples = self.leg_of(step).batch_size / first.batch_size
         return samples * rate_factor(self.first_steps(step), total, first.steps_per_epoch, config)
 
     def begin(self, leg: Leg) -> None:
-        """Go on with another batch size; a leg that begins where the last one began takes its place.
-
-        Args:
-            leg: What comes next.
-        """
+        """Go on with another batch size; a leg that begins where the last one began takes its place."""
         while self.legs and self.legs[-1].step >= leg.step:
             self.legs.pop()
         self.legs.append(leg)
@@ -250,10 +205,5 @@ class Pace:
 
     @classmethod
     def of(cls, epochs: int, plain: Sequence[Sequence[int]]) -> Pace:
-        """What `plain` said.
-
-        Args:
-            epochs: Epochs of the run.
-            plain: What `plain` returned.
-        """
+        """What `plain` said."""
         return cls(epochs, [Leg(*row) for row in plain])

@@ -216,18 +216,7 @@ class Problem:
 
 
 class IntervalCosts:
-    """Costs of all intervals of a topological order.
-
-    Args:
-        graph: Units in the order to cut.
-
-    Attributes:
-        compute: Milliseconds at speed 1; entry [i, j] is the interval [i, j), infinite where that is empty.
-        incoming: Bytes that enter in the forward pass; a value that several units of the interval use counts once.
-        returning: Bytes of gradients that leave in the backward pass.
-        saved: Bytes of distinct storages kept for backward, one micro-batch.
-        parameters: Bytes of parameters.
-    """
+    """Costs of all intervals of a topological order."""
 
     def __init__(self, graph: UnitGraph) -> None:
         count = len(graph)
@@ -246,12 +235,7 @@ class IntervalCosts:
         self.saved = _distinct(count, ((item.bytes, -1, item.units) for item in graph.saved), inputs=False)
 
     def stage_ms(self, problem: Problem, stage: int) -> Matrix:
-        """Time of every interval as a given stage: compute at its lane's speed, and its transfers.
-
-        Args:
-            problem: Devices, link and schedule.
-            stage: Number of the stage.
-        """
+        """Time of every interval as a given stage: compute at its lane's speed, and its transfers."""
         time = self.compute / problem.worker(stage).lane_speed
         if stage and not problem.link.is_free and problem.worker_of(stage) != problem.worker_of(stage - 1):
             rate = problem.link.bytes_per_second or np.inf
@@ -260,12 +244,7 @@ class IntervalCosts:
         return time
 
     def stage_bytes(self, problem: Problem, stage: int) -> Matrix:
-        """Memory of every interval as a given stage: parameters, gradients, optimizer state, activations in flight.
-
-        Args:
-            problem: Devices, link and schedule.
-            stage: Number of the stage.
-        """
+        """Memory of every interval as a given stage: parameters, gradients, optimizer state, activations in flight."""
         copies = 2 + problem.optimizer_copies
         return problem.flights(stage) * self.saved + copies * self.parameters
 
@@ -295,15 +274,7 @@ def _distinct(count: int, items: Iterable[tuple[int, int, tuple[int, ...] | list
 
 
 def require_units(graph: UnitGraph, stages: int) -> None:
-    """Refuse more stages than units.
-
-    Args:
-        graph: Units of the model.
-        stages: Number of stages.
-
-    Raises:
-        PartitionError: There are too few units.
-    """
+    """Refuse more stages than units."""
     if stages > len(graph):
         raise PartitionError(
             f"{stages} stages are asked for, the model has {len(graph)} unit(s)",

@@ -18,26 +18,12 @@ Cuts = tuple[int, ...]
 
 
 def least_maximum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
-    """Cut an order so that the largest stage cost is least.
-
-    Args:
-        costs: One matrix per stage over all intervals; infinite where an interval is not allowed.
-
-    Returns:
-        The least largest cost, and the cuts; infinite and None where nothing is allowed.
-    """
+    """Cut an order so that the largest stage cost is least."""
     return _solve(costs, np.maximum)
 
 
 def least_sum(costs: Sequence[Matrix]) -> tuple[float, Cuts | None]:
-    """Cut an order so that the sum of stage costs is least. Arguments and result as for `least_maximum`.
-
-    Args:
-        costs: One matrix per stage over all intervals; infinite where an interval is not allowed.
-
-    Returns:
-        The least sum, and the cuts; infinite and None where nothing is allowed.
-    """
+    """Cut an order so that the sum of stage costs is least. Arguments and result as for `least_maximum`."""
     return _solve(costs, np.add)
 
 
@@ -61,22 +47,11 @@ def _solve(costs: Sequence[Matrix], join: Callable[[Matrix, Matrix], Matrix]) ->
 
 
 def stages_of(cuts: Cuts, count: int) -> list[int]:
-    """Stage of every position of an order of `count` units.
-
-    Args:
-        cuts: Ends of all stages but the last.
-        count: Units of the order.
-    """
+    """Stage of every position of an order of `count` units."""
     return [bisect_right(cuts, place) for place in range(count)]
 
 
 def pick(cost: Matrix, cuts: Cuts, stage: int) -> float:
-    """Cost of one stage of a partition.
-
-    Args:
-        cost: Over all intervals.
-        cuts: Ends of all stages but the last.
-        stage: Number of the stage.
-    """
+    """Cost of one stage of a partition."""
     ends = (0, *cuts, cost.shape[0] - 1)
     return float(cost[ends[stage], ends[stage + 1]])

@@ -117,21 +117,7 @@ def run_example(
     *,
     training: bool = True,
 ) -> dict[fx.Node, NodeFacts]:
-    """Run a graph once and note the facts of every node.
-
-    Args:
-        model: The model; its state is put back afterwards.
-        graph: One of its graphs.
-        resolve: Finds an attribute of the model, or a constant of the trace, by qualified name.
-        inputs: Example inputs at the true micro-batch, dtype and memory format.
-        training: Mode to run in; in evaluation nothing is saved for backward.
-
-    Returns:
-        Facts of every node but the output.
-
-    Raises:
-        UsageError: The model refuses the inputs; the message names the node, its module and the shapes it got.
-    """
+    """Run a graph once and note the facts of every node."""
     with untouched(model, training=training), torch.set_grad_enabled(training):
         if not is_deferred(model):
             return _Run(model, graph, resolve).run(inputs)
@@ -276,12 +262,7 @@ class _Run:
 
 
 def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
-    """What a node calls, as a function of its arguments.
-
-    Args:
-        node: A node that calls something.
-        resolve: Finds an attribute of the model, or a constant of the trace, by qualified name.
-    """
+    """What a node calls, as a function of its arguments."""
     if node.op == "call_module":
         return cast(Callable[..., Any], resolve(str(node.target)))
     if node.op == "call_method":
@@ -297,11 +278,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def describe_target(node: fx.Node) -> str:
-    """The module path or the function of a node, for messages and tables.
-
-    Args:
-        node: The node.
-    """
+    """The module path or the function of a node, for messages and tables."""
     if node.op in ("call_module", "get_attr"):
         return str(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -310,10 +287,6 @@ def describe_target(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose code made the node; empty for the model itself.
-
-    Args:
-        node: The node.
-    """
+    """Path of the module whose code made the node; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(next(reversed(stack))) if stack else ""

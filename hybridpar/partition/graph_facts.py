@@ -44,11 +44,7 @@ class GraphFacts:
     derived: frozenset[fx.Node]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them.
-
-        Args:
-            node: The node.
-        """
+        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
         found: dict[fx.Node, None] = {}
         stack = list(node.all_input_nodes)[::-1]
         while stack:
@@ -76,12 +72,7 @@ class GraphFacts:
 
 
 def resolve_attribute(traced: TracedModel, name: str) -> object:
-    """The module, parameter, buffer or constant that a graph calls by this qualified name.
-
-    Args:
-        traced: The traced model.
-        name: The qualified name.
-    """
+    """The module, parameter, buffer or constant that a graph calls by this qualified name."""
     if name in traced.constants:
         return traced.constants[name]
     value: object = traced.model
@@ -91,12 +82,7 @@ def resolve_attribute(traced: TracedModel, name: str) -> object:
 
 
 def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
-    """Parameters and buffers of the module that a node calls, and parameters that it is given.
-
-    Args:
-        traced: The traced model.
-        node: A node of one of its graphs.
-    """
+    """Parameters and buffers of the module that a node calls, and parameters that it is given."""
     found: list[torch.Tensor] = []
     if node.op == "call_module":
         module = resolve_attribute(traced, str(node.target))
@@ -109,20 +95,7 @@ def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
 def examine_graph(
     traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool
 ) -> GraphFacts:
-    """Run one graph of a model on an example, and sort its nodes by what splitting does with them.
-
-    Args:
-        traced: The traced model.
-        graph: One of its graphs; later uses of what it changes in place are bound to the result of the change.
-        inputs: Example inputs at the true micro-batch, dtype and memory format.
-        training: Mode to run in.
-
-    Returns:
-        The graph, with the facts of its nodes.
-
-    Raises:
-        UsageError: The model refuses the inputs.
-    """
+    """Run one graph of a model on an example, and sort its nodes by what splitting does with them."""
     facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
     _bind_in_place(graph, facts)
     compute, derived = [], set()

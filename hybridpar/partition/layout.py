@@ -66,15 +66,7 @@ class Layout:
 
 
 def lay_out(graph: UnitGraph, stage_of: list[int]) -> Layout:
-    """Place the units of a partitioned graph.
-
-    Args:
-        graph: Units with times.
-        stage_of: Stage of every unit.
-
-    Returns:
-        Blocks and wires, in milliseconds on the time axis.
-    """
+    """Place the units of a partitioned graph."""
     feeds: list[set[int]] = [set() for _ in graph.units]
     needs: list[set[int]] = [set() for _ in graph.units]
     for before, after in graph.edges():
@@ -139,11 +131,7 @@ def _common(paths: list[list[str]]) -> list[str]:
 
 
 def readable_bytes(size: float) -> str:
-    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes.
-
-    Args:
-        size: In bytes.
-    """
+    """A size in the unit that suits it, decimal: 1 MB is 10^6 bytes."""
     for unit in ("B", "kB", "MB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"

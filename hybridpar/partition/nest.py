@@ -21,12 +21,7 @@ Path = tuple[Any, ...]
 
 
 def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All tensors in a nested value, each with the keys that lead to it, in order.
-
-    Args:
-        value: Tensors in tuples, lists and dicts; anything else has none.
-        path: Keys that lead to the value.
-    """
+    """All tensors in a nested value, each with the keys that lead to it, in order."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -38,14 +33,7 @@ def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Ten
 
 
 def as_inputs(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """One micro-batch as the tuple of a model's inputs; a single tensor is a single input.
-
-    Args:
-        inputs: One tensor, or one for each input of the model; the first dimension is the micro-batch.
-
-    Raises:
-        UsageError: There is none, something is no tensor, or the first dimension holds no samples.
-    """
+    """One micro-batch as the tuple of a model's inputs; a single tensor is a single input."""
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     wrong = next((item for item in given if not isinstance(item, torch.Tensor)), None)
     if wrong is not None or not given:
@@ -64,11 +52,7 @@ def as_inputs(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tens
 
 
 def can_cross(value: Any) -> bool:
-    """Whether a value is made of tensors and plain containers alone, so that it can be sent tensor by tensor.
-
-    Args:
-        value: What a node returned.
-    """
+    """Whether a value is made of tensors and plain containers alone, so that it can be sent tensor by tensor."""
     if value is None or isinstance(value, torch.Tensor):
         return True
     if type(value) in (dict, OrderedDict):
@@ -83,11 +67,7 @@ def _is_named_tuple(value: Any) -> bool:
 
 
 def skeleton(value: Any) -> Any:
-    """The same nesting with every tensor replaced by its path, so that no memory is held.
-
-    Args:
-        value: Tensors in plain containers.
-    """
+    """The same nesting with every tensor replaced by its path, so that no memory is held."""
 
     def strip(item: Any, path: Path) -> Any:
         if isinstance(item, torch.Tensor):
@@ -117,16 +97,7 @@ class Nested:
 
 
 def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = None) -> Any:
-    """Put a skeleton together again.
-
-    Args:
-        shape: A skeleton.
-        leaves: Each tensor, or the node of it, by its path.
-        graph: Receives the nodes that build types which fx cannot write as a literal; None builds them.
-
-    Returns:
-        The value, or something that can stand as an argument of a node.
-    """
+    """Put a skeleton together again."""
     call: Callable[..., Any] = graph.call_function if graph is not None else lambda kind, given: kind(*given)
     if shape is None:
         return None
@@ -143,12 +114,7 @@ def rebuild(shape: Any, leaves: Mapping[Path, Any], graph: fx.Graph | None = Non
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is.
-
-    Args:
-        value: Tensors in plain containers.
-        change: What a tensor is replaced by.
-    """
+    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -136,18 +136,7 @@ def make_plan(
     name: str | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """The plan of a partition: its sections `partition`, `placement` and `measured`.
-
-    Args:
-        units: The model and its units.
-        graph: Units with times.
-        problem: What the partition was asked for.
-        balance: The partition.
-        times: Where the times of the graph come from.
-        inputs: The micro-batch that was measured.
-        name: What to call the model; default: its class.
-        threads: Intra-op threads that were measured with; None for as many as torch uses.
-    """
+    """The plan of a partition: its sections `partition`, `placement` and `measured`."""
     speeds = [problem.worker(stage).lane_speed for stage in range(problem.stages)]
     stages = plan_stages(graph, balance.stage_of, speeds)
     single = inputs[0] if len(inputs) == 1 else None
@@ -182,13 +171,7 @@ def make_plan(
 
 
 def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[float]) -> tuple[StagePlan, ...]:
-    """The stages of a partition, as a plan says them.
-
-    Args:
-        graph: Units with times and sizes of one micro-batch.
-        stage_of: Stage of every unit.
-        speeds: Of the lane of every stage, over the device of the times.
-    """
+    """The stages of a partition, as a plan says them."""
     sent, saved, stages = graph.cut_bytes(stage_of), saved_bytes(graph, stage_of), []
     for index, speed in enumerate(speeds):
         members = [unit for unit, stage in zip(graph.units, stage_of, strict=True) if stage == index]
@@ -217,12 +200,7 @@ def _placement(problem: Problem) -> Placement:
 
 
 def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
-    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage.
-
-    Args:
-        graph: Units with what they keep.
-        stage_of: Stage of every unit.
-    """
+    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage."""
     totals = [0] * (max(stage_of) + 1)
     for item in graph.saved:
         for stage in {stage_of[unit] for unit in item.units}:
@@ -231,16 +209,7 @@ def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
 
 
 def require_model(plan: Plan, model: nn.Module, name: str) -> None:
-    """Refuse a plan that was made for another model.
-
-    Args:
-        plan: The plan.
-        model: The model at hand.
-        name: What to call it.
-
-    Raises:
-        PlanError: They differ; the message has what is known of both.
-    """
+    """Refuse a plan that was made for another model."""
     facts = {"parameters": f"{parameter_count(model):,}"}
     if (parameter := next(model.parameters(), None)) is not None:
         facts["dtype"] = str(parameter.dtype).removeprefix("torch.")

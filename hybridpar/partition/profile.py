@@ -66,11 +66,7 @@ class UnitTimes:
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
-        """The graph with these times.
-
-        Args:
-            graph: Units in the same order.
-        """
+        """The graph with these times."""
         return graph.with_times(list(zip(self.forward_ms, self.backward_ms, strict=True)))
 
 
@@ -142,15 +138,7 @@ def measure_units(
 
 
 def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> float:
-    """Time of the backward pass of a whole model, in milliseconds; the minimum of three counts, after one more.
-
-    Args:
-        model: The model, on the device and with the threads that it will be trained with. It is left as it was.
-        inputs: One micro-batch, at the dtype and memory format of the training.
-
-    Raises:
-        UsageError: The model's training step fails.
-    """
+    """Time of the backward pass of a whole model, in milliseconds; the minimum of three counts, after one more."""
     clock = Clock(next((tensor.device for tensor in (*model.parameters(), *inputs)), torch.device("cpu")))
     with untouched(model, training=True):
         for parameter in model.parameters():
@@ -194,9 +182,6 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
 
     The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
     measurements that agree are right, however wrong a third one is.
-
-    Args:
-        tries: Measurements of the same units.
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
@@ -234,21 +219,7 @@ def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int,
 def measure_lanes(
     model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
 ) -> tuple[float, float]:
-    """How much slower a lane runs while all lanes of its device are busy, and how sure that is.
-
-    Args:
-        model: The model, on the device in question; its state is put back, copies of it run on the other lanes.
-        inputs: One micro-batch.
-        lanes: Number of lanes: streams on CUDA, threads on CPU.
-        passes: Times both ways are measured, in turns; the minimum of each counts.
-
-    Returns:
-        Time of a step with all lanes busy over its time alone; 1 means that lanes do not disturb each other. And the
-        noise: how far the two least times of a way lie apart, relative; infinite after a single pass.
-
-    Raises:
-        UsageError: There is no lane.
-    """
+    """How much slower a lane runs while all lanes of its device are busy, and how sure that is."""
     if lanes < 1:
         raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
     with untouched(model, training=True):
@@ -320,12 +291,7 @@ _CPU_BYTES = 10e9
 
 
 def device_roofline(device: torch.device, threads: int | None = None) -> Roofline:
-    """The roofline of a device: what a CUDA device says of itself, or a generic CPU with so many threads.
-
-    Args:
-        device: The device.
-        threads: Intra-op threads on a CPU; None for as many as torch uses.
-    """
+    """The roofline of a device: what a CUDA device says of itself, or a generic CPU with so many threads."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         clock = getattr(properties, "clock_rate", 1_500_000) * 1e3
@@ -343,10 +309,6 @@ def estimate_units(graph: UnitGraph, roofline: Roofline) -> UnitTimes:
     The forward pass reads inputs and parameters and writes outputs. The backward pass does twice the arithmetic
     (gradients of input and of weight; once where no input needs a gradient), reads what was saved and the incoming
     gradient, and writes the gradients of inputs and parameters.
-
-    Args:
-        graph: Units with FLOPs and sizes.
-        roofline: Of the device.
     """
     incoming = [0] * len(graph)
     incoming_gradient = [0] * len(graph)

@@ -37,20 +37,12 @@ NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 20.0
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a device as its maker calls it.
-
-    Args:
-        device: The device.
-    """
+    """Name of a device as its maker calls it."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
 
 
 def memory_format_name(tensor: torch.Tensor) -> str:
-    """`channels_last` or `contiguous`.
-
-    Args:
-        tensor: Of any shape; only one of four dimensions can be channels_last.
-    """
+    """`channels_last` or `contiguous`."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     return "channels_last" if last else "contiguous"
 
@@ -66,21 +58,7 @@ def measured_profile(
     announce: Callable[[str], None] | None = None,
     seconds: float = MOST_SECONDS,
 ) -> UnitTimes:
-    """The times of all units: those that were kept, or measured now and kept.
-
-    Args:
-        units: The model and its units.
-        inputs: One micro-batch, as for `measure_units`.
-        passes: Passes of each measurement.
-        threads: Intra-op threads on CPU; None keeps the present number.
-        cache: Directory of profiles measured before; None measures always.
-        progress: Told after every pass.
-        announce: Told in one line what is being done.
-        seconds: No measurement is begun again after so many.
-
-    Raises:
-        UsageError: `passes` or `threads` is too small, or the model's training step fails.
-    """
+    """The times of all units: those that were kept, or measured now and kept."""
     say = announce or (lambda line: None)
     key = profile_key(units, inputs, threads or torch.get_num_threads(), passes)
     known = load_profile(key, cache) if cache is not None else None
@@ -105,12 +83,7 @@ def measured_profile(
 
 
 def machine_key(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """What times on a device depend on, whatever is measured.
-
-    Args:
-        device: The device.
-        threads: Intra-op threads on a CPU; default: as many as torch uses now.
-    """
+    """What times on a device depend on, whatever is measured."""
     return {
         "device": device_name(device),
         "threads": threads or torch.get_num_threads(),
@@ -120,14 +93,7 @@ def machine_key(device: torch.device, threads: int | None = None) -> dict[str, A
 
 
 def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int, passes: int) -> dict[str, Any]:
-    """Everything that measured times depend on.
-
-    Args:
-        units: The model and its units.
-        inputs: One micro-batch.
-        threads: Intra-op threads on CPU.
-        passes: Passes of a measurement.
-    """
+    """Everything that measured times depend on."""
     parameter = next(units.model.parameters(), inputs[0])
     return {
         "model": model_fingerprint(units.model),
@@ -147,12 +113,7 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
 
 
 def load_profile(key: dict[str, Any], directory: Path) -> UnitTimes | None:
-    """The times measured for a key before, or None.
-
-    Args:
-        key: As `profile_key` makes it.
-        directory: Where they are kept.
-    """
+    """The times measured for a key before, or None."""
     try:
         times = _TIMES.validate_python(load_measurement(KIND, key, directory))
     except ValidationError:

@@ -63,15 +63,7 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
 
 
 def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
-    """Check that an assignment of units to stages can run; returns the number of stages.
-
-    Args:
-        units: The model and its units.
-        stage_of: Stage of every unit.
-
-    Raises:
-        PartitionError: As for `split_model`.
-    """
+    """Check that an assignment of units to stages can run; returns the number of stages."""
     if len(stage_of) != len(units.graph):
         raise PartitionError(
             f"{len(stage_of)} units are assigned to stages, the model has {len(units.graph)}",

@@ -40,10 +40,6 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
     Restored are parameters, buffers, gradients, training flags, hooks, and Python attributes of the modules: numbers,
     tensors, arrays, random generators, and what lists, dicts, sets and objects of the user's own classes hold. Not
     restored is what Python cannot rewind: an iterator that `forward` advances, an open file, a global variable.
-
-    Args:
-        model: The model that runs inside the block.
-        training: Mode to run in; None keeps the flags as they are.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
@@ -61,11 +57,7 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
 
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors.
-
-    Args:
-        model: The model whose code runs inside the block.
-    """
+    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors."""
     with _restored(model, values=False):
         yield
 
@@ -96,11 +88,7 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
 
 
 def mutable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Values of a module's own Python attributes, without tensors, in a form that can be compared later.
-
-    Args:
-        module: The module, without its sub-modules.
-    """
+    """Values of a module's own Python attributes, without tensors, in a form that can be compared later."""
     return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
@@ -130,11 +118,7 @@ def _is_users_object(value: Any) -> bool:
 
 
 class _State:
-    """Values of everything that can be reached from modules, and how to put them back.
-
-    Args:
-        values: Copy tensors as well; else only which memory they use is kept.
-    """
+    """Values of everything that can be reached from modules, and how to put them back."""
 
     def __init__(self, values: bool) -> None:
         self._values = values
@@ -271,12 +255,6 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
 
     An operation on traced values becomes a node and does not run. One on tensors only, such as `self.steps.add_(1)`
     or `torch.rand(6)`, does run, once, and leaves at most a constant in the graph.
-
-    Args:
-        model: The model that is traced inside the block.
-
-    Raises:
-        OutsideGraphError: In place of such an operation; nothing has happened yet.
     """
     modules = {module: path for path, module in model.named_modules()}
 

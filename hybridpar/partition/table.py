@@ -16,11 +16,7 @@ _BAR = 8
 
 
 def partition_table(plan: Plan) -> Group:
-    """The table of a plan and a line of its quality, for rich.
-
-    Args:
-        plan: The plan.
-    """
+    """The table of a plan and a line of its quality, for rich."""
     part = plan.partition
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for name, side in (

@@ -97,11 +97,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
-    """Trace a model on the meta device: whatever its graph may lack is kept whole.
-
-    Raises:
-        TraceError: That is in the model's own code, or must not be run twice.
-    """
+    """Trace a model on the meta device: whatever its graph may lack is kept whole."""
     whole = whole | _counting(model, counters_without_memory(model, inputs))
     reasons: dict[str, str] = {}
     while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
@@ -119,11 +115,7 @@ def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
 
 
 def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
-    """Sub-modules that count in Python numbers; they do so only where they are called as modules.
-
-    Raises:
-        TraceError: The model itself does.
-    """
+    """Sub-modules that count in Python numbers; they do so only where they are called as modules."""
     if "" in counters:
         raise TraceError(
             f"{type(model).__name__} changes its attribute {counters['']!r} in every forward pass",
@@ -137,11 +129,7 @@ def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
 
 
 def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
-    """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
-
-    Returns:
-        One such sub-module, and those of the same class, which share its code; none where the model's own code is it.
-    """
+    """Sub-modules whose traced code computes something else, found by keeping all but some of them whole."""
 
     def differs(closed: Iterable[str]) -> bool:
         try:

@@ -64,15 +64,7 @@ class Difference:
 
 
 class TraceCheck:
-    """Runs a model once, and compares any number of its graphs with that run.
-
-    Args:
-        model: The model; it is as before after every call.
-        inputs: One micro-batch, for shapes and types.
-
-    Attributes:
-        counters: A Python attribute that changes in every forward pass, by the name of the module that has it.
-    """
+    """Runs a model once, and compares any number of its graphs with that run."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
@@ -90,12 +82,7 @@ class TraceCheck:
             break
 
     def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
-        """Where graphs first differ from the model; None where they do not, or where the model itself cannot run.
-
-        Args:
-            graphs: The graphs of both modes.
-            exact: Do not ask float64: the graphs may lack an autocast, which leaves float64 as it is.
-        """
+        """Where graphs first differ from the model; None where they do not, or where the model itself cannot run."""
         for training, expected in self._expected.items():
             found = self._differs(graphs, training, self._batches, expected)
             if found is None:
@@ -172,15 +159,7 @@ def _run(
 
 
 def counters_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Python attributes that change in every forward pass of a model on the meta device.
-
-    Args:
-        model: The model; it is as before afterwards.
-        inputs: One micro-batch.
-
-    Returns:
-        The name of one such attribute, by the name of the module that has it.
-    """
+    """Python attributes that change in every forward pass of a model on the meta device."""
     with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
         _seed(model, 0)
         given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []

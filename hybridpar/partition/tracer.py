@@ -37,20 +37,12 @@ _NUMBERS = METADATA_METHODS | {"item", "tolist"}
 
 
 def stop_gradient(value: Any) -> Any:
-    """What a `no_grad` block makes of the result of an operation: its tensors, detached.
-
-    Args:
-        value: Tensors in plain containers.
-    """
+    """What a `no_grad` block makes of the result of an operation: its tensors, detached."""
     return map_tensors(value, torch.Tensor.detach)
 
 
 class FunctionCall:
-    """`apply` of an autograd function, under the function's own name.
-
-    Args:
-        function: A subclass of `torch.autograd.Function`.
-    """
+    """`apply` of an autograd function, under the function's own name."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -65,15 +57,7 @@ class FunctionCall:
 
 
 class ModelTracer(fx.Tracer):
-    """An fx tracer that keeps more of a model than fx does, and remembers where it failed.
-
-    Args:
-        whole: Qualified names of sub-modules that are leaves, besides those that always are.
-
-    Attributes:
-        failed: The innermost sub-module in whose call tracing failed; None where that was the model itself.
-        suspects: What the graph may lack, by the qualified name of the module whose code does it.
-    """
+    """An fx tracer that keeps more of a model than fx does, and remembers where it failed."""
 
     def __init__(self, whole: frozenset[str]) -> None:
         super().__init__()
@@ -89,12 +73,7 @@ class ModelTracer(fx.Tracer):
         return leaf or module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace a module; see `torch.fx.Tracer.trace`.
-
-        Raises:
-            OutsideGraphError: Its forward pass does something that a graph would not do again.
-            Exception: Whatever the module's own code raises.
-        """
+        """Trace a module; see `torch.fx.Tracer.trace`."""
         with torch.enable_grad(), _functions_as_nodes(self), self._nothing_outside(root):
             return super().trace(root, concrete_args)
 
@@ -133,25 +112,11 @@ class ModelTracer(fx.Tracer):
         self.suspects.setdefault(owner, reason)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Refuse a branch on what is not known yet.
-
-        Args:
-            obj: The value that is asked.
-
-        Raises:
-            TraceError: Always, of torch.fx.
-        """
+        """Refuse a branch on what is not known yet."""
         raise FxTraceError(f"a branch or a loop condition depends on {_kind(obj.node)}")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Refuse a loop over what is not known yet.
-
-        Args:
-            obj: The value that is iterated.
-
-        Raises:
-            TraceError: Always, of torch.fx.
-        """
+        """Refuse a loop over what is not known yet."""
         raise FxTraceError(f"a loop, or *arguments, cannot be iterated: they depend on {_kind(obj.node)}")
 
     @contextmanager

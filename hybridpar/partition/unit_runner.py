@@ -40,13 +40,7 @@ class _Border(torch.autograd.Function):
 
 
 class Clock:
-    """Takes times on the device where the work runs: the host clock on CPU, events in the stream on CUDA.
-
-    Args:
-        device: Where the work runs.
-        own_time: On CPU with one intra-op thread, count only the time that this thread ran. On a machine that others
-            use, that is what the work would take alone.
-    """
+    """Takes times on the device where the work runs: the host clock on CPU, events in the stream on CUDA."""
 
     def __init__(self, device: torch.device, *, own_time: bool = False) -> None:
         self.device = device
@@ -61,12 +55,7 @@ class Clock:
         return event
 
     def between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        """Milliseconds from one mark to another; call `wait` before.
-
-        Args:
-            start: The earlier mark.
-            end: The later mark.
-        """
+        """Milliseconds from one mark to another; call `wait` before."""
         if isinstance(start, torch.cuda.Event):
             assert isinstance(end, torch.cuda.Event)
             return float(start.elapsed_time(end))
@@ -81,11 +70,7 @@ class Clock:
 
 @contextmanager
 def intra_op_threads(count: int | None) -> Iterator[None]:
-    """So many intra-op threads on a CPU inside of the block, and as many as before afterwards.
-
-    Args:
-        count: How many; None keeps the present number.
-    """
+    """So many intra-op threads on a CPU inside of the block, and as many as before afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -98,12 +83,7 @@ Arrival = tuple[fx.Node, list[list[torch.Tensor | None]]]
 
 
 class UnitRunner:
-    """Runs all units of a model in one training step.
-
-    Args:
-        units: The model and its units.
-        inputs: One micro-batch.
-    """
+    """Runs all units of a model in one training step."""
 
     def __init__(self, units: ModelUnits, inputs: Sequence[torch.Tensor]) -> None:
         self.units = units
@@ -155,14 +135,7 @@ class UnitRunner:
         )
 
     def step(self, clock: Clock) -> list[tuple[float, float]]:
-        """One forward and backward pass; the gradient of every output is ones.
-
-        Args:
-            clock: Takes the times.
-
-        Returns:
-            Forward and backward milliseconds of every unit.
-        """
+        """One forward and backward pass; the gradient of every output is ones."""
         values: dict[fx.Node, Any] = dict(zip(self.units.train.placeholders, self.inputs, strict=True))
         arrivals: list[list[Arrival]] = []
         outputs: list[list[tuple[fx.Node, list[torch.Tensor]]]] = []
@@ -190,16 +163,7 @@ class UnitRunner:
         ]
 
     def alone(self, index: int, clock: Clock, passes: int) -> list[tuple[float, float]]:
-        """Time a unit by itself, on inputs that are made up; its parameters have memory meanwhile, if they had none.
-
-        Args:
-            index: The unit.
-            clock: Takes the times.
-            passes: Passes that count, after one that does not.
-
-        Returns:
-            Forward and backward milliseconds of each pass.
-        """
+        """Time a unit by itself, on inputs that are made up; its parameters have memory meanwhile, if they had none."""
         train, traced = self.units.train, self.units.traced
         given = dict(zip(train.placeholders, self.inputs, strict=True))
         like = self.inputs[0]
@@ -257,12 +221,7 @@ class UnitRunner:
 
 
 def _made_up(facts: NodeFacts, like: torch.Tensor) -> Any:
-    """A value as an example run had it, of other numbers: random ones, and zeros where they are integers.
-
-    Args:
-        facts: Of the node that returns it.
-        like: An input of the model, whose device it has, and whose memory format where it has as many dimensions.
-    """
+    """A value as an example run had it, of other numbers: random ones, and zeros where they are integers."""
     leaves = {}
     for one in facts.tensors:
         tensor = torch.zeros(one.shape, dtype=one.dtype, device=like.device)
@@ -333,24 +292,12 @@ def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:
 
 
 def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds.
-
-    Args:
-        model: The model, in the mode to run in, or a compiled form of it.
-        inputs: One micro-batch.
-        clock: Takes the times.
-    """
+    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
     return sum(_whole_step(model, inputs, clock))
 
 
 def whole_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Of that the time of the backward pass.
-
-    Args:
-        model: The model, in the mode to run in.
-        inputs: One micro-batch.
-        clock: Takes the times.
-    """
+    """Of that the time of the backward pass."""
     return _whole_step(model, inputs, clock)[1]
 
 

@@ -27,15 +27,7 @@ from hybridpar.partition.trace import TracedModel
 
 
 def pinned_groups(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
-    """Groups of nodes that must share a unit; they may overlap.
-
-    Args:
-        traced: The traced model.
-        facts: Of its training graph.
-
-    Raises:
-        TraceError: The model changes its input through a view and uses it again.
-    """
+    """Groups of nodes that must share a unit; they may overlap."""
     return [
         *_unpackers(facts),
         *_users_of_state(traced, facts),
@@ -78,15 +70,6 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
 
     Those who read before the change as well: in another stage they would need the memory as it was, while the ones
     after it need it as it is now.
-
-    Args:
-        facts: Of one graph.
-
-    Returns:
-        Groups of nodes that must share a unit.
-
-    Raises:
-        TraceError: An input is changed through a view and used again.
     """
     place = facts.place
     by_storage: dict[int, list[fx.Node]] = defaultdict(list)

@@ -45,11 +45,7 @@ class BorderFacts:
     saved_bytes: list[int] = field(default_factory=list)
 
     def bytes_of(self, name: str) -> int:
-        """Size of a tensor that crosses a border.
-
-        Args:
-            name: Of the value.
-        """
+        """Size of a tensor that crosses a border."""
         part = self.parts[name]
         return math.prod(part.shape) * part.dtype.itemsize
 
@@ -58,19 +54,7 @@ _NOTHING = BorderFacts(saved_bytes=[0])
 
 
 class BorderTable:
-    """Knows what crosses the borders of stages, for every size of micro-batch.
-
-    Args:
-        stages: All stages of the model, in order.
-        forwards: What to call for each of them.
-        measured: Stages whose saved bytes are wanted.
-        recomputed: Those of them that keep only what enters them.
-        offloaded: Those of them that keep what enters and leaves them on the device, and the rest on the host.
-        loss: What the last stage's result goes through.
-        compiled: What is called has been compiled.
-        context: Context in which stages and loss run, such as autocast.
-        own_only: Stages of other workers have no memory here: none is run for real.
-    """
+    """Knows what crosses the borders of stages, for every size of micro-batch."""
 
     def __init__(
         self,
@@ -104,12 +88,7 @@ class BorderTable:
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
-        """What a stage uses of an earlier one, in the order in which it is sent.
-
-        Args:
-            source: The stage that makes it.
-            target: The stage that uses it.
-        """
+        """What a stage uses of an earlier one, in the order in which it is sent."""
         return self._consumers[source].get(target, [])
 
     def follow_trainable(self) -> None:
@@ -122,24 +101,11 @@ class BorderTable:
             self._known.clear()
 
     def knows(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether `at` can answer for a micro-batch without running the stages.
-
-        Args:
-            inputs: The model's inputs by name.
-        """
+        """Whether `at` can answer for a micro-batch without running the stages."""
         return self._is_whole or _key_of(inputs) in self._known
 
     def at(self, inputs: Mapping[str, Tensor], target: Any = None) -> BorderFacts:
-        """The facts for a micro-batch.
-
-        Args:
-            inputs: The model's inputs by name, on the device.
-            target: What the loss compares the output with.
-
-        Raises:
-            UsageError: A stage refuses the inputs.
-            ScheduleError: A border needs a gradient that it did not need when the model was cut.
-        """
+        """The facts for a micro-batch."""
         if self._is_whole:
             return _NOTHING
         key = _key_of(inputs)
@@ -149,11 +115,7 @@ class BorderTable:
         return self._known[key]
 
     def evaluated(self, inputs: Mapping[str, Tensor]) -> dict[str, MessagePart]:
-        """What crosses the borders in evaluation, where no worker holds all stages; these are in that mode.
-
-        Args:
-            inputs: The model's inputs by name, on the device.
-        """
+        """What crosses the borders in evaluation, where no worker holds all stages; these are in that mode."""
         key = "evaluation", *_key_of(inputs)
         if key not in self._known:
             facts = BorderFacts()
@@ -168,11 +130,7 @@ class BorderTable:
         return self._known[key].parts
 
     def edges(self, facts: BorderFacts) -> tuple[Edge, ...]:
-        """All pairs of stages between which tensors flow, with their bytes.
-
-        Args:
-            facts: What crosses the borders for a micro-batch.
-        """
+        """All pairs of stages between which tensors flow, with their bytes."""
         edges = []
         for source, consumers in enumerate(self._consumers):
             for target, names in consumers.items():

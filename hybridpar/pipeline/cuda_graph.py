@@ -51,23 +51,10 @@ class Captured(Protocol[_Issued_co]):
     """What a `StepGraph` needs of an engine."""
 
     def issue(self, micro_batches: MicroBatches, global_samples: int, flags: Tensor) -> _Issued_co:
-        """Issue everything that a step does on the device, reading nothing of it.
-
-        Args:
-            micro_batches: Inputs and targets.
-            global_samples: Samples of all workers.
-            flags: Whether this worker wants to stop and to save, two float64 numbers on the device.
-
-        Returns:
-            What `adopt` makes an outcome of.
-        """
+        """Issue everything that a step does on the device, reading nothing of it."""
 
     def set_rates(self, factor: float) -> None:
-        """Set the learning rates, on the device and in the order of the current stream.
-
-        Args:
-            factor: What peak learning rates are multiplied with.
-        """
+        """Set the learning rates, on the device and in the order of the current stream."""
 
     def synchronize(self) -> None:
         """Let the host wait until everything that was issued is done."""
@@ -91,18 +78,7 @@ class _Shape:
 
 
 class StepGraph(Generic[_Issued]):
-    """Runs a training step as one CUDA graph.
-
-    Args:
-        engine: What issues steps.
-        lanes: All lanes that it issues to.
-        optimizers: What steps the parameters.
-        parameters: All parameters that are trained here.
-        warm_ups: Steps before the capture.
-
-    Attributes:
-        reason: Why no step is captured any more; None as long as that is not so.
-    """
+    """Runs a training step as one CUDA graph."""
 
     def __init__(
         self,
@@ -136,15 +112,7 @@ class StepGraph(Generic[_Issued]):
         return self._graph is not None
 
     def step(self, given: StepInput) -> _Issued | None:
-        """Run a step.
-
-        Args:
-            given: This replica's share of the batch, and what the step is to do with it.
-
-        Returns:
-            What the engine's `issue` returned for the work that has been launched on the current stream; the next step
-            overwrites its tensors. None where the step is to be run without a graph: nothing of it was done.
-        """
+        """Run a step."""
         micro_batches, global_samples = given.micro_batches, given.global_samples
         if global_samples is None:
             self._stop_trying("the samples of the other workers are not known; give batches with `global_samples`")
@@ -323,20 +291,7 @@ def check_capturable(
     random_stages: Sequence[int] = (),
     compiled: bool = False,
 ) -> None:
-    """Refuse what no step can be captured of.
-
-    Args:
-        device: Where the model is.
-        world: All workers.
-        optimizers: What steps the parameters.
-        positions: Workers that share the stages of a replica.
-        devices: Those that this worker drives, by lane, where it drives several.
-        random_stages: Stages with random operations.
-        compiled: Whether torch.compile is used.
-
-    Raises:
-        UsageError: With the rule that is broken.
-    """
+    """Refuse what no step can be captured of."""
     if device.type != "cuda":
         raise UsageError(
             f"--cuda-graph on device {str(device)!r}",

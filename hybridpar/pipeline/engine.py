@@ -54,26 +54,6 @@ class PipelineEngine:
     """Trains a model as stages on lanes and workers, times replicas.
 
     The workers of the world are `positions` times replicas; with one worker all stages are lanes of its device.
-
-    Args:
-        model: The whole model, on the device. Its state is overwritten with rank 0's.
-        stages: All its stages, in order, over its own parameters; `WholeModel` alone for a model that is not cut, whose
-            passes the calling thread runs.
-        world: All workers.
-        lanes: Lanes of this worker.
-        loss: Mean loss of outputs and targets.
-        optimizer: Makes what steps a stage's parameters: called with the stage, returns the step; None for a stage
-            without anything to train.
-        options: Where stages run, in which schedule, and how gradients are exchanged.
-        micro_batches: Micro-batches per step and replica.
-        context: Context in which model and loss run, such as autocast.
-        time_backward: Measures the milliseconds of a micro-batch's backward pass, where stage times are not known, for
-            codec `auto`; called on rank 0.
-        after_step: Makes what is done on a stage's lane after a step: called with each stage that is trained here.
-
-    Raises:
-        ScheduleError: Stages, workers and options do not fit each other.
-        SyncError: The workers were given different models, stages or options.
     """
 
     def __init__(
@@ -301,45 +281,15 @@ class PipelineEngine:
         stop: bool = False,
         save: bool = False,
     ) -> LateOutcome:
-        """Issue one step on this replica's share of a global batch. Does not wait for it.
-
-        Args:
-            micro_batches: Inputs and targets of every micro-batch, on the device. Every worker of a replica is given
-                the same ones: the first stage uses the inputs, the last the targets.
-            global_samples: Samples of all replicas; of a model that is not cut also what `Executor.count_samples`
-                returned.
-            rate_factor: What the optimizers' peak learning rates are multiplied with.
-            stop: Ask all workers to stop after this step.
-            save: Ask all workers for a checkpoint after this step.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-            ScheduleError: The schedule cannot do with so many micro-batches.
-        """
+        """Issue one step on this replica's share of a global batch. Does not wait for it."""
         return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
-        """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it.
-
-        Args:
-            micro_batches: Inputs and targets of every micro-batch, on the device.
-            global_samples: Samples of all replicas.
-            flags: `stop` and `save` of `step`, float64, on the device.
-
-        Returns:
-            What is known of the step, for `Executor.adopt`.
-        """
+        """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it."""
         return self.executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
     def wait(self) -> None:
-        """Wait until every step that was issued is done.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Wait until every step that was issued is done."""
         self.executor.wait()
 
     @property
@@ -362,9 +312,6 @@ class PipelineEngine:
         """Make the model whole on every worker: stages are copied from where they are trained. A collective.
 
         With `own_only` it stays in parts.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
         """
         self.wait()
         if self.grid is None or self.positions == 1 or self.options.own_only:
@@ -376,11 +323,7 @@ class PipelineEngine:
                 broadcast_state(module_of(stage), ranks[layout.home(stage.index)], self.world)
 
     def gather_on_main(self, mine: Any) -> list[Any] | None:
-        """Something of every position, on rank 0; None elsewhere. A collective.
-
-        Args:
-            mine: Of this worker; that of replica 0 counts.
-        """
+        """Something of every position, on rank 0; None elsewhere. A collective."""
         if self.grid is None:
             return [mine]
         return self.world.gather_on_main(mine, self._first_ranks())
@@ -399,11 +342,7 @@ class PipelineEngine:
         return {"orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
-
-        Args:
-            state: Empty where nothing was saved.
-        """
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
         orders = state.get("orders", {})
         for index, stage in self.stages.items():
             if stage.reducer is not None:
@@ -414,9 +353,6 @@ class PipelineEngine:
         """Wait for the step that may still run, and release hooks and the grid. Safe to call twice.
 
         Lanes are their owner's to close; where that was done before, nothing runs.
-
-        Raises:
-            SyncError: A worker died or did not answer in time. Hooks and grid are released all the same.
         """
         try:
             if not self._lanes.closed:
@@ -455,14 +391,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before.
-
-        Args:
-            inputs: A batch of the model's inputs.
-
-        Returns:
-            The output, on the device of the inputs.
-        """
+        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before."""
         values = self._named(inputs)
         start = next(iter(values.values())).device
         result: Any = None
@@ -481,17 +410,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate_own(self, inputs: Any) -> Any:
-        """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica.
-
-        Args:
-            inputs: A batch of the model's inputs; all workers of a replica are given the same ones.
-
-        Returns:
-            The output, on the worker of the last stage; None on others.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica."""
         assert self.grid is not None
         stages, layout = self._all_stages, self.options.layout(len(self._all_stages))
         for stage in stages:

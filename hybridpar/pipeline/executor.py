@@ -61,23 +61,7 @@ class _Issue:
 
 
 class Executor:
-    """Runs this worker's part of a pipeline.
-
-    Args:
-        stages: This worker's stages by number.
-        borders: What crosses the borders of all stages.
-        make_program: Makes the program for a number of micro-batches, what flows between stages for a full-sized one,
-            and the number of gradient buckets of every stage of this worker.
-        grid: This worker's place among those of its replica, and its connections to them; None where it is alone.
-        world: All workers.
-        replicas: Those that hold the same stages, all of them; None where each stage has others.
-        lanes: The lanes of this worker.
-        mailbox: Where its stages leave tensors for each other.
-        micro_batches: Usual number of a replica and step.
-        options: How the model is trained.
-        sync_lanes: Number of lanes that gradients are summed on.
-        whole: The model is not cut: the stage's lane is the caller's.
-    """
+    """Runs this worker's part of a pipeline."""
 
     def __init__(
         self,
@@ -130,31 +114,13 @@ class Executor:
         self.program: Program | None = None
 
     def step(self, request: StepRequest) -> LateOutcome:
-        """Issue a step. Waits only for the step before the last one.
-
-        Args:
-            request: What the step is to do.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-            HybridparError: Work of an earlier step failed.
-        """
+        """Issue a step. Waits only for the step before the last one."""
         while len(self._running) > 1:
             self._running.pop(0).wait()
         return self._outcome(self.issue(request))
 
     def issue(self, request: StepRequest) -> StepState:
-        """Issue the work of a step, without counting it as done.
-
-        Args:
-            request: What the step is to do.
-
-        Returns:
-            What is known of the step, for `adopt`.
-        """
+        """Issue the work of a step, without counting it as done."""
         self._rebuild_buckets()
         self.borders.follow_trainable()
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
@@ -196,31 +162,12 @@ class Executor:
         return step
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
-        """Start to sum the samples of the next step over the replicas, where only each knows its own.
-
-        Args:
-            samples: Of this replica.
-            refusing: This replica cannot do the step.
-
-        Returns:
-            Called, waits for the sum and returns it.
-
-        Raises:
-            UsageError: By what is returned: another replica refuses the step.
-            SyncError: A worker died or did not answer in time.
-        """
+        """Start to sum the samples of the next step over the replicas, where only each knows its own."""
         self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
         return self._agreement.count_samples(samples, refusing=refusing)
 
     def adopt(self, step: StepState) -> LateOutcome:
-        """Count a step whose work the caller's stream does as a whole, and start to copy its values to the host.
-
-        Args:
-            step: What `issue` returned, for a request with `flags`; its values may be overwritten after this.
-
-        Returns:
-            What the workers agree on; reading it waits for the step.
-        """
+        """Count a step whose work the caller's stream does as a whole, and start to copy its values to the host."""
         assert step.values is not None
         while len(self._running) > 1:
             self._running.pop(0).wait()
@@ -243,20 +190,12 @@ class Executor:
         return outcome
 
     def start_at(self, steps: int) -> None:
-        """Number of the last step, where training goes on from a checkpoint.
-
-        Args:
-            steps: From 1; 0 for none.
-        """
+        """Number of the last step, where training goes on from a checkpoint."""
         self.wait()
         self.steps = steps
 
     def wait(self) -> None:
-        """Wait until everything that was issued is done.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Wait until everything that was issued is done."""
         while self._running:
             self._running.pop(0).wait()
 
@@ -487,13 +426,7 @@ class Executor:
     # ---------------------------------------------------------------- applying
 
     def _apply(self, step: StepState, one: _Issue, began: float) -> None:
-        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts.
-
-        Args:
-            step: The step.
-            one: The optimizer step of the stage.
-            began: When the host had nothing else left to issue, on the clock of `time.perf_counter`.
-        """
+        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts."""
         index, factor = one.action.stage, step.request.rate_factor
         stage, flight = self.stages[index], step.flights[index]
         for action, event in step.events.items():

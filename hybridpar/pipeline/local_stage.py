@@ -54,32 +54,7 @@ AfterStep = Callable[[int, bool | Tensor], None]
 
 
 class LocalStage:
-    """A stage on its worker.
-
-    Args:
-        run: Runs the stage's passes.
-        lane: The stage's lane.
-        lanes: The lanes of this worker.
-        replicas: The workers that hold the same stage.
-        sync_lanes: Lanes that all stages of the worker share; unused where there is one replica.
-        options: How gradients are synchronised.
-        micro_batches: Micro-batches per step; with one, and one replica, BatchNorm needs no pooling.
-        step_optimizer: Steps the optimizer; None where nothing is trained here.
-        norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
-        shard_group: Gathers over the replicas the parameters that each has stepped, where they divide the optimizer's
-            work; of the stage's lane.
-        nodes: Which of the replicas are on which node, where codecs are used between nodes only.
-        after_step: Called on the lane when parameters and buffers of a step are final, with its number and whether it
-            counts: a 0-d tensor, 1 or 0, where the host does not read it.
-
-    Attributes:
-        replicas: The workers that hold the same stage.
-        gradients: Sums the gradients over the replicas, where there are any.
-        batch_norm: Pools the statistics of the stage's BatchNorm layers; None where they are not pooled.
-        constants: Numbers that were copied to the device of the lane.
-        measured: Whether the norm of the gradient is needed, so that optimizers wait for the decision.
-        guarded: Whether a gradient that is not finite rolls the step back.
-    """
+    """A stage on its worker."""
 
     def __init__(
         self,
@@ -177,12 +152,7 @@ class LocalStage:
     # ---------------------------------------------------------------- the lane
 
     def start(self, step: int, flight: Flight) -> None:
-        """Begin a step.
-
-        Args:
-            step: Its number, from 1.
-            flight: What will be known about its gradients.
-        """
+        """Begin a step."""
         self._step = step
         self.run.start_step(step)
         self.gradients.start(flight)
@@ -207,21 +177,7 @@ class LocalStage:
         *,
         on_device: bool,
     ) -> str | None:
-        """Commit the step or roll it back.
-
-        Args:
-            values: Loss, samples, stop, save, commit (1 or 0) and squared norm, as all workers know them; None where
-                every step counts and the norm is not needed.
-            sums: BatchNorm sums over the replicas; None without replicas.
-            users: Number of replicas that used each parameter, in the order of the buckets; None without replicas.
-            used: For each of them whether this worker used it.
-            factor: Of the learning rate; None where the rates have been set.
-            costs: What is known of the sync of this step.
-            on_device: Do not read the decision on the host.
-
-        Returns:
-            Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
-        """
+        """Commit the step or roll it back."""
         self.gradients.place_gradients()
         commit = self._decision(values, on_device)
         unused = self.gradients.keep_used(users, used) if users is not None and used is not None else []
@@ -256,11 +212,7 @@ class LocalStage:
         return bad
 
     def _clip(self, values: Tensor | None) -> tuple[Pieces | None, Tensor | None]:
-        """Clip the gradients of the stage, which are those of all replicas by now.
-
-        Returns:
-            The gradients, where they are not in `.grad`, and their squared norm, where it has been taken here.
-        """
+        """Clip the gradients of the stage, which are those of all replicas by now."""
         options = self.options
         pieces = self.gradients if isinstance(self.gradients, DirectReducer) else None
         squares = None
@@ -313,17 +265,7 @@ LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 
 
 class Agreement:
-    """Sums the control messages of a worker's stages.
-
-    Args:
-        stages: This worker's stages by number.
-        world: All workers.
-        lanes: The lanes of this worker.
-        whole: The model is not cut, so its one stage is all there is.
-
-    Attributes:
-        lane: Where the messages are summed.
-    """
+    """Sums the control messages of a worker's stages."""
 
     def __init__(self, stages: Mapping[int, LocalStage], world: World, lanes: Lanes, *, whole: bool = False) -> None:
         # One worker alone waits for no other.
@@ -336,15 +278,7 @@ class Agreement:
         self._constants = Constants(lanes.device)
 
     def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
-        """Start to sum the samples of a step over the replicas.
-
-        Args:
-            samples: Of this worker.
-            refusing: This worker cannot do the step.
-
-        Returns:
-            Waits for the sum and returns it; raises UsageError where another worker refuses the step.
-        """
+        """Start to sum the samples of a step over the replicas."""
         # Each of them has one worker of every replica, so the sums are the same.
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
         if parties[0].control_sum is None:
@@ -367,11 +301,8 @@ class Agreement:
         return read
 
     def share_forward(self, step: StepState, index: int) -> None:
-        """Issue the forward report of a stage; sets `reported` of its flight now and `step.reports` when the lane runs.
-
-        Args:
-            step: The step.
-            index: The stage, whose last forward pass has been issued.
+        """Issue the forward report of a stage; sets `reported` of its flight now and `step.reports` when
+        the lane runs.
         """
         stage, flight = self._stages[index], step.flights[index]
 
@@ -391,11 +322,7 @@ class Agreement:
             flight.reported = self.lane.record()
 
     def reach(self, step: StepState) -> None:
-        """Issue the agreement on a step, whose backward passes and sums of gradients have been issued.
-
-        Args:
-            step: Gets `shared`, `decided` and, when the lane comes to it, its values.
-        """
+        """Issue the agreement on a step, whose backward passes and sums of gradients have been issued."""
         for event in step.backward_done.values():
             self.lane.wait(event)
         for action, event in step.events.items():
@@ -448,11 +375,7 @@ class Agreement:
 
 
 def refused_by_others(count: int) -> UsageError:
-    """The error of a worker that could do the step, where others cannot.
-
-    Args:
-        count: How many cannot.
-    """
+    """The error of a worker that could do the step, where others cannot."""
     return UsageError(
         f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
         "All workers do a step, or none.",
@@ -488,18 +411,7 @@ def forward_report(
     flags: Tensor | None = None,
     constants: Constants | None = None,
 ) -> Tensor:
-    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums.
-
-    Args:
-        loss: This worker's part of the mean loss, 0-d.
-        samples: Samples of this worker.
-        stop: This worker wants to stop.
-        save: This worker wants a checkpoint.
-        layout: Fingerprint of the buckets, 16 bits.
-        batch_norm: Sums of the BatchNorm layers.
-        flags: `stop` and `save` as a float64 tensor on the device of the loss, instead of what the host says.
-        constants: Numbers that were copied to the device before.
-    """
+    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums."""
     known = constants or Constants(loss.device)
     if flags is None:
         flags = known.of(float(stop), float(save))
@@ -508,25 +420,12 @@ def forward_report(
 
 
 def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
-    """The message of a stage after its last bucket, 1-D float64.
-
-    Args:
-        squares: This worker's part of the squared norm of the gradient, 0-d float64.
-        used: For each parameter whether this worker used it.
-        constants: Numbers that were copied to the device before.
-    """
+    """The message of a stage after its last bucket, 1-D float64."""
     return torch.cat((squares.reshape(1), (constants or Constants(squares.device)).of(*used)))
 
 
 def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
-    """The values of a `StepOutcome`, from the summed reports.
-
-    Args:
-        report: The summed forward report.
-        squares: Squared norm of the reduced gradient.
-        guard: Whether a non-finite gradient rolls the step back.
-        measured: Whether anybody computed the norm.
-    """
+    """The values of a `StepOutcome`, from the summed reports."""
     commit = torch.isfinite(squares).double() if guard else torch.ones_like(squares)
     known = squares if measured else torch.full_like(squares, -1.0)
     return torch.cat((report[: SAVE + 1], torch.stack((commit, known))))

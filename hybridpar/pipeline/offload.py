@@ -33,16 +33,7 @@ LEAST_BETWEEN = 3
 def moves(
     lanes: Iterable[Sequence[Action]], stages: Collection[int]
 ) -> tuple[dict[Action, Action], dict[Action, Action]]:
-    """What moves to the host's memory, and when.
-
-    Args:
-        lanes: Of each lane its passes, in order.
-        stages: Whose activations may move.
-
-    Returns:
-        By the pass before which the memory of a forward pass is freed, that forward pass; and by the pass beside which
-        what it saved comes back, likewise.
-    """
+    """What moves to the host's memory, and when."""
     release: dict[Action, Action] = {}
     fetch: dict[Action, Action] = {}
     for passes in lanes:
@@ -57,11 +48,7 @@ def moves(
 
 
 class Parked:
-    """What one micro-batch's forward pass of a stage saved.
-
-    Args:
-        stays: Tensors whose storages do not move.
-    """
+    """What one micro-batch's forward pass of a stage saved."""
 
     def __init__(self, stays: Iterable[Tensor]) -> None:
         self._stays = {storage_of(tensor) for tensor in stays}
@@ -72,14 +59,7 @@ class Parked:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
     def park(self, stays: Iterable[Tensor]) -> None:
-        """Start to copy the storages to the host; on the copy lane, after the forward pass.
-
-        Args:
-            stays: More tensors whose storages do not move: what left the stage.
-
-        Raises:
-            RuntimeError: A tensor was written to after it was saved.
-        """
+        """Start to copy the storages to the host; on the copy lane, after the forward pass."""
         for key in {storage_of(tensor) for tensor in stays}:
             self._blocks.pop(key, None)
         for block in self._blocks.values():
@@ -91,11 +71,7 @@ class Parked:
             block.device = None
 
     def make_room(self, device: torch.device) -> None:
-        """Allocate memory to come back to; on the stage's lane.
-
-        Args:
-            device: Of the lane.
-        """
+        """Allocate memory to come back to; on the stage's lane."""
         for block in self._blocks.values():
             block.device = torch.empty(block.size, dtype=torch.uint8, device=device)
 

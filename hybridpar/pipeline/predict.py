@@ -42,14 +42,7 @@ class StageFacts:
 
 
 def gather_facts(pipeline: PipelineEngine) -> tuple[StageFacts, ...]:
-    """The facts of all stages, after the first step. A collective; all workers get the result.
-
-    Args:
-        pipeline: Of this worker.
-
-    Raises:
-        SyncError: A peer died or did not answer in time.
-    """
+    """The facts of all stages, after the first step. A collective; all workers get the result."""
     known = pipeline.borders.first
     mine = {
         index: StageFacts(
@@ -66,12 +59,7 @@ def gather_facts(pipeline: PipelineEngine) -> tuple[StageFacts, ...]:
 
 
 def whole_program(program: Program, facts: Sequence[StageFacts]) -> Program:
-    """A program with the sums of all stages; that of a worker has only those of its own.
-
-    Args:
-        program: Of one worker.
-        facts: Of all stages.
-    """
+    """A program with the sums of all stages; that of a worker has only those of its own."""
     return lower(program.schedule, program.layout, [len(one.bucket_bytes) for one in facts])
 
 
@@ -80,9 +68,6 @@ def fit_link(samples: Iterable[tuple[float, float]]) -> Link:
 
     A line through the medians of every size, by least squares, with neither latency nor speed below zero. Transfers of
     a single size say nothing about latency: it is then a part of the speed.
-
-    Args:
-        samples: Bytes and milliseconds of every transfer.
     """
     by_size: dict[float, list[float]] = defaultdict(list)
     for size, ms in samples:
@@ -112,22 +97,7 @@ def predicted_costs(
     commit: bool = True,
     cores: float | None = None,
 ) -> Costs:
-    """Costs for `simulate`, from a profile and from steps that ran.
-
-    Args:
-        program: What all workers of a replica do, see `whole_program`.
-        facts: For every stage its buckets and what it saves.
-        forward_ms: For every stage the time of a forward pass, from a profile; None to take it from the steps.
-        backward_ms: The same for the backward pass.
-        steps: Steps that ran with this program. Without any, what they alone could tell costs nothing.
-        replicas: Number of replicas.
-        sync_lanes: Sums that a worker runs at one time.
-        commit: Whether optimizers wait until all workers have agreed on the step.
-        cores: Of a worker, in units of what one pass of the profile had; see `Costs`.
-
-    Raises:
-        ScheduleError: There is neither a profile nor a step.
-    """
+    """Costs for `simulate`, from a profile and from steps that ran."""
     observed = _Observed(program, steps, replicas)
     stages = range(program.layout.stages)
     return Costs(

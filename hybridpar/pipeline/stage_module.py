@@ -70,33 +70,19 @@ class WholeModel:
 
 
 def module_of(stage: StageModule) -> nn.Module:
-    """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say.
-
-    Args:
-        stage: The stage.
-    """
+    """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say."""
     module: nn.Module = stage.module if isinstance(stage, WholeModel) else stage  # type: ignore[assignment]
     return module
 
 
 def device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a stage computes: where its parameters or buffers are; a default for one that has neither.
-
-    Args:
-        module: The stage's module.
-        default: Where it is if it holds no tensor.
-    """
+    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
     held = next(module.parameters(), next(module.buffers(), None))
     return default if held is None else held.device
 
 
 def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:
-    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs.
-
-    Args:
-        stages: All stages, in order.
-        index: The stage that makes it.
-    """
+    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs."""
     made = {border.name for border in stages[index].outputs}
     uses = {
         other.index: [border.name for border in other.inputs if border.name in made] for other in stages[index + 1 :]
@@ -105,14 +91,7 @@ def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[st
 
 
 def check_stages(stages: Sequence[StageModule]) -> None:
-    """Refuse a list of stages that is not all stages of one model, in order.
-
-    Args:
-        stages: All stages, in order.
-
-    Raises:
-        ScheduleError: A stage is missing or out of order.
-    """
+    """Refuse a list of stages that is not all stages of one model, in order."""
     if not stages or [stage.index for stage in stages] != list(range(len(stages))):
         raise ScheduleError(
             f"stages {[stage.index for stage in stages]} are not all stages of a model in order",
@@ -127,15 +106,7 @@ def parts_of(
     backward_ms: Sequence[float] | None,
     recompute: Collection[int] = (),
 ) -> list[Part]:
-    """What each position of a pipeline exchanges with its replicas, and behind what.
-
-    Args:
-        stages: All stages, in order.
-        layout: Where they are.
-        forward_ms: For every stage the time of a forward pass; None where it was not measured.
-        backward_ms: Likewise, of a backward pass.
-        recompute: Stages whose forward pass is run again in the backward pass.
-    """
+    """What each position of a pipeline exchanges with its replicas, and behind what."""
     parts = []
     times = list(backward_ms or ())
     if times and forward_ms:

@@ -85,12 +85,7 @@ class RandomKeys:
 
     @contextmanager
     def of(self, step: int, micro_batch: int) -> Iterator[None]:
-        """Inside, random operations of stages on this thread belong to a micro-batch of a step.
-
-        Args:
-            step: Number of the step.
-            micro_batch: Its number among those of this replica.
-        """
+        """Inside, random operations of stages on this thread belong to a micro-batch of a step."""
         own = self.device.type == "cpu" and not self.compiled
         _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}", own)
         _local.leave = None
@@ -107,10 +102,6 @@ def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator
 
     For example runs. On a CPU another thread may draw meanwhile, so torch's one generator is not even saved and put
     back.
-
-    Args:
-        device: What draws.
-        compiled: Compiled code runs inside. It knows no generator but torch's one, which is then saved and put back.
     """
     if device.type == "cuda" or compiled:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -121,16 +112,7 @@ def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator
 
 
 def key_random_operations(graph: fx.Graph, modules: nn.Module, *, compiled: bool = False) -> int:
-    """Surround every random operation of a graph by calls that seed it by its name; the caller recompiles.
-
-    Args:
-        graph: Edited in place.
-        modules: Where the graph's modules are.
-        compiled: Keep torch.compile out of the calls, which it would compile again for every micro-batch of every step.
-
-    Returns:
-        How many of them draw as they are: dropout of rate 0 does not, though its rate may be raised later.
-    """
+    """Surround every random operation of a graph by calls that seed it by its name; the caller recompiles."""
     enter, leave = (torch.compiler.disable(one) if compiled else one for one in (enter_random, leave_random))  # type: ignore[no-untyped-call]
     count = 0
     for node in list(graph.nodes):
@@ -148,11 +130,7 @@ def key_random_operations(graph: fx.Graph, modules: nn.Module, *, compiled: bool
 
 
 def enter_random(name: str) -> None:
-    """Seed the generator for one operation. Does nothing where no micro-batch is known.
-
-    Args:
-        name: Of the operation.
-    """
+    """Seed the generator for one operation. Does nothing where no micro-batch is known."""
     key = getattr(_local, "key", None)
     if key is None:
         return
@@ -270,18 +248,7 @@ class _Flight:
 
 
 class StageRun:
-    """Runs one stage on its lane.
-
-    Args:
-        stage: The stage, a module.
-        consumers: For every stage that uses something of this one, the names of what it uses.
-        mailbox: Where tensors are taken from and left.
-        forward: What to call instead of the stage, for instance its compiled form.
-        loss: Mean loss of outputs and targets; for the last stage.
-        recompute: Keep only what enters the stage, and run its forward pass again in the backward pass.
-        keys: Makes random operations depend on the micro-batch and not on the order of execution.
-        context: Context in which model and loss run, such as autocast.
-    """
+    """Runs one stage on its lane."""
 
     def __init__(
         self,
@@ -320,33 +287,19 @@ class StageRun:
         self.peak_in_flight = 0
 
     def move_to(self, device: torch.device) -> None:
-        """Bring what comes from other devices to that of the stage's lane.
-
-        Args:
-            device: Of the lane.
-        """
+        """Bring what comes from other devices to that of the stage's lane."""
         self._device = device
 
     def attach(
         self, after_forward: Callable[[], None], quiet: Callable[[], Any], scratch: Sequence[Tensor] = ()
     ) -> None:
-        """Say what belongs to every forward pass.
-
-        Args:
-            after_forward: Called on the lane after the forward pass of every micro-batch.
-            quiet: Context in which a forward pass leaves no trace, for the second one of `recompute`.
-            scratch: Memory that every forward pass writes to, whatever autograd has saved of it.
-        """
+        """Say what belongs to every forward pass."""
         self._scratch = scratch
         self._after_forward = after_forward
         self._quiet = quiet
 
     def start_step(self, step: int) -> None:
-        """Forget the losses of the step before, and whatever a step that was given up has left.
-
-        Args:
-            step: Its number.
-        """
+        """Forget the losses of the step before, and whatever a step that was given up has left."""
         self._step = step
         self.loss_sum = None
         self._flights.clear()
@@ -364,16 +317,7 @@ class StageRun:
         *,
         parks: bool = False,
     ) -> None:
-        """Run the forward pass of a micro-batch.
-
-        Args:
-            index: The micro-batch.
-            inputs: The model's inputs that this stage uses, by name.
-            target: What the loss compares the output with; used by the last stage.
-            share: Samples of the micro-batch over those of the global batch; called when the output is there.
-            keep: `Lane.keep` of the lane this runs on.
-            parks: What it saves will move to the host; see `parked`.
-        """
+        """Run the forward pass of a micro-batch."""
         leaves: dict[str, Tensor] = {}
         for border in self.stage.inputs:
             given = inputs.get(border.name)
@@ -415,19 +359,11 @@ class StageRun:
             flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
 
     def park(self, index: int) -> None:
-        """Start to copy what a forward pass has saved to the host; on a copy lane.
-
-        Args:
-            index: The micro-batch.
-        """
+        """Start to copy what a forward pass has saved to the host; on a copy lane."""
         self.parked(index).park(self._flights[index].outputs.values())
 
     def parked(self, index: int) -> Parked:
-        """What a forward pass has saved, of a micro-batch that moves.
-
-        Args:
-            index: The micro-batch.
-        """
+        """What a forward pass has saved, of a micro-batch that moves."""
         parked = self._flights[index].parked
         assert parked is not None
         return parked
@@ -435,11 +371,8 @@ class StageRun:
     # --------------------------------------------------------------- backward
 
     def backward(self, index: int, keep: Keep) -> None:
-        """Run the backward pass of a micro-batch: gradients of parameters are accumulated, those of inputs handed on.
-
-        Args:
-            index: The micro-batch.
-            keep: `Lane.keep` of the lane this runs on.
+        """Run the backward pass of a micro-batch: gradients of parameters are accumulated, those of
+        inputs handed on.
         """
         flight = self._flights.pop(index)
         roots = self._roots(flight, index, keep)

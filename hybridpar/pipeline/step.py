@@ -102,22 +102,13 @@ class StepRequest:
     flags: Tensor | None = None
 
     def share(self, samples: int) -> float:
-        """A micro-batch's part of the global batch, with which its mean loss is weighed.
-
-        Args:
-            samples: Of the micro-batch.
-        """
+        """A micro-batch's part of the global batch, with which its mean loss is weighed."""
         known = self.global_samples
         return samples / (known() if callable(known) else known)
 
 
 class SpanRecorder:
-    """Notes when the actions of one step run.
-
-    Args:
-        device: Where they run.
-        enabled: Record at all; None means on a CPU.
-    """
+    """Notes when the actions of one step run."""
 
     def __init__(self, device: torch.device, enabled: bool | None = None) -> None:
         self._cuda = device.type == "cuda"
@@ -127,13 +118,7 @@ class SpanRecorder:
         self._collected: StepSpans | None = None
 
     def timed(self, queue: Queue, action: Action, work: Callable[[], None]) -> Callable[[], None]:
-        """Work that notes its start and its end.
-
-        Args:
-            queue: Where it runs.
-            action: What it is.
-            work: What to do.
-        """
+        """Work that notes its start and its end."""
         name = str(action)
         if not self.enabled:
 
@@ -152,11 +137,7 @@ class SpanRecorder:
         return whole
 
     def ready(self, action: Action) -> None:
-        """Note that an action has what it needs of this worker; called by the work that made it.
-
-        Args:
-            action: The action.
-        """
+        """Note that an action has what it needs of this worker; called by the work that made it."""
         if self.enabled:
             self._ready[action] = self._now()
 
@@ -249,13 +230,7 @@ class StepState:
 
 
 class StepOutcome(ABC):
-    """What the workers agreed on for one step. The first property that is read waits until the step is decided.
-
-    Attributes:
-        exposed_sync_ms: Time in which the worker only waited for the sync of gradients.
-        bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
-        is_agreed: Whether all workers know the same of it.
-    """
+    """What the workers agreed on for one step. The first property that is read waits until the step is decided."""
 
     is_agreed = True
     exposed_sync_ms: float
@@ -316,10 +291,6 @@ class LateOutcome(StepOutcome):
     """The outcome of a step that may still be running. Reading it waits.
 
     Once the step is over it holds numbers only, so keeping the outcomes of a whole run keeps no batch alive.
-
-    Args:
-        step: What is known of it.
-        world: The workers, by whose names errors are told.
     """
 
     def __init__(self, step: StepState, world: World) -> None:
@@ -334,11 +305,7 @@ class LateOutcome(StepOutcome):
         self._costs: list[SyncCosts] = []
 
     def wait(self) -> None:
-        """Wait until this worker has finished the step.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Wait until this worker has finished the step."""
         if self._step is None:
             return
         for event in self._step.ends:
@@ -456,16 +423,7 @@ class PipelineOptions:
     own_only: bool = False
 
     def layout(self, stages: int, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
-        """Where the stages are, and what flows between them.
-
-        Args:
-            stages: Number of stages.
-            edges: What flows from stage to stage.
-            replica: Of which replica, where they differ.
-
-        Raises:
-            ScheduleError: There are lanes for another number of stages.
-        """
+        """Where the stages are, and what flows between them."""
         if len(self.lane_of) != stages:
             raise ScheduleError(
                 f"{stages} stages, but lanes are named for {len(self.lane_of)}",
@@ -477,12 +435,7 @@ class PipelineOptions:
         return layout_of_row(self.homes[replica], edges)
 
     def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
-        """What a schedule is made from.
-
-        Args:
-            layout: Where the stages are.
-            micro_batches: Of a replica and step.
-        """
+        """What a schedule is made from."""
         return ScheduleRequest(
             layout,
             micro_batches,
@@ -494,15 +447,7 @@ class PipelineOptions:
         )
 
     def order(self, layout: Layout, micro_batches: int) -> Schedule:
-        """The order of computation. A replica with several stages on a worker, beside others, has one made for it.
-
-        Args:
-            layout: Where the stages of a replica are.
-            micro_batches: Of a replica and step.
-
-        Raises:
-            ScheduleError: The schedule cannot be made for this layout.
-        """
+        """The order of computation. A replica with several stages on a worker, beside others, has one made for it."""
         name = self.schedule if self.homes is None else order_of_replica(self.schedule, layout)
         return make(name, self.request(layout, micro_batches))
 

@@ -93,29 +93,17 @@ class BucketTimes:
 
 
 def steps_factor(codecs: Iterable[str]) -> float:
-    """Steps to the target over those of float32; of several codecs the most.
-
-    Args:
-        codecs: Their texts, all in `STEPS_TO_TARGET`.
-    """
+    """Steps to the target over those of float32; of several codecs the most."""
     return max((STEPS_TO_TARGET[text] for text in codecs), default=1.0)
 
 
 def planned_codecs(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them.
-
-    Args:
-        fidelity: `exact`, `close` or `lossy`.
-    """
+    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them."""
     return tuple(text for text in FIDELITIES[fidelity] if text in STEPS_TO_TARGET)
 
 
 def left_out(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity would allow, but for a measurement that is missing.
-
-    Args:
-        fidelity: `exact`, `close` or `lossy`.
-    """
+    """The codecs that a fidelity would allow, but for a measurement that is missing."""
     return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)
 
 
@@ -123,9 +111,6 @@ def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
     """All choices of codecs, `none` first: codecs for everything, policies per layer, and outer loops.
 
     Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
-
-    Args:
-        inputs: Of the search.
     """
     rates = tuple((text, tuple(tried.items())) for text, tried in inputs.rates.items())
     parts = (inputs.profile.parameters, rates, inputs.workers, inputs.bucket_bytes, inputs.sync_lanes)
@@ -201,24 +186,13 @@ def _policies(
 
 
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first.
-
-    Args:
-        parameters: In the model's order.
-        limit: Bytes at which a bucket is full.
-    """
+    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
     order = list(parameters)[::-1]
     return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
 
 
 class BucketPrices:
-    """What buckets take between the replicas of a stage.
-
-    Args:
-        network: The links of the grid that the replicas belong to.
-        rates: How fast codecs are on the device of the profile.
-        throughput: Of the devices, over that one.
-    """
+    """What buckets take between the replicas of a stage."""
 
     def __init__(self, network: Network, rates: Mapping[str, CodecRate], throughput: float) -> None:
         self._network, self._rates, self._throughput = network, rates, throughput
@@ -229,12 +203,7 @@ class BucketPrices:
         self._plain = network.exchange([PLAIN])[PLAIN]
 
     def times(self, bucket: Sequence[Parameter], codec: CodecChoice) -> BucketTimes:
-        """What a bucket takes if its layers are sent with these codecs.
-
-        Args:
-            bucket: Its parameters.
-            codec: What gradients are sent as.
-        """
+        """What a bucket takes if its layers are sent with these codecs."""
         workers, factor = self._group.workers, 2 * (self._group.workers - 1) / self._group.workers
         plain = [one for one in bucket if not self._compresses(one, codec)]
         size = 4 * sum(one.count for one in plain)

@@ -23,13 +23,7 @@ _SIZE_CAUSES = {
 
 
 def prediction_warnings(plan: Plan, ran: Ran, load: float = 0.0) -> list[str]:
-    """What missed its prediction by more than `APART`, each with the likely cause; empty where nothing did.
-
-    Args:
-        plan: The plan, with what was predicted of it.
-        ran: What was measured.
-        load: Load of other programs, per core.
-    """
+    """What missed its prediction by more than `APART`, each with the likely cause; empty where nothing did."""
     predicted, told = plan.predicted, []
     if predicted is not None and predicted.step_ms and ran.step_ms is not None:
         missed = ran.step_ms / predicted.step_ms - 1

@@ -115,11 +115,7 @@ class StageFigures:
 
 
 class CutLibrary:
-    """The cuts of a model and their figures, each made once, however many searches ask for them.
-
-    Args:
-        profile: The model.
-    """
+    """The cuts of a model and their figures, each made once, however many searches ask for them."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
@@ -132,11 +128,6 @@ def cuts_of(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] =
 
     They balance stages, whatever lanes these are put on: a lane with several short stages of equal length is as
     balanced as one with a long one, and balancing lanes over many stages takes seconds where this takes milliseconds.
-
-    Args:
-        profile: The model.
-        stages: Number of stages.
-        devices: Of every stage its device, where they differ; empty where they are alike.
     """
     count = len(profile.graph)
     if stages == 1:
@@ -173,12 +164,7 @@ def cuts_of(profile: ModelProfile, stages: int, devices: Sequence[StageDevice] =
 
 
 def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator[tuple[str, Cuts | None]]:
-    """The fastest cuts of those that need no more than a part of what the fastest of all needs; and of the least.
-
-    Args:
-        times: Of every stage the time of each interval of units.
-        needs: And its memory, in parts of that of its device.
-    """
+    """The fastest cuts of those that need no more than a part of what the fastest of all needs; and of the least."""
     least, _ = least_maximum(needs)
     _, fastest = least_maximum(times)
     if fastest is None:
@@ -193,14 +179,7 @@ def _within_memory(times: Sequence[Matrix], needs: Sequence[Matrix]) -> Iterator
 
 
 def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) -> StageFigures:
-    """What the stages of a cut cost.
-
-    Args:
-        profile: The model.
-        cut: The cut.
-        variant: Which of the profile's variants computes.
-        samples: Samples of a micro-batch.
-    """
+    """What the stages of a cut cost."""
     graph, stages = profile.timed(variant, samples), range(cut.stages)
     members: list[list[int]] = [[] for _ in stages]
     for unit, stage in enumerate(cut.stage_of):

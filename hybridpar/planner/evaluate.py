@@ -86,11 +86,7 @@ class Outcome:
 
 
 class Evaluator:
-    """Predicts the candidates of a space.
-
-    Args:
-        space: The space.
-    """
+    """Predicts the candidates of a space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -116,12 +112,7 @@ class Evaluator:
         self.shares = cache(self._make_shares)
 
     def samples(self, shape: Shape, replica: int | None = None) -> int:
-        """Samples of the largest micro-batch.
-
-        Args:
-            shape: How workers are divided.
-            replica: Of one that differs from others; None for the largest of all.
-        """
+        """Samples of the largest micro-batch."""
         shares = self.shares(shape) if shape.homes is not None else None
         if shares is None:
             return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
@@ -129,31 +120,15 @@ class Evaluator:
         return max(1, math.ceil(self._inputs.batch * share / shape.micro_batches - 1e-3))
 
     def layout(self, candidate: Candidate, replica: int = 0) -> Layout:
-        """Where the stages of a candidate run, and what flows between them.
-
-        Args:
-            candidate: The candidate.
-            replica: Of which replica, where they differ.
-        """
+        """Where the stages of a candidate run, and what flows between them."""
         return self._layout(candidate.shape, candidate.cut, candidate.variant, replica)
 
     def figures(self, candidate: Candidate, replica: int = 0) -> StageFigures:
-        """What its stages cost on the device of the profile.
-
-        Args:
-            candidate: The candidate.
-            replica: Of which replica, where they differ.
-        """
+        """What its stages cost on the device of the profile."""
         return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape, replica))
 
     def costs(self, candidate: Candidate, *, exchange: bool = True, replica: int = 0) -> Costs:
-        """What its actions take on this cluster.
-
-        Args:
-            candidate: The candidate.
-            exchange: Whether gradients are exchanged; without them costs are the same for all codecs.
-            replica: Of which replica, where they differ.
-        """
+        """What its actions take on this cluster."""
         return self._costs(candidate, self.figures(candidate, replica), exchange, replica)
 
     def _costs(self, candidate: Candidate, figures: StageFigures, exchange: bool, replica: int) -> Costs:
@@ -217,14 +192,7 @@ class Evaluator:
         return tuple(1e3 * size / speed for size in figures.again_bytes)
 
     def moved(self, candidate: Candidate) -> tuple[int, float]:
-        """What moves to the host's memory and back in a step, where activations wait there.
-
-        Args:
-            candidate: The candidate.
-
-        Returns:
-            Bytes of the worker that moves most, one way; and milliseconds by which its passes take longer for it.
-        """
+        """What moves to the host's memory and back in a step, where activations wait there."""
         figures, count = self.figures(candidate), candidate.shape.micro_batches
         layout, here = self.layout(candidate), self.costs(candidate)
         kept = self.costs(replace(candidate, cut=replace(candidate.cut, offload=False)))
@@ -237,14 +205,7 @@ class Evaluator:
         return max(sizes), max(longer)
 
     def outer(self, candidate: Candidate) -> tuple[float, float, float]:
-        """What the exchange of an outer loop adds to each step: training waits for it every so many steps.
-
-        Args:
-            candidate: The candidate.
-
-        Returns:
-            Milliseconds of codecs, milliseconds on the link, and bytes that a worker sends; zeros without such a loop.
-        """
+        """What the exchange of an outer loop adds to each step: training waits for it every so many steps."""
         shape, choice = candidate.shape, self.space.codec_choices[candidate.codec]
         if choice.every == 1:
             return 0.0, 0.0, 0.0
@@ -262,13 +223,7 @@ class Evaluator:
         return codec / choice.every, link / choice.every, sent / choice.every
 
     def simulation(self, candidate: Candidate, costs: Costs, replica: int = 0) -> Simulation:
-        """One step, simulated over the actions of all workers of a replica; other replicas do the same.
-
-        Args:
-            candidate: The candidate.
-            costs: What its actions take.
-            replica: Of which replica, where they differ; each is taken to be as far as the others when it adds to them.
-        """
+        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
         layout = self.layout(candidate, replica)
         schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant, replica)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
@@ -276,11 +231,7 @@ class Evaluator:
         return simulate(program, costs)
 
     def outcome(self, candidate: Candidate) -> Outcome:
-        """What a candidate is predicted to take.
-
-        Args:
-            candidate: The candidate.
-        """
+        """What a candidate is predicted to take."""
         kinds = candidate.shape.kinds
         results = [self.simulation(candidate, self.costs(candidate, replica=replica), replica) for replica in kinds]
         result = max(results, key=lambda one: one.step_ms)
@@ -311,11 +262,7 @@ class Evaluator:
         )
 
     def parts(self, candidate: Candidate) -> Parts:
-        """Where the time of a candidate's step goes.
-
-        Args:
-            candidate: The candidate.
-        """
+        """Where the time of a candidate's step goes."""
         steps_ms = [
             self.simulation(candidate, self.costs(candidate, replica=replica), replica).step_ms
             for replica in candidate.shape.kinds
@@ -345,13 +292,7 @@ class Evaluator:
         )
 
     def needs(self, candidate: Candidate, saved: tuple[int, ...], replica: int = 0) -> list[float]:
-        """The bytes that the device of every worker needs, with the margin; see `planner.memory`.
-
-        Args:
-            candidate: The candidate.
-            saved: For every worker the most that waits for backward passes at one time.
-            replica: Of which replica, where they differ.
-        """
+        """The bytes that the device of every worker needs, with the margin; see `planner.memory`."""
         shape, figures = candidate.shape, self.figures(candidate, replica)
         shares = self.shares(shape) if shape.homes is None else None  # else figures are of its own samples
         return device_bytes(
@@ -369,12 +310,7 @@ class Evaluator:
         )
 
     def may_fit(self, candidate: Candidate, *, make_order: bool = False) -> bool:
-        """Whether a candidate may fit into memory, by what its schedule keeps at least.
-
-        Args:
-            candidate: The candidate.
-            make_order: As for `least_needs`.
-        """
+        """Whether a candidate may fit into memory, by what its schedule keeps at least."""
         return all(
             need <= limit
             for replica in candidate.shape.kinds
@@ -382,11 +318,7 @@ class Evaluator:
         )
 
     def missing(self, candidate: Candidate) -> float:
-        """Bytes that a device lacks at least for a candidate; below 0 where all have more than that.
-
-        Args:
-            candidate: The candidate.
-        """
+        """Bytes that a device lacks at least for a candidate; below 0 where all have more than that."""
         return max(
             need - limit
             for replica in candidate.shape.kinds
@@ -396,13 +328,7 @@ class Evaluator:
     def least_needs(
         self, candidate: Candidate, *, make_order: bool = False, replica: int = 0
     ) -> list[tuple[float, float]]:
-        """What the device of every worker needs at least, without a simulation, and what it has.
-
-        Args:
-            candidate: The candidate.
-            make_order: Also for a schedule that simulates several orders to find one.
-            replica: Of which replica, where they differ.
-        """
+        """What the device of every worker needs at least, without a simulation, and what it has."""
         name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
         peaks = self._peaks(name, candidate.shape, candidate.cut, candidate.variant, replica)
         limits = device_limits(self._inputs, candidate.shape, replica)

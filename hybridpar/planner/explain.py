@@ -84,12 +84,7 @@ class WhatIf:
 
 
 def describe(candidate: Candidate, answer: Answer) -> str:
-    """A candidate in words.
-
-    Args:
-        candidate: The candidate.
-        answer: Of the search.
-    """
+    """A candidate in words."""
     shape = candidate.shape
     devices = "device" if shape.workers == 1 else "devices"
     if shape.stages == 1:
@@ -109,12 +104,7 @@ def describe(candidate: Candidate, answer: Answer) -> str:
 
 
 def brief(candidate: Candidate, answer: Answer) -> str:
-    """A candidate in a few words, without its schedule and its cut.
-
-    Args:
-        candidate: The candidate.
-        answer: Of the search.
-    """
+    """A candidate in a few words, without its schedule and its cut."""
     shape = candidate.shape
     if shape.stages == 1:
         name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
@@ -144,12 +134,7 @@ def _codec_and_variant(candidate: Candidate, answer: Answer) -> list[str]:
 
 
 def rows(answer: Answer, most: int = 5) -> list[Row]:
-    """The table: the chosen plan, the runners-up, and the baselines.
-
-    Args:
-        answer: Of the search.
-        most: How many runners-up.
-    """
+    """The table: the chosen plan, the runners-up, and the baselines."""
     chosen, evaluator = answer.chosen, answer.evaluator
     own = evaluator.parts(chosen.candidate)
     ties = {one.candidate for one in answer.ties}
@@ -171,14 +156,7 @@ def rows(answer: Answer, most: int = 5) -> list[Row]:
 
 
 def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps: float = 1.0) -> str:
-    """By how much a plan lost and to what: `+12.3 ms: exposed sync +15.0, bubble -2.7`.
-
-    Args:
-        chosen: Parts of the step of the chosen plan.
-        other: Parts of the step of the other plan.
-        chosen_steps: Its training steps to the target over those of float32.
-        other_steps: As `chosen_steps`.
-    """
+    """By how much a plan lost and to what: `+12.3 ms: exposed sync +15.0, bubble -2.7`."""
     gap = other.step * other_steps - chosen.step * chosen_steps
     differences = {told: getattr(other, name) - getattr(chosen, name) for name, told in PARTS.items()}
     more_steps = gap - (other.step - chosen.step)
@@ -193,10 +171,6 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
     """What a looser fidelity, a faster link, another device, and leaving out hosts of one speed would gain.
 
     Each is a search of its own.
-
-    Args:
-        inputs: Of the search.
-        answer: Of the search.
     """
     now = answer.fastest.score
     asked: list[tuple[str, PlannerInputs | None, str]] = []
@@ -232,12 +206,7 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
 
 
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
-    """What the reader must know of the figures.
-
-    Args:
-        inputs: Of the search.
-        answer: Of the search.
-    """
+    """What the reader must know of the figures."""
     ruled_out = answer.considered - answer.simulated
     lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
     if inputs.profile.noise > NOISY:
@@ -262,11 +231,7 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
 
 
 def holding(answer: Answer) -> list[str]:
-    """How many workers the model needs at least, where the memory of devices is known.
-
-    Args:
-        answer: Of the search.
-    """
+    """How many workers the model needs at least, where the memory of devices is known."""
     sizes = [host.memory for host in answer.evaluator.space.inputs.cluster.hosts if host.memory is not None]
     if not sizes or (least := least_workers(answer.evaluator)) is None:
         return []
@@ -278,11 +243,7 @@ def holding(answer: Answer) -> list[str]:
 
 
 def offloading(answer: Answer) -> list[str]:
-    """What moves to the host's memory in a step of the chosen plan, and what that costs.
-
-    Args:
-        answer: Of the search.
-    """
+    """What moves to the host's memory in a step of the chosen plan, and what that costs."""
     one, evaluator = answer.chosen.candidate, answer.evaluator
     if not one.cut.offload:
         return []
@@ -296,12 +257,7 @@ def offloading(answer: Answer) -> list[str]:
 
 
 def contributions(inputs: PlannerInputs, answer: Answer) -> list[str]:
-    """What each kind of host adds to the chosen plan, where they differ in speed.
-
-    Args:
-        inputs: Of the search.
-        answer: Of the search.
-    """
+    """What each kind of host adds to the chosen plan, where they differ in speed."""
     cluster, evaluator, shape = inputs.cluster, answer.evaluator, answer.chosen.candidate.shape
     if not cluster.is_unequal:
         return []
@@ -345,11 +301,7 @@ def _part_of(answer: Answer, shares: Sequence[float], rank: int) -> float:
 
 
 def outer_loops(answer: Answer) -> list[str]:
-    """What is expected of the outer loops that were compared, with the measurements that this rests on.
-
-    Args:
-        answer: Of the search.
-    """
+    """What is expected of the outer loops that were compared, with the measurements that this rests on."""
     rests = ", ".join(
         f"{one.name}: {one.outer.told()}" for one in answer.evaluator.space.codec_choices if one.outer is not None
     )
@@ -368,11 +320,7 @@ def _span(ranks: Sequence[int]) -> str:
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:
-    """What a training run says of its figures as well: its fidelity changes nothing, or the model is compiled.
-
-    Args:
-        inputs: Of the search.
-    """
+    """What a training run says of its figures as well: its fidelity changes nothing, or the model is compiled."""
     lines = []
     allowed = planned_codecs(inputs.fidelity)
     if allowed and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed):
@@ -385,11 +333,7 @@ def caveats(inputs: PlannerInputs) -> list[str]:
 
 
 def curve_lines(points: Sequence[Point]) -> list[str]:
-    """The scaling curve as a table.
-
-    Args:
-        points: The curve.
-    """
+    """The scaling curve as a table."""
     lines = [f"{'workers':>8} {'best ms':>10} {'plain ms':>10} {'speed-up':>9}  plan"]
     first = next((point.step_ms for point in points if point.step_ms is not None), None)
     for point in points:

@@ -52,12 +52,7 @@ class Fixed:
 
 
 def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
-    """The options that the user set: those that were named, and those that are not at their default.
-
-    Args:
-        config: Options of the run.
-        given: Options that were named on the command line.
-    """
+    """The options that the user set: those that were named, and those that are not at their default."""
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     differing = {name for name, default in defaults.items() if getattr(config, name) != default}
     left = set()
@@ -67,12 +62,7 @@ def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozens
 
 
 def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
-    """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does.
-
-    Args:
-        config: Options of the run.
-        named: Options that must have an effect.
-    """
+    """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does."""
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
         f"--sync {config.sync}": "sync" in named and config.outer is not None,
@@ -83,12 +73,7 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
 
 
 def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
-    """The named option that acts on stages, so that it does nothing for a whole model; empty where none does.
-
-    Args:
-        config: Options of the run.
-        named: Options that must have an effect.
-    """
+    """The named option that acts on stages, so that it does nothing for a whole model; empty where none does."""
     asked = {
         f"--schedule {config.schedule}": "schedule" in named and config.schedule is not None,
         f"--placement {config.placement}": "placement" in named and config.placement is not None,
@@ -105,15 +90,7 @@ def _changes_gradients(config: TrainConfig) -> bool:
 def fixed_by(
     config: TrainConfig, decided: Collection[str], workers: int, names: Sequence[str], named: Collection[str] = ()
 ) -> Fixed:
-    """What options leave to the search, and what not.
-
-    Args:
-        config: The options.
-        decided: Those that the user set.
-        workers: Workers of the job, all of which take part.
-        names: Parameters of the model.
-        named: Those that must have an effect in the plan.
-    """
+    """What options leave to the search, and what not."""
     shape = ("stages", "replicas", "micro_batches", "schedule", "placement")
     chosen = {option: getattr(config, option) for option in shape if option in decided}
     memory_format, kernels, codecs = None, None, None
@@ -145,11 +122,7 @@ def _looks_at_all(config: TrainConfig) -> bool:
 
 
 def not_modelled(config: TrainConfig) -> str:
-    """An option that the simulator knows nothing of, so that a prediction would be wrong; empty where there is none.
-
-    Args:
-        config: Options of the run.
-    """
+    """An option that the simulator knows nothing of, so that a prediction would be wrong; empty where there is none."""
     reasons = {
         "--recompute": bool(config.recompute),
         "--offload": bool(config.offload),

@@ -146,19 +146,7 @@ _ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
 
 
 def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
-    """Check and type inputs that were recorded.
-
-    Args:
-        data: What was read.
-        source: What to call it in messages.
-
-    Returns:
-        The inputs, of the present version.
-
-    Raises:
-        PlanError: They are damaged, have an unknown key, or are of another version.
-        UsageError: They say something impossible.
-    """
+    """Check and type inputs that were recorded."""
     found = data.get("version") if isinstance(data, dict) else None
     if found != INPUTS_VERSION:
         raise PlanError(

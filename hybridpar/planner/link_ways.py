@@ -62,19 +62,8 @@ def measure_level(
     seconds: float,
     ways: Collection[str] = WAYS,
 ) -> LinkLevel:
-    """Measure the links of parties of workers that do the same at a time; a collective, what the slowest found counts.
-
-    Args:
-        world: All workers of the job.
-        parties: The ranks of every party; together they are all.
-        pair: Two ranks of one party, between which messages are timed.
-        seconds: Time for each way of using the link.
-        ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`, and
-            so they are on a link so slow that only bytes count.
-
-    Returns:
-        Bandwidth in bytes per second, latency, and what each way reaches of it and takes of the cores; the same on
-        all workers.
+    """Measure the links of parties of workers that do the same at a time; a collective, what the
+    slowest found counts.
     """
     party, slow = world.split(parties, lanes=1), False
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
@@ -160,15 +149,6 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> tu
     """Time one way of using a link, alone and beside computing; a collective.
 
     Of a slow link two messages each say enough.
-
-    Args:
-        work: Does it with a message, on the workers that take part.
-        factor: Bytes that a worker sends for each byte of the message.
-        world: All workers.
-        seconds: For how long.
-
-    Returns:
-        What a worker with a part in it found, and whether the link is slow for all.
     """
 
     def laps(size: int, repeats: int) -> list[float]:
@@ -197,13 +177,7 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> tu
 
 
 def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
-    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link.
-
-    Args:
-        work: What is done with the message.
-        message: What is sent, on the device.
-        repeats: How many are timed.
-    """
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -249,10 +223,6 @@ def spare_cores(world: World, seconds: float) -> float:
     """Cores that a worker has beside those that compute, while all workers compute; a collective.
 
     That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
-
-    Args:
-        world: All workers.
-        seconds: Time of each of six measurements, in seconds.
     """
     threads, gains = torch.get_num_threads(), []
     with intra_op_threads(1):
@@ -292,11 +262,6 @@ def _nothing(message: Tensor) -> None:
 
 
 def most_of_all(value: float, world: World) -> float:
-    """The largest of all workers' values, by which all decide the same.
-
-    Args:
-        value: Of this worker.
-        world: All workers.
-    """
+    """The largest of all workers' values, by which all decide the same."""
     values: list[float] = world.gather(value)  # type: ignore[assignment]
     return max(values)

@@ -63,17 +63,6 @@ def measure_cluster(
     What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
     what it did, which a few messages tell; else all is measured again. So it is as soon as a machine is calmer that was
     busy then.
-
-    Args:
-        world: All workers of the job. Nothing else is under way on it.
-        fresh: Measure whatever is remembered.
-        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent seven times.
-        ways: Which ways are measured, as `link_ways` has them: `PLAIN_WAYS`, `STRIPED_WAYS` or `WAYS`. Those that are
-            remembered with others are taken from there.
-        name: What to call the cluster, where it is measured; default: a job over what it talks over.
-
-    Raises:
-        SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
     """
     told, key = _key(world)
     load = machine_load()

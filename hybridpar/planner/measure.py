@@ -86,34 +86,7 @@ def profile_in_parts(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Generator[None, None, ModelProfile]:
-    """Find out what the planner needs to know of a model, in parts that take a second or so.
-
-    Args:
-        model: The model, on the device to profile; its state and memory format are as before afterwards. Between the
-            parts it may compute in any of its ways, and must be left alone.
-        examples: Micro-batches of several sizes, without memory format.
-        name: What to call it.
-        measure: Measure units; False estimates them by the device's roofline. Of a model without memory each unit is
-            measured by itself, and what needs the whole model is left out.
-        passes: Passes of each measurement.
-        formats: Memory formats to measure, the first of them torch's default.
-        kernels: Measure tuned kernels too, where the model has layers for which there are any.
-        lanes: Numbers of lanes on one device to measure beside each other.
-        optimizer_copies: Measure what a step does besides its passes, with an optimizer that keeps so many tensors per
-            parameter; None leaves that out.
-        crowd: How much workers of a host slow each other down, see `measure_crowd`.
-        compiled: The model is for torch.compile. A step of it is timed in each way, and times of units, which cannot be
-            timed inside of compiled code, are scaled to that. With `measure`.
-        progress: Told after every pass.
-        announce: Told in a line what is being done.
-
-    Returns:
-        Units, parameters and times of the model, without its weights.
-
-    Raises:
-        TraceError: The model cannot be traced.
-        UsageError: The model refuses the inputs, or its training step fails.
-    """
+    """Find out what the planner needs to know of a model, in parts that take a second or so."""
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
@@ -187,17 +160,7 @@ def profile_in_parts(
 
 
 def set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str = "stock") -> torch.Tensor:
-    """Let a model compute in one of its ways.
-
-    Args:
-        model: The model; changed in place.
-        example: A micro-batch.
-        form: `contiguous` or `channels_last`.
-        kernel: `stock` or `tuned`.
-
-    Returns:
-        The example, in that memory format.
-    """
+    """Let a model compute in one of its ways."""
     layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
     restore(model).to(memory_format=layout)
     if kernel == "tuned":
@@ -238,11 +201,7 @@ def _way_name(form: str, kernel: str) -> str:
 
 
 def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
-    """The trained parameters of a model, each with the first unit that uses it.
-
-    Args:
-        units: The traced model and its units.
-    """
+    """The trained parameters of a model, each with the first unit that uses it."""
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
         for one in (one for node in nodes for one in state_of(units.traced, node)):
@@ -264,17 +223,7 @@ def measure_rates(
     world: World | None = None,
     cache: Path | None = None,
 ) -> dict[str, dict[int, tuple[float, float]]]:
-    """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out.
-
-    Args:
-        codecs: Their texts.
-        parameters: Of the model.
-        world: All workers of the job, who then measure at the same time, as they share the memory of a host in a step
-            as well; a collective, the mean of all is the answer. None measures on this worker alone.
-        workers: How many exchange them; more than eight are tried as eight, as time per element hardly depends on it.
-        device: Where gradients are.
-        cache: Where rates are kept; None measures always.
-    """
+    """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out."""
     shapes = sorted({tuple(one.shape) for one in parameters})
     tried_by = min(max(workers, 2), 8)
     beside = Counter(world.gather(host_identity())).most_common(1)[0][1] if world is not None else 1
@@ -315,11 +264,7 @@ def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:
-    """Whether a model has layers for which there may be tuned kernels.
-
-    Args:
-        model: The model.
-    """
+    """Whether a model has layers for which there may be tuned kernels."""
     return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 

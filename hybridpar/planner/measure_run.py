@@ -125,15 +125,7 @@ class Question:
     def of_run(
         cls, config: TrainConfig, fixed: Fixed, name: str, sample_shape: Sequence[int], steps: int | None
     ) -> Question:
-        """The question of a training run with these options; see the attributes.
-
-        Args:
-            config: Options of the run.
-            fixed: What is not searched for.
-            name: What to call the model.
-            sample_shape: Of one sample.
-            steps: Of the run; None to measure everything.
-        """
+        """The question of a training run with these options; see the attributes."""
         return cls(
             name,
             tuple(sample_shape),
@@ -220,28 +212,7 @@ def measure_inputs(
     announce: Callable[[str], None] = lambda text: None,
     progress: Progress | None = None,
 ) -> PlannerInputs | None:
-    """Measure what a search reads, or find it in the cache; a collective.
-
-    Args:
-        model: The whole model, as built; it is moved to this worker's device, and left as it was otherwise. With
-            `cluster` it may be one without memory.
-        asked: What is searched for.
-        world: All workers.
-        cluster: The machine to plan for, where that is not the one at hand; `world` is then this process alone.
-        measure: False estimates times from FLOPs and bytes, with `cluster`.
-        passes: Passes of a profile, at least.
-        cache: False measures everything again and keeps nothing.
-        announce: Told what is being measured, and how long it may take.
-        progress: Told after every pass of a profile.
-
-    Returns:
-        What was measured, on rank 0; None elsewhere.
-
-    Raises:
-        SyncError: A worker died or did not answer in time.
-        HybridparError: The model cannot be measured, or measuring it would take longer than it can gain; on all
-            workers.
-    """
+    """Measure what a search reads, or find it in the cache; a collective."""
     if not is_deferred(model):
         model.to(world.device)
     workers = world.size if cluster is None else min(cluster.workers, asked.batch)
@@ -370,14 +341,7 @@ def _measure(
     announce: Callable[[str], None],
     progress: Progress | None,
 ) -> _Kept | None:
-    """Profile the model; a collective.
-
-    Returns:
-        On rank 0 what was measured; None elsewhere.
-
-    Raises:
-        HybridparError: As for `measure_inputs`.
-    """
+    """Profile the model; a collective."""
     full, examples = scope, [_example(asked, size, world) for size in scope.sizes]
     if asked.steps is not None:
         announce("planning: timing a step of the model (--plan none skips planning)")

@@ -45,20 +45,7 @@ def device_bytes(
     larger: float,
     hosts: int,
 ) -> list[float]:
-    """The bytes that the device of every worker of a replica needs, with the margin.
-
-    Args:
-        inputs: Of the search.
-        candidate: The plan.
-        layout: Where its stages run.
-        figures: What they cost.
-        saved: For every worker the most that waits for backward passes at one time.
-        gradients: For every stage what its gradients take, see `gradient_bytes`.
-        owned: For every stage the most bytes of parameters that one replica steps.
-        is_outer: Several steps lie between two exchanges.
-        larger: Samples of the replica with the most, over those of equal parts, where figures are for the latter.
-        hosts: Over how many hosts the replicas of a stage are spread.
-    """
+    """The bytes that the device of every worker of a replica needs, with the margin."""
     shape, sharded = candidate.shape, candidate.sharded
     divided = inputs.optimizer_copies - inputs.averages
     lasting, stepped, state, buckets = ([0] * layout.workers for _ in range(4))
@@ -118,11 +105,6 @@ def gradient_bytes(figures: StageFigures, shape: Shape, bucket_bytes: int) -> tu
 
     Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
     last micro-batch. Where there is one micro-batch only, so few wait to be copied as a bucket has.
-
-    Args:
-        figures: What the stages cost.
-        shape: How workers are divided.
-        bucket_bytes: Size at which a bucket is full.
     """
     sizes = []
     for parameters in figures.parameters:
@@ -138,11 +120,6 @@ def least_saved(layout: Layout, figures: StageFigures, schedule: Schedule | None
 
     A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
     on a worker the fullest counts. Without a schedule: each keeps one micro-batch of each stage, at different times.
-
-    Args:
-        layout: Where stages run.
-        figures: What they cost.
-        schedule: The order of the passes, where it is known.
     """
     sizes = figures.saved_bytes
     homes, held = [layout.home(stage) for stage in range(layout.stages)], sizes
@@ -155,13 +132,7 @@ def least_saved(layout: Layout, figures: StageFigures, schedule: Schedule | None
 
 
 def device_limits(inputs: PlannerInputs, shape: Shape, replica: int = 0) -> list[float]:
-    """The memory of every worker of a replica, of several that are alike of the smallest one.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-        replica: Of which replica, where they differ.
-    """
+    """The memory of every worker of a replica, of several that are alike of the smallest one."""
     placed = inputs.by_worker
     others = [shape.ranks(each) for each in (range(shape.replicas) if shape.homes is None else [replica])]
     sizes = [[placed[rank][1].memory for rank in column] for column in zip(*others, strict=True)]

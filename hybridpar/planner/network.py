@@ -100,12 +100,7 @@ class Network:
     def transfers(
         self, edges: Iterable[tuple[int, int]], ranks: Sequence[int] = ()
     ) -> tuple[Link, dict[tuple[int, int], Link]]:
-        """Connections between positions: the shared network of every worker, and pairs with a wire of their own.
-
-        Args:
-            edges: Pairs of positions between which something is sent.
-            ranks: The workers of one replica, where replicas differ.
-        """
+        """Connections between positions: the shared network of every worker, and pairs with a wire of their own."""
         inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
         own: dict[tuple[int, int], Link] = {}
         crossing: dict[int, set[int]] = {}
@@ -133,10 +128,6 @@ class Network:
         """What messages take until they have met, where all workers of a group send their own.
 
         Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
-
-        Args:
-            kinds: How they are reduced, and their types.
-            codec: They are those of a codec, whose sums go over a backend's group also where others do not.
         """
         group = self.grouping
         if group.two_levels:
@@ -146,11 +137,7 @@ class Network:
         return {kind: _flat(kind, level, group.workers, sharing, codec) for kind in kinds}
 
     def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
-        """What the messages of a codec take between the leaders of hosts, which share the link of their host.
-
-        Args:
-            kinds: Kinds of messages.
-        """
+        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
         group = self.grouping
         return {kind: _flat(kind, self._between, group.hosts, group.sharing, codec=True) for kind in kinds}
 
@@ -172,12 +159,7 @@ class Network:
         return _core_use(PLAIN, self._inside, codec=False)
 
     def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured.
-
-        Args:
-            kind: How they are reduced, and their type.
-            codec: They are those of a codec, which on two levels works between hosts.
-        """
+        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured."""
         group = self.grouping
         levels = [self._inside] if group.hosts == 1 else [self._between]
         if group.two_levels and not codec:
@@ -224,11 +206,7 @@ def _sum_way(kind: Kind, codec: bool) -> str:
 
 
 def log_rounds(workers: int) -> int:
-    """Rounds in which a tree reaches so many workers.
-
-    Args:
-        workers: How many workers take part.
-    """
+    """Rounds in which a tree reaches so many workers."""
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 

@@ -86,14 +86,7 @@ TABLE: tuple[OuterSteps, ...] = (
 
 
 def expected_steps(every: int, workers: int, codec: str, length: int | None) -> OuterSteps | None:
-    """What is expected of an outer loop; None where nothing was measured that says so, or it breaks.
-
-    Args:
-        every: H.
-        workers: How many there are.
-        codec: What outer gradients are sent as.
-        length: Steps of the run; None where that is not known.
-    """
+    """What is expected of an outer loop; None where nothing was measured that says so, or it breaks."""
     if length is None:
         return None
     like = [one for one in TABLE if (one.every, one.codec) == (every, codec)]
@@ -105,9 +98,5 @@ def expected_steps(every: int, workers: int, codec: str, length: int | None) -> 
 
 
 def planned_intervals(codec: str) -> list[int]:
-    """Steps from one exchange to the next of which the table knows, with a codec.
-
-    Args:
-        codec: What outer gradients are sent as.
-    """
+    """Steps from one exchange to the next of which the table knows, with a codec."""
     return sorted({one.every for one in TABLE if one.codec == codec})

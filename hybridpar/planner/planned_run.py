@@ -88,30 +88,7 @@ def plan_run(
     announce: Callable[[str], None] = lambda text: None,
     measured: bool = True,
 ) -> PlannedRun:
-    """Find the plan of a run; a collective.
-
-    Args:
-        model: The whole model, as built.
-        config: Options.
-        world: All workers.
-        sample_shape: Of one sample; None where that is not known, and nothing can be measured.
-        steps: Length of the run, about; None where that is not known.
-        name: What to call the model.
-        given: Options that were named, though they may have their default's value.
-        stored: The plan of the run that is resumed.
-        decided: All options that are not searched for, instead of those that were given or changed.
-        plan: What to follow, instead of what the options name.
-        announce: Told what is being done, while that takes time.
-        measured: Whether rank 0 holds all of the model, so that it can be measured.
-
-    Returns:
-        The plan, the same on all workers.
-
-    Raises:
-        PlanError: A plan cannot be read, or was made for another model or for other machines.
-        UsageError: Options contradict a plan, or one of them would have no effect.
-        SyncError: A worker died or did not answer in time.
-    """
+    """Find the plan of a run; a collective."""
     # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
     named = decided_options(config, given) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
@@ -160,17 +137,7 @@ def plan_run(
 def _require_effect(
     config: TrainConfig, named: Collection[str], workers: int, placement: Placement | None = None
 ) -> None:
-    """Refuse a named option that would do nothing.
-
-    Args:
-        config: The options.
-        named: Those that must have an effect.
-        workers: Workers of the job.
-        placement: Of the stages; None where that is not decided, and a single worker alone excludes something.
-
-    Raises:
-        UsageError: An option acts on what replicas exchange and there is one, or on stages and there are none.
-    """
+    """Refuse a named option that would do nothing."""
     replicas = workers if placement is None else placement.replicas
     if replicas == 1 and (option := needs_replicas(config, named)):
         raise UsageError(
@@ -197,20 +164,7 @@ def plan_loop(
     name: str | None,
     plan: Plan | None = None,
 ) -> PlannedRun:
-    """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective.
-
-    Args:
-        model: The whole model, as built.
-        config: Options.
-        world: All workers.
-        example: Inputs of one micro-batch.
-        steps: Length of the run; None where that is not known.
-        name: What to call the model.
-        plan: What to follow, instead of what the options name.
-
-    Raises:
-        HybridparError: As for `plan_run`.
-    """
+    """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective."""
     asked, decided = config, decided_options(config)
     if config.plan_file is None and plan is None:
         replicas = resolve(config, world.size).placement.replicas
@@ -236,11 +190,7 @@ def plan_loop(
 
 
 def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
-    """The plan's file that the options name, if they do; a collective.
-
-    Raises:
-        PlanError: It cannot be read here or elsewhere, or not all workers have read the same one.
-    """
+    """The plan's file that the options name, if they do; a collective."""
     if config.plan_file is None:
         return None
     plan: Plan | None = None
@@ -344,10 +294,8 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
 
 
 def set_aside(place: Path) -> None:
-    """Keep the plan of a run that goes on without it, under the number of its workers: with these it is taken up again.
-
-    Args:
-        place: Where the run's plan lies, which is about to be replaced.
+    """Keep the plan of a run that goes on without it, under the number of its workers: with these it is
+    taken up again.
     """
     plan = _usable(place)
     if plan is not None:

@@ -80,11 +80,7 @@ class Variant:
         return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
 
     def scaled(self, factor: float) -> Variant:
-        """The same, whose units all take so many times as long.
-
-        Args:
-            factor: 2 doubles all times.
-        """
+        """The same, whose units all take so many times as long."""
         sizes = [
             SizedTimes(
                 one.samples, tuple(factor * ms for ms in one.forward_ms), tuple(factor * ms for ms in one.backward_ms)
@@ -104,9 +100,6 @@ class Variant:
         Between sizes that were measured, and beyond them, on the line through the two nearest ones. Where a larger
         micro-batch took less time than a smaller one, that was noise, and both count with their mean. One size alone
         gives times in proportion to the samples, and so does a line where it would reach zero.
-
-        Args:
-            samples: Samples of the micro-batch.
         """
         return self._at(samples, "forward_ms"), self._at(samples, "backward_ms")
 
@@ -164,9 +157,6 @@ class ModelProfile:
         compiled: Step of the model through torch.compile over the step that its units add up to, where that is what the
             times are of: those of all units were multiplied with it. None where the model is not compiled.
         versions: Of what it was measured with.
-
-    Raises:
-        UsageError: Times or parameters do not fit the graph.
     """
 
     info: ModelInfo
@@ -219,21 +209,13 @@ class ModelProfile:
         return min(self.noise, MOST_NOISE)
 
     def crowding(self, workers: int) -> float:
-        """How much slower a worker computes while so many on its host do: of the nearest number that was measured.
-
-        Args:
-            workers: Workers that compute on the host.
-        """
+        """How much slower a worker computes while so many on its host do: of the nearest number that was measured."""
         if workers == 1 or not self.crowd:
             return 1.0
         return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
 
     def slowing(self, coded: bool | None) -> float:
-        """How much slower several workers compute in a step than alone.
-
-        Args:
-            coded: Whether their gradients are compressed; None for whichever is less.
-        """
+        """How much slower several workers compute in a step than alone."""
         ways = (self.together, self.together if self.together_coded is None else self.together_coded)
         return min(ways) if coded is None else ways[coded]
 
@@ -248,12 +230,7 @@ class ModelProfile:
         return 4 * self.info.parameters
 
     def timed(self, variant: int, samples: float) -> UnitGraph:
-        """The graph with the times and sizes of a variant at a micro-batch size.
-
-        Args:
-            variant: Index into the profile's variants.
-            samples: Samples of the micro-batch.
-        """
+        """The graph with the times and sizes of a variant at a micro-batch size."""
         factor = samples / self.samples
         forward, backward = self.variants[variant].unit_ms(samples)
         graph = self.graph.with_times(list(zip(forward, backward, strict=True)))

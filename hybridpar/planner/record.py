@@ -82,11 +82,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
 
 
 def checksum_of(plan: Plan) -> str:
-    """Equal for plans that do the same, whatever was predicted or measured of them.
-
-    Args:
-        plan: The plan.
-    """
+    """Equal for plans that do the same, whatever was predicted or measured of them."""
     measured, pipeline = plan.measured or Measured(), plan.pipeline or Pipeline()
     placement = plan.placement or Placement(stages=(StagePlacement(stage=0),))
     said = (
@@ -101,11 +97,7 @@ def checksum_of(plan: Plan) -> str:
 
 
 def is_as_recorded(plan: Plan) -> bool:
-    """Whether a plan still says what its search said, so that its prediction holds: it was not edited.
-
-    Args:
-        plan: The plan.
-    """
+    """Whether a plan still says what its search said, so that its prediction holds: it was not edited."""
     return plan.checksum == checksum_of(plan)
 
 

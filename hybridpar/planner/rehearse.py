@@ -92,31 +92,7 @@ def measure_rehearsal(
     cache: Path | None = None,
     note: str = "",
 ) -> tuple[Rehearsal, ...]:
-    """Time steps of data parallelism; a collective.
-
-    Args:
-        model: The model, on its device; it is left as it was.
-        example: A micro-batch of a worker.
-        world: All workers of the job.
-        cluster: What they were found to be.
-        copies: Tensors per parameter that the optimizer keeps.
-        bucket_bytes: Size at which a bucket of gradients is full.
-        memory_format: `contiguous` or `channels_last`.
-        compiled: Run the model through torch.compile.
-        steps: Steps that count, at least.
-        seconds: They go on for so long, to `ENOUGH` of them; shared by those with and without a codec.
-        cache: Where the first worker keeps what was found, for as long as the cluster stays the same; None measures
-            always.
-        note: What else it depends on, for instance autocast.
-
-    Returns:
-        What it took, with gradients as they are and with a codec, as far as that says something: where exchanging
-        takes longer than computing, the link says what a step takes, and it has been measured; codecs need process
-        groups; and one worker waits for no other.
-
-    Raises:
-        SyncError: A worker died or did not answer in time.
-    """
+    """Time steps of data parallelism; a collective."""
     if world.size == 1:
         return ()
     key = {
@@ -210,12 +186,7 @@ def _steps(
 
 
 def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> PlannerInputs:
-    """Inputs whose predictions for the plans that were rehearsed are what these took.
-
-    Args:
-        inputs: As measured, part by part.
-        rehearsals: Steps that were timed as a whole; one with a codec whose rates are unknown changes nothing.
-    """
+    """Inputs whose predictions for the plans that were rehearsed are what these took."""
     names = [one.name for one in inputs.profile.parameters]
     profile = inputs.profile
     for one in rehearsals:

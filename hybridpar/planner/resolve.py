@@ -53,23 +53,7 @@ def resolve(
     model: ModelInfo | None = None,
     device: str = "cpu",
 ) -> ResolvedPlan:
-    """The plan of a run.
-
-    Args:
-        config: The user's request.
-        workers: Workers of the job.
-        plan: What is followed.
-        decided: Options that win over it; default: those that are not at their default.
-        model: What is trained; default: what `plan` is for.
-        device: Device type of the workers.
-
-    Returns:
-        The plan, whose stages have units only where those of `plan` have.
-
-    Raises:
-        UsageError: Stages, replicas, placement and workers do not fit each other, or options contradict the plan.
-        PlanError: Nothing can be placed as the plan says.
-    """
+    """The plan of a run."""
     decided = decided_options(config) if decided is None else decided
     placement = _place(config, workers, plan, decided, device)
     if placement.homes is not None:
@@ -135,13 +119,7 @@ def resolve(
 
 
 def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str]) -> Sync:
-    """How gradients are exchanged, which must be known before workers join.
-
-    Args:
-        config: The user's request.
-        plan: What is followed.
-        decided: Options that win over it.
-    """
+    """How gradients are exchanged, which must be known before workers join."""
     asked = Sync(
         lanes=config.sync_lanes,
         bucket_bytes=config.bucket_bytes,
@@ -161,19 +139,7 @@ def resolve_sync(config: TrainConfig, plan: Plan | None, decided: Collection[str
 
 
 def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | None = None) -> World:
-    """Join the workers of a run, with as many groups as options and plan exchange gradients on.
-
-    Args:
-        config: The user's request.
-        given: Options that were named, though they may have their default's value.
-        plan: What is followed; default: the file that the options name.
-
-    Returns:
-        All workers of the job, of which this process is one.
-
-    Raises:
-        LaunchError: The peers cannot be reached.
-    """
+    """Join the workers of a run, with as many groups as options and plan exchange gradients on."""
     if plan is None and config.plan_file is not None:
         with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             plan = read_plan(config.plan_file)
@@ -235,12 +201,7 @@ def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collec
 
 
 def _as_placed(own: Placement, workers: int, asked: int | None, device: str) -> Placement:
-    """The places that a plan names, for all workers.
-
-    Raises:
-        PlanError: No workers can be placed so.
-        UsageError: It needs other workers.
-    """
+    """The places that a plan names, for all workers."""
     lanes = own.lanes_each
     if own.lanes != tuple(divmod(lane, lanes) for lane in range(own.workers * lanes)):
         told = ", ".join(f"stage {one.stage} on lane {one.lane} of worker {one.worker}" for one in own.stages[:8])
@@ -261,12 +222,7 @@ def _as_placed(own: Placement, workers: int, asked: int | None, device: str) -> 
 
 
 def lane_threads(placement: Placement, device: torch.device) -> int:
-    """Intra-op threads of a lane on a CPU: those of the process, divided.
-
-    Args:
-        placement: Where stages run.
-        device: The device.
-    """
+    """Intra-op threads of a lane on a CPU: those of the process, divided."""
     return max(1, torch.get_num_threads() // placement.lanes_each) if device.type == "cpu" else 1
 
 
@@ -284,16 +240,7 @@ class WorkerShare:
 
 
 def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
-    """What each of so many workers on this machine does, as the launcher sets it up.
-
-    Args:
-        config: The user's request.
-        workers: Workers, all on this machine.
-
-    Raises:
-        UsageError: Stages, replicas and workers do not fit each other.
-        PlanError: The plan cannot be read.
-    """
+    """What each of so many workers on this machine does, as the launcher sets it up."""
     plan = resolve(config, workers, None if config.plan_file is None else read_plan(config.plan_file))
     threads = threads_per_worker(workers, available_cores())
     return WorkerShare(plan.micro_batch_samples(config.batch_size), max(1, threads // plan.placement.lanes_each))

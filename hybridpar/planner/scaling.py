@@ -34,11 +34,7 @@ class Point:
 
 
 def worker_counts(most: int) -> list[int]:
-    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8.
-
-    Args:
-        most: The largest number of workers.
-    """
+    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8."""
     few = range(1, min(most, 8) + 1) if most <= 64 else ()
     return sorted({*few, *(1 << power for power in range(most.bit_length())), most})
 
@@ -47,10 +43,6 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
     """The best plan for every number of workers of a cluster; the batch stays the same (strong scaling).
 
     Layers that normalise over a micro-batch do so over as many samples in all plans, so that these give one result.
-
-    Args:
-        inputs: Of the search.
-        progress: Told which point of how many is done.
     """
     # Whether fewer workers would do is what the curve is there to say.
     inputs = replace(inputs, fixed=replace(inputs.fixed, workers=None)).same_result()

@@ -48,14 +48,6 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     4. *Cores.* All core time of a worker, divided by its cores.
 
     Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.
-
-    Args:
-        layout: Where stages run, and what flows.
-        costs: What actions take.
-        micro_batches: M.
-
-    Returns:
-        Milliseconds.
     """
     stages = range(layout.stages)
     forward = [costs.compute_ms(stage, Kind.FORWARD) for stage in stages]
@@ -318,15 +310,7 @@ MOST_WORKERS = 32
 
 
 def least_workers(evaluator: Evaluator, first: int = 1) -> tuple[int, Candidate] | None:
-    """How many workers of the memory of the cluster's smallest device the model needs at least.
-
-    Args:
-        evaluator: Of the search.
-        first: The least number to try.
-
-    Returns:
-        The number, and a plan that fits; None where `MOST_WORKERS`, or as many as the batch has samples, do not do.
-    """
+    """How many workers of the memory of the cluster's smallest device the model needs at least."""
     inputs, library = evaluator.space.inputs, evaluator.space.library
     last = min(inputs.cluster.hosts, key=lambda one: math.inf if one.memory is None else one.memory)
     alone = inputs.cluster.between is None
@@ -407,10 +391,6 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
     """The plans that are worth running: the chosen one, plain data parallelism, and the best by prediction.
 
     Of plans that differ only in their schedule or cut and are predicted equal, as ties may be hundreds, one is enough.
-
-    Args:
-        answer: Of the search.
-        count: How many of the best; the other two come on top where they are not among them.
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
@@ -433,14 +413,6 @@ def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequen
 
     Two plans are told apart where the median of their differences, round by round, is further from nothing than twice
     its standard error: what slowed a whole round down cancels. What takes more steps to the same result counts them.
-
-    Args:
-        answer: Of the search.
-        outcomes: The finalists.
-        times: Of each, milliseconds of its steps, in the same rounds.
-
-    Returns:
-        The finalists with their times, and the plan to use.
     """
     steps = [answer.evaluator.space.codec_choices[one.candidate.codec].steps for one in outcomes]
     scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]
@@ -471,10 +443,6 @@ def _doubt(own: Sequence[float], other: Sequence[float]) -> float:
 def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, float, float, float, str]]:
     """The table: name, predicted and measured milliseconds, by how much of the prediction it took longer, and what
     became of each.
-
-    Args:
-        result: What was measured.
-        names: Of candidates, in words.
     """
     measured = result.measured_ms
     chosen = measured[result.outcomes.index(result.chosen)]

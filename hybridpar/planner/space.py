@@ -78,19 +78,7 @@ class Candidate:
 
 
 class Space:
-    """All candidates of a search, as far as nothing of them is decided (`PlannerInputs.fixed`).
-
-    Args:
-        inputs: Of the search.
-        workers: Workers that there are; default: all that the cluster has and the batch can feed.
-        library: Cuts of the same model, where another search has made them.
-
-    Attributes:
-        inputs: Of the search.
-        workers: Workers that there are.
-        codec_choices: Choices of codecs.
-        library: Cuts of the model.
-    """
+    """All candidates of a search, as far as nothing of them is decided (`PlannerInputs.fixed`)."""
 
     def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
         self.inputs = inputs
@@ -101,12 +89,7 @@ class Space:
         self.library = library or CutLibrary(inputs.profile)
 
     def candidates(self, saving: bool = False) -> Iterator[Candidate]:
-        """All of them, in an order that does not change.
-
-        Args:
-            saving: Instead of the usual ones those that give time for memory: replicas divide the optimizer's state,
-                stages compute their activations again or leave them with the host, or both.
-        """
+        """All of them, in an order that does not change."""
         for one in self._plain(saving):
             sharded = self.inputs.fixed.shard_optimizer and one.shape.replicas > 1
             if not saving:
@@ -138,11 +121,7 @@ class Space:
                             yield Candidate(shape, cut, schedule, codec, variant)
 
     def cuts(self, shape: Shape) -> tuple[Cut, ...]:
-        """The cuts to try for a shape.
-
-        Args:
-            shape: How workers are divided.
-        """
+        """The cuts to try for a shape."""
         devices = stage_devices(self.inputs, shape)
         return self.library.cuts(shape.stages, devices) if devices else self.library.cuts(shape.stages)
 
@@ -183,11 +162,7 @@ class Space:
         return not codec and _is_decided_shape(fixed, candidate.shape) and _is_decided_variant(fixed, variant)
 
     def shapes(self, saving: bool = False) -> Iterator[Shape]:
-        """All shapes.
-
-        Args:
-            saving: Also those that are worth it for memory alone: stages on one lane, one after the other.
-        """
+        """All shapes."""
         profile = self.inputs.profile
         most = min(self.inputs.most_stages, len(profile.graph))
         for workers in self._worker_counts():
@@ -231,11 +206,7 @@ class Space:
                     yield few, many
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
-        """Numbers of micro-batches to try; the first is the plain one.
-
-        Args:
-            replicas: Copies of the model.
-        """
+        """Numbers of micro-batches to try; the first is the plain one."""
         inputs = self.inputs
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]

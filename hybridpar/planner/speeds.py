@@ -24,10 +24,6 @@ def worker_speeds(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...]:
 
     Of several replicas the slowest worker counts, as all have the same stages. Where replicas may take shares of
     a batch instead, and do more so, stages are cut for equal workers, as fast as the slowest of all.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided; replicas have equal numbers of workers.
     """
     rows = [
         [host.throughput for _, host in inputs.by_worker[first : first + shape.replicas]]
@@ -42,12 +38,7 @@ def worker_speeds(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...]:
 
 
 def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[float]:
-    """How fast replicas are whose stages were cut for workers of certain speeds, as throughputs of a worker.
-
-    Args:
-        rows: For every replica the throughput of each of its workers.
-        speeds: Of each worker, that its stages were cut for.
-    """
+    """How fast replicas are whose stages were cut for workers of certain speeds, as throughputs of a worker."""
     if len(set(speeds)) == 1:
         return [min(row) for row in rows]
     mean = sum(speeds) / len(speeds)
@@ -55,12 +46,7 @@ def paces(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> list[floa
 
 
 def worker_kinds(inputs: PlannerInputs, shape: Shape) -> list[tuple[float, float]]:
-    """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided; replicas have equal numbers of workers.
-    """
+    """For every worker of a replica the throughput that is counted on, and the memory, of the smallest one."""
     placed = inputs.by_worker
     sizes = [
         min(math.inf if host.memory is None else float(host.memory) for _, host in placed[first:last])
@@ -70,12 +56,7 @@ def worker_kinds(inputs: PlannerInputs, shape: Shape) -> list[tuple[float, float
 
 
 def stage_devices(inputs: PlannerInputs, shape: Shape) -> tuple[StageDevice, ...]:
-    """Of every stage what device its cut is for; empty where a replica's devices are alike.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-    """
+    """Of every stage what device its cut is for; empty where a replica's devices are alike."""
     if shape.positions == 1 or shape.homes is not None:
         return ()
     kinds = worker_kinds(inputs, shape)
@@ -90,23 +71,13 @@ def stage_devices(inputs: PlannerInputs, shape: Shape) -> tuple[StageDevice, ...
 
 
 def stage_speeds(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...]:
-    """For every stage the speed of its device over that of the fastest one; all 1 where they are alike.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-    """
+    """For every stage the speed of its device over that of the fastest one; all 1 where they are alike."""
     speeds = [one.speed for one in stage_devices(inputs, shape)] or [1.0] * shape.stages
     return tuple(speed / max(speeds) for speed in speeds)
 
 
 def replica_speeds(inputs: PlannerInputs, shape: Shape) -> list[float]:
-    """Of each replica the throughput, as that of one of its workers.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-    """
+    """Of each replica the throughput, as that of one of its workers."""
     placed = inputs.by_worker
     rows = [[placed[rank][1].throughput for rank in shape.ranks(each)] for each in range(shape.replicas)]
     return [min(row) for row in rows] if shape.homes is not None else paces(rows, worker_speeds(inputs, shape))
@@ -118,13 +89,6 @@ def stage_throughputs(
     """Of the device of every stage, in the slowest replica. Workers of one host may slow each other down.
 
     With shares replicas take equally long, as many devices of one speed in between would with equal parts.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-        shares: Samples of each replica, where they differ.
-        coded: Whether gradients are compressed; None for whichever slows workers down less.
-        replica: Of which replica, where they differ.
     """
     placed, profile = inputs.by_worker, inputs.profile
     beside = max(Counter(host for host, _ in placed[: shape.workers]).values())
@@ -143,12 +107,7 @@ def stage_throughputs(
 
 
 def shares_by_speed(inputs: PlannerInputs, shape: Shape) -> tuple[float, ...] | None:
-    """Samples of each replica, all of which have equal numbers of workers; None where they are equally fast.
-
-    Args:
-        inputs: Of the search.
-        shape: How workers are divided.
-    """
+    """Samples of each replica, all of which have equal numbers of workers; None where they are equally fast."""
     if len(set(replica_speeds(inputs, shape))) == 1:
         return None
     return tuple(round(part, 2) for part in best_division(_work_of_replicas(inputs, shape), inputs.batch))

@@ -57,12 +57,7 @@ class StepCosts:
 
 
 def optimizer_like(model: nn.Module, copies: int) -> torch.optim.Optimizer:
-    """An optimizer that keeps so many tensors per parameter, and changes nothing.
-
-    Args:
-        model: The model.
-        copies: 0 for plain SGD, 1 for SGD with momentum, 2 or more for AdamW.
-    """
+    """An optimizer that keeps so many tensors per parameter, and changes nothing."""
     parameters = [one for one in model.parameters() if one.requires_grad]
     if copies >= 2:
         return torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=True)
@@ -72,21 +67,7 @@ def optimizer_like(model: nn.Module, copies: int) -> torch.optim.Optimizer:
 def measure_step_costs(
     model: nn.Module, example: Tensor, *, copies: int = 1, bucket_bytes: int = 8 << 20, steps: int = REST_STEPS
 ) -> StepCosts:
-    """Time what a step does besides its passes.
-
-    Args:
-        model: The model, on its device; it is left as it was.
-        example: A micro-batch.
-        copies: As for `optimizer_like`.
-        bucket_bytes: Size at which a bucket of gradients is full.
-        steps: Steps to time, after one that is not counted.
-
-    Returns:
-        Medians over the steps.
-
-    Raises:
-        RuntimeError: The model's training step fails.
-    """
+    """Time what a step does besides its passes."""
     update, collect, kept, fresh = [], [], [], []
     clock = Clock(example.device)
     with untouched(model, training=True), Lanes(example.device) as lanes:
@@ -134,15 +115,7 @@ def measure_step_costs(
 
 
 def any_loss(output: Any, target: Any = None) -> Tensor:
-    """Something to go backward from, for any kind of output that depends on a parameter.
-
-    Args:
-        output: What the model returns: tensors in tuples, lists or dicts.
-        target: Not used; a loss takes one.
-
-    Returns:
-        A scalar: the sum of the mean squares of all tensors with a gradient.
-    """
+    """Something to go backward from, for any kind of output that depends on a parameter."""
     leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.requires_grad]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
 
@@ -151,10 +124,6 @@ def measure_hand_over(device: torch.device, turns: int = 100) -> float:
     """Milliseconds that handing a piece of work from one lane to another takes, as stages do with every micro-batch.
 
     Half of a turn there and back, with an event between each two, on the host's clock.
-
-    Args:
-        device: Of the lanes.
-        turns: How many; the median of five parts of them counts.
     """
     times, each = [], max(1, turns // 5)
     with Lanes(device) as lanes:
@@ -176,21 +145,7 @@ def _no_work() -> None:
 
 
 def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> dict[int, float]:
-    """How much slower workers of a host compute when all of them do; a collective.
-
-    Args:
-        model: The model, on its device; it is left as it was.
-        example: A micro-batch.
-        world: All workers of the job.
-        steps: Turns of one worker alone and of all; the median of each counts.
-
-    Returns:
-        For the most workers on one host: time of a pass with all over that of one alone. Empty where no host has
-        several, or a GPU computes, which is its worker's own.
-
-    Raises:
-        SyncError: A worker died or did not answer in time.
-    """
+    """How much slower workers of a host compute when all of them do; a collective."""
     places: list[str] = world.gather(host_identity())  # type: ignore[assignment]
     most = max(Counter(places).values())
     if most == 1 or world.device.type == "cuda":
@@ -224,17 +179,7 @@ AGREED = 1.1
 
 
 def measure_speeds(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> list[float]:
-    """How fast hosts compute, measured twice while all do; a collective.
-
-    Args:
-        model: The model, on its device; it is left as it was.
-        example: A micro-batch, the same on all workers.
-        world: All workers of the job.
-        steps: Steps of each measurement, of which the least counts, as disturbances only add.
-
-    Returns:
-        As `speeds_of`.
-    """
+    """How fast hosts compute, measured twice while all do; a collective."""
     clock, rounds = Clock(example.device), []
     with untouched(model, training=True):
         whole_step_ms(model, (example,), clock)
@@ -246,16 +191,7 @@ def measure_speeds(model: nn.Module, example: Tensor, world: World, *, steps: in
 
 
 def speeds_of(hosts: Sequence[str], rounds: Sequence[Sequence[float]]) -> list[float]:
-    """How fast workers are over the first one, as far as measurements tell.
-
-    Args:
-        hosts: Of every worker its host, of which the slowest worker counts.
-        rounds: Of every measurement the milliseconds of each worker for the same work.
-
-    Returns:
-        The speed of every worker's host, where all measurements agree (`AGREED`); hosts that are not `APART` have the
-        speed of the slowest of them. Where measurements disagree all are equal.
-    """
+    """How fast workers are over the first one, as far as measurements tell."""
     taken: dict[str, list[float]] = {host: [] for host in hosts}
     for times in rounds:
         for host, own in taken.items():
@@ -272,12 +208,7 @@ def speeds_of(hosts: Sequence[str], rounds: Sequence[Sequence[float]]) -> list[f
 
 
 def figures_key(model: nn.Module, example: Tensor) -> dict[str, object]:
-    """What figures of a model on a device depend on.
-
-    Args:
-        model: The model.
-        example: A micro-batch.
-    """
+    """What figures of a model on a device depend on."""
     return {
         "model": model_fingerprint(model),
         "input": list(example.shape),

@@ -22,17 +22,7 @@ NOISE, MOST_TRIES = "noise", 3
 
 
 def steadied(kind: str, measure: Callable[[], Mapping[str, float]], world: World | None = None) -> dict[str, float]:
-    """Numbers by name, measured again where repetitions lie too far apart.
-
-    Args:
-        kind: What sort of thing it is, for a warning.
-        measure: Measures them. One that is called `noise` says how far repetitions lay apart: above `MOST_NOISE` all is
-            measured again, `MOST_TRIES` times at most, and the least noisy counts.
-        world: As for `remembered`.
-
-    Returns:
-        The numbers, without `noise`.
-    """
+    """Numbers by name, measured again where repetitions lie too far apart."""
     return remembered(kind, {}, None, measure, world)
 
 
@@ -43,19 +33,7 @@ def remembered(
     measure: Callable[[], Mapping[str, float]],
     world: World | None = None,
 ) -> dict[str, float]:
-    """Numbers by name that were kept, or are measured now and kept unless they are noisy.
-
-    Args:
-        kind: As for `measurement_file`.
-        key: Likewise.
-        directory: Where they are kept; None measures always.
-        measure: As for `steadied`; with a world it is a collective that gives all workers the same.
-        world: All workers of a job that measure together: what the first of them knows counts, and it keeps what is
-            found. None for a worker alone.
-
-    Returns:
-        The numbers, without `noise`.
-    """
+    """Numbers by name that were kept, or are measured now and kept unless they are noisy."""
     if directory is not None:
         known = (
             _figures(kind, key, directory) if world is None else world.from_main(lambda: _figures(kind, key, directory))

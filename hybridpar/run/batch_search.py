@@ -69,16 +69,6 @@ def bounds(
 
     A search begins at the run's first batch size, raised where the learning rate has fallen, and goes to no less than
     half and no more than twice of what was chosen before.
-
-    Args:
-        start: The first batch size of the run, m0.
-        chosen: What the search before this chose; None where there was none.
-        rate_fell: Learning rate now over that of the first search; below 1 the smallest size is m0 / sqrt of it.
-        multiple: Sizes are multiples of it.
-        largest: No size is above it.
-
-    Raises:
-        UsageError: A size is not positive, or the rate is not.
     """
     if start < 1 or multiple < 1 or (chosen is not None and chosen < 1):
         raise UsageError(f"batch sizes {start}, {chosen} in multiples of {multiple}", "They are at least 1.")
@@ -94,19 +84,7 @@ def bounds(
 def search_batch_size(
     trial: Callable[[int], float], smallest: int, largest: int, *, margin: float = 0.01, multiple: int = 64
 ) -> BatchChoice:
-    """The largest batch size that learns as well as the smallest.
-
-    Args:
-        trial: Trains on the trial's samples at a size, from weights that are always the same, and returns their mean
-            loss; it leaves no trace.
-        smallest: The first size, as `bounds` gives it.
-        largest: No size is above it.
-        margin: How much higher than the first loss a loss may be, as a part of it.
-        multiple: Sizes are multiples of it.
-
-    Returns:
-        The size, and what was tried. Where already the first loss is not finite, it is the smallest.
-    """
+    """The largest batch size that learns as well as the smallest."""
     trials: list[Trial] = []
     size, chosen = smallest, smallest
     while size <= largest:
@@ -128,14 +106,7 @@ def _rounded(size: float, multiple: int) -> int:
 
 
 class BatchSelector:
-    """Chooses the batch size of the coming epochs.
-
-    Args:
-        trainer: What trains.
-        config: Options.
-        make_batches: The batches of a batch size.
-        samples: Training samples of an epoch.
-    """
+    """Chooses the batch size of the coming epochs."""
 
     def __init__(
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
@@ -154,23 +125,11 @@ class BatchSelector:
         return self._batches
 
     def is_due(self, epoch: int, first_step: int) -> bool:
-        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-            first_step: Steps of the epoch that are done.
-        """
+        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet."""
         return epoch > 0 and first_step == 0 and epoch % self._config.select_batch == 0
 
     def choose(self, epoch: int) -> str:
-        """Search, and go on with what was found; a collective, between steps.
-
-        Args:
-            epoch: Number of the epoch, from 0.
-
-        Returns:
-            What to tell the user.
-        """
+        """Search, and go on with what was found; a collective, between steps."""
         start = self._config.batch_size
         factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
         self._first_factor = self._first_factor or factor
@@ -222,14 +181,7 @@ class BatchSelector:
         return {"legs": self.pace.plain(), "chosen": self._chosen, "first_factor": self._first_factor}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from what `state` returned.
-
-        Args:
-            state: What `state` returned; None where the checkpoint has none.
-
-        Raises:
-            UsageError: The checkpoint is of a run without `--select-batch`, or with other first batches.
-        """
+        """Go on from what `state` returned."""
         if state is None:
             raise UsageError(
                 f"the checkpoint was made without --select-batch, this run has {self._config.select_batch}",

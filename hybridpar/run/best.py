@@ -34,19 +34,7 @@ class MetricRule:
 
     @classmethod
     def parse(cls, option: str, text: str, *, average: bool) -> MetricRule:
-        """Read `N` or `METRIC:N`.
-
-        Args:
-            option: The option, for messages.
-            text: Its value.
-            average: Whether the run keeps a moving average of the weights.
-
-        Returns:
-            The rule; of `test_accuracy` where no figure is named.
-
-        Raises:
-            UsageError: There is no such figure, or no such number.
-        """
+        """Read `N` or `METRIC:N`."""
         metric, colon, number = text.strip().rpartition(":")
         metric = metric.strip() if colon else "test_accuracy"
         if metric not in METRICS:
@@ -66,29 +54,17 @@ class MetricRule:
         return cls(metric, int(number))
 
     def ranked(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
-        """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out.
-
-        Args:
-            tested: The ends of epochs, in order.
-        """
+        """Epochs from the best to the worst, of equal ones the earlier first; those without the figure are left out."""
         sign = -1.0 if METRICS[self.metric] else 1.0
         known = [one for one in tested if (value := self.value(one)) is not None and math.isfinite(value)]
         return sorted(known, key=lambda one: sign * float(self.value(one) or 0.0))  # a stable sort
 
     def best(self, tested: Sequence[EpochRecord]) -> list[EpochRecord]:
-        """The `count` best epochs.
-
-        Args:
-            tested: The ends of epochs, in order.
-        """
+        """The `count` best epochs."""
         return self.ranked(tested)[: self.count]
 
     def over(self, tested: Sequence[EpochRecord]) -> str | None:
-        """Why training should end, where the last `count` epochs were no better than one before; else None.
-
-        Args:
-            tested: The ends of epochs, in order.
-        """
+        """Why training should end, where the last `count` epochs were no better than one before; else None."""
         ranked = self.ranked(tested)
         if not ranked or len(tested) - 1 - tested.index(ranked[0]) < self.count:
             return None
@@ -98,42 +74,18 @@ class MetricRule:
         return f"stopped early: no better {self.metric} than {best} in {epochs} since"
 
     def value(self, record: EpochRecord) -> float | None:
-        """The figure of an epoch.
-
-        Args:
-            record: Its end.
-        """
+        """The figure of an epoch."""
         found: float | None = getattr(record, self.metric)
         return found
 
 
 def keep_rule(config: TrainConfig) -> MetricRule:
-    """Which checkpoints are kept for being the best: `--keep-best`.
-
-    Args:
-        config: Options of the run.
-
-    Returns:
-        The rule.
-
-    Raises:
-        UsageError: The option cannot be read.
-    """
+    """Which checkpoints are kept for being the best: `--keep-best`."""
     return MetricRule.parse("--keep-best", config.keep_best, average=config.model_ema is not None)
 
 
 def stop_rule(config: TrainConfig) -> MetricRule | None:
-    """When the run ends before its time: `--stop-early`.
-
-    Args:
-        config: Options of the run.
-
-    Returns:
-        The rule; None without one.
-
-    Raises:
-        UsageError: The option cannot be read.
-    """
+    """When the run ends before its time: `--stop-early`."""
     if config.stop_early is None:
         return None
     return MetricRule.parse("--stop-early", config.stop_early, average=config.model_ema is not None)

@@ -26,26 +26,12 @@ from hybridpar.train.model_check import check_outputs
 
 
 def steps_of(config: TrainConfig, samples: int) -> int:
-    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`.
-
-    Args:
-        config: Options of the run.
-        samples: Of the training set.
-    """
+    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
     return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
 
 
 def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
-    """Refuse a batch of more samples than there are; too few for the workers are refused by `cut_epoch`.
-
-    Args:
-        config: Options.
-        samples: Of the training set.
-        workers: Of the job.
-
-    Raises:
-        UsageError: The batch is larger than the training set.
-    """
+    """Refuse a batch of more samples than there are; too few for the workers are refused by `cut_epoch`."""
     if config.batch_size > samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches):
         raise UsageError(
             f"--batch-size is {config.batch_size:,}, and the training set has {samples:,} samples",
@@ -55,13 +41,7 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
 
 
 def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> torch.Tensor:
-    """Something of the size of a micro-batch, for measuring the model.
-
-    Args:
-        data: The data set.
-        config: Options of the run.
-        plan: Its plan.
-    """
+    """Something of the size of a micro-batch, for measuring the model."""
     samples = plan.micro_batch_samples(config.batch_size)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
@@ -74,19 +54,7 @@ def batch_maker(
     replica: int,
     shares: Sequence[float] | None = None,
 ) -> Callable[[int], TrainBatches]:
-    """What makes this worker's batches of any batch size.
-
-    Args:
-        data: The data set.
-        config: Options.
-        plan: The plan of the run.
-        device: Where batches are put.
-        replica: Which share of a batch is this worker's; workers of one replica are given the same samples.
-        shares: What each replica gets; None for equal parts.
-
-    Returns:
-        Called with a batch size, returns the batches.
-    """
+    """What makes this worker's batches of any batch size."""
 
     def make(batch_size: int) -> TrainBatches:
         return TrainBatches(
@@ -109,15 +77,7 @@ def batch_maker(
 
 
 def shares_of(config: TrainConfig, plan: ResolvedPlan) -> tuple[float, ...] | None:
-    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts.
-
-    Args:
-        config: Options.
-        plan: The plan of the run.
-
-    Raises:
-        UsageError: There are more or fewer shares than replicas.
-    """
+    """What each replica gets of a batch at first, as `--shares` says, or else the plan; None for equal parts."""
     shares, replicas = config.share_list, plan.placement.replicas
     if shares is None and config.shares.strip() == "equal":
         return plan.placement.shares
@@ -140,18 +100,7 @@ def test_batches(
     count: int,
     shares: Sequence[float] | None,
 ) -> TestBatches:
-    """This worker's share of the test set.
-
-    Args:
-        data: The data set.
-        config: Options.
-        plan: The plan of the run.
-        device: Where batches are put.
-        workers: Of the job, which a batch is divided among.
-        share: Which share is this worker's.
-        count: How many there are.
-        shares: What each gets, where there are as many; None for equal parts.
-    """
+    """This worker's share of the test set."""
     return TestBatches(
         data,
         batch_size=max(2, config.batch_size // workers),
@@ -165,15 +114,7 @@ def test_batches(
 
 
 def load_data(config: TrainConfig, world: World) -> ImageData:
-    """Load the data set; where it may be downloaded, rank 0 goes first.
-
-    Args:
-        config: Options of the run.
-        world: All workers.
-
-    Returns:
-        The data set.
-    """
+    """Load the data set; where it may be downloaded, rank 0 goes first."""
     if not config.download or world.size == 1:
         return load_dataset(config)
     loaded: list[ImageData] = []
@@ -182,19 +123,7 @@ def load_data(config: TrainConfig, world: World) -> ImageData:
 
 
 def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
-    """Build a model as the options of a run say.
-
-    Args:
-        config: Options.
-        name: What the user calls the model.
-        classes: Number of classes.
-
-    Returns:
-        The model, on the CPU.
-
-    Raises:
-        UsageError: There is no such model, or it does not take an argument.
-    """
+    """Build a model as the options of a run say."""
     return build_model(
         name,
         classes,
@@ -210,16 +139,6 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
 
     Without published weights, images of data sets that have a usual size of their own (digits, CIFAR, ...) stay as they
     are.
-
-    Args:
-        config: Options.
-        name: What the user calls the model.
-
-    Returns:
-        Options with size, mean, standard deviation, interpolation and crop ratio of the images.
-
-    Raises:
-        UsageError: There are no such weights.
     """
     published = config.weights is not None and is_published(config.weights)
     if not published and not is_of_any_size(config.data):
@@ -236,19 +155,7 @@ def with_images_of_model(config: TrainConfig, name: str) -> TrainConfig:
 
 
 def start_from_weights(config: TrainConfig, name: str, model: nn.Module | DeferredModel) -> list[str]:
-    """Give a model the weights that its options name.
-
-    Args:
-        config: Options.
-        name: What the user calls the model.
-        model: The model; changed in place, one without memory wherever it is filled.
-
-    Returns:
-        A line on what was taken, what is new and what was left out; empty where no weights were asked for.
-
-    Raises:
-        UsageError: The weights cannot be had, or are those of another architecture.
-    """
+    """Give a model the weights that its options name."""
     if config.weights is None:
         return []
     report = load_weights(model, config.weights, name=name, args=parse_arguments(config.model_arg))
@@ -256,20 +163,7 @@ def start_from_weights(config: TrainConfig, name: str, model: nn.Module | Deferr
 
 
 def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.device) -> nn.Module:
-    """Build the model of a run on a device, and refuse one that cannot be trained on the data.
-
-    Args:
-        config: Options.
-        name: What the user calls the model.
-        data: The data.
-        device: Where it will be trained.
-
-    Returns:
-        The model, on the CPU; its trainer moves it.
-
-    Raises:
-        UsageError: There is no such model, nothing of it would be trained, or its outputs do not fit the data.
-    """
+    """Build the model of a run on a device, and refuse one that cannot be trained on the data."""
     model = configured_model(config, name, data.classes)
     _prepare(model, config, name, data, device)
     return model
@@ -278,21 +172,7 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
 def make_deferred(
     config: TrainConfig, name: str, data: ImageData, world: World
 ) -> tuple[DeferredModel | None, str | None]:
-    """The model of a run in a pipeline over several workers, each of which is to hold its own stages only.
-
-    Args:
-        config: Options.
-        name: What the user calls the model.
-        data: The data.
-        world: All workers.
-
-    Returns:
-        The model; None where it is so small that it is rather measured whole, where an option needs the whole model
-        everywhere, or the model cannot be built without memory. And a line that says why in the latter case.
-
-    Raises:
-        UsageError: As for `make_model`.
-    """
+    """The model of a run in a pipeline over several workers, each of which is to hold its own stages only."""
     if world.size == 1 or not config.is_staged or config.needs_whole:
         return None, None
     try:
@@ -316,12 +196,7 @@ def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, 
 
 
 def untested(tested: int, total: int) -> str | None:
-    """What to tell where an accuracy is not over all test images; None where it is.
-
-    Args:
-        tested: Images that were tested.
-        total: How many there are.
-    """
+    """What to tell where an accuracy is not over all test images; None where it is."""
     if tested == total:
         return None
     return f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read"

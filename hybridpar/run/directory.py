@@ -100,19 +100,6 @@ def find_place(config: TrainConfig, model: str, *, restarted: bool | None = None
     """Decide on the run directory; called by one worker, the others are told.
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
-
-    Args:
-        config: Options of the run.
-        model: What the command line calls the model.
-        restarted: Whether the launcher of any worker has started the job again; default: that of this process.
-
-    Returns:
-        The directory, and what of it is continued or replaced.
-
-    Raises:
-        UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
-        CheckpointError: `--resume` without a checkpoint to resume, or `--resume-from` names none.
-        RunDirectoryError: The directory cannot be written.
     """
     base = _base(config, model)
     job = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -166,29 +153,12 @@ def before_the_start() -> Iterator[None]:
 
 
 def expected_directory(place: RunPlace) -> Path:
-    """The directory that a run is going to have, unless another run takes it meanwhile.
-
-    Args:
-        place: What `find_place` returned.
-    """
+    """The directory that a run is going to have, unless another run takes it meanwhile."""
     return next(_numbered(place.directory)) if place.claim == "make" else place.directory
 
 
 def recall_options(config: _Config, model: str, named: Collection[str] | None) -> tuple[_Config, tuple[str, ...]]:
-    """With `--resume`: the options that the run began with, but for those that are named now.
-
-    Args:
-        config: Options.
-        model: What the command line calls the model.
-        named: Options that a command line named, though they may have their default's value; None where all have been
-            decided on, so that none is recalled.
-
-    Returns:
-        The options to go on with, and a line for everything that changes, or that the command line left out.
-
-    Raises:
-        UsageError: The run must not go on with a changed option.
-    """
+    """With `--resume`: the options that the run began with, but for those that are named now."""
     if not config.resume:
         return config, ()
     directory = resumed_directory(config, model)
@@ -242,21 +212,6 @@ def claim_place(
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
     deleted nothing.
-
-    Args:
-        place: What `find_place` returned.
-        config: Options of the run.
-        model: What the command line calls the model.
-        versions: Versions of packages, to be recorded.
-        named: Options that a command line named.
-        follows_plan: The run has a plan that was searched for, which a run that repeats it follows.
-        images: What a model must know of images to classify them (`hybridpar.data.image_facts`), to be recorded.
-
-    Returns:
-        The place with the directory that the run really got.
-
-    Raises:
-        RunDirectoryError: The directory cannot be written.
     """
     facts: dict[str, Any] = {
         "model": model,
@@ -280,11 +235,7 @@ def claim_place(
 
 
 def plain_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of a run by name, as JSON has them.
-
-    Args:
-        config: Options of the run.
-    """
+    """The options of a run by name, as JSON has them."""
     return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
 
 
@@ -293,12 +244,7 @@ def _base(config: TrainConfig, model: str) -> Path:
 
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:
-    """The directory of the run that `--resume` goes on with.
-
-    Args:
-        config: Options of the run.
-        model: What the command line calls the model.
-    """
+    """The directory of the run that `--resume` goes on with."""
     return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
 
 
@@ -324,11 +270,7 @@ def _place_of_job(base: Path, job: str | None) -> Path | None:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """What a run's `run.json` says; nothing where there is none, or a damaged one.
-
-    Args:
-        directory: Of the run.
-    """
+    """What a run's `run.json` says; nothing where there is none, or a damaged one."""
     try:
         facts = read_json(directory / RUN_FILE, "the run", RunDirectoryError)
     except RunDirectoryError:
@@ -337,14 +279,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 
 def run_facts(directory: Path) -> dict[str, Any]:
-    """What the `run.json` of a run says; it names a model at least.
-
-    Args:
-        directory: Of the run.
-
-    Raises:
-        UsageError: It is no run directory.
-    """
+    """What the `run.json` of a run says; it names a model at least."""
     facts = read_facts(directory)
     if not isinstance(facts.get("model"), str):
         raise UsageError(
@@ -356,11 +291,7 @@ def run_facts(directory: Path) -> dict[str, Any]:
 
 
 def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options of a `run.json` that are not as they are by default.
-
-    Args:
-        began: All of them.
-    """
+    """Those of the options of a `run.json` that are not as they are by default."""
     usual = {field.name: _plain(field.default) for field in dataclasses.fields(TrainConfig)}
     skipped = OPTIONS_OF_THE_COMMAND | {"model"}
     return {
@@ -371,19 +302,7 @@ def changed_options(began: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_config(facts: Mapping[str, Any], directory: Path) -> TrainConfig:
-    """The options that a run began with.
-
-    Args:
-        facts: What its `run.json` says.
-        directory: Of the run, for the message.
-
-    Returns:
-        The options; those that this version does not know are left out, and those that are not there have their
-        defaults.
-
-    Raises:
-        CheckpointError: The file has no options, or they are damaged.
-    """
+    """The options that a run began with."""
     from pydantic import TypeAdapter, ValidationError
 
     began = facts.get("options")

@@ -38,17 +38,7 @@ _TOP = 5
 
 
 def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
-    """Test a trained model as one of the workers of this job.
-
-    Args:
-        trained: The model.
-
-    Returns:
-        Where the model was, and the result over the whole test set on worker 0, None on the others.
-
-    Raises:
-        HybridparError: The model or the data cannot be had, or a worker died.
-    """
+    """Test a trained model as one of the workers of this job."""
     world = World.join(lanes=1, timeout=trained.config.timeout)
     try:
         tune_worker(trained.config, world)
@@ -136,12 +126,7 @@ def _put_together(parts: list[dict[str, Tensor]], data: ImageData, found: Evalua
 
 
 class _Notes:
-    """What is noted of each image of one worker's share.
-
-    Args:
-        classes: Number of classes.
-        several: Whether each class has a probability of its own, as binary cross-entropy trains it.
-    """
+    """What is noted of each image of one worker's share."""
 
     def __init__(self, classes: int, *, several: bool) -> None:
         self._several = several
@@ -149,12 +134,7 @@ class _Notes:
         self._parts: dict[str, list[Tensor]] = {"targets": [], "predictions": [], "confidences": [], "in_top5": []}
 
     def add(self, outputs: Any, targets: Tensor) -> None:
-        """Note a batch.
-
-        Args:
-            outputs: What the model returned.
-            targets: Class numbers, shape (n,), or which classes each image has, shape (n, classes).
-        """
+        """Note a batch."""
         scores = main_output(outputs).float()
         if targets.ndim > 1:
             self._right += ((scores > 0) == (targets > 0)).sum(dim=0).cpu()

@@ -45,14 +45,7 @@ class WorkerFigures:
 def measured_fields(
     answers: Sequence[object], replicas: Sequence[Sequence[int]], *, step_ms: float | None, whole: bool
 ) -> dict[str, Any]:
-    """What the summary says over all workers, which the metrics of rank 0 do not.
-
-    Args:
-        answers: Of all workers, by rank: `WorkerFigures`.
-        replicas: The ranks of each replica.
-        step_ms: Time of a step, as the summary has it.
-        whole: Whether they noted the whole run; of a part of it only what metrics lack is told.
-    """
+    """What the summary says over all workers, which the metrics of rank 0 do not."""
     workers = [one for one in answers if isinstance(one, WorkerFigures)]
     places = {
         rank: place for place, rank in enumerate(r for r, one in enumerate(answers) if isinstance(one, WorkerFigures))
@@ -74,13 +67,7 @@ def measured_fields(
 
 
 def best_fields(directory: Path, tested: Sequence[EpochRecord], rule: MetricRule) -> dict[str, Any]:
-    """What the summary says of the best checkpoint.
-
-    Args:
-        directory: Of the run.
-        tested: The ends of epochs.
-        rule: Which is the best.
-    """
+    """What the summary says of the best checkpoint."""
     best = next(iter(rule.best(tested)), None)
     kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best.step]
     if best is None or not kept:
@@ -91,11 +78,7 @@ def best_fields(directory: Path, tested: Sequence[EpochRecord], rule: MetricRule
 
 
 def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
-    """What the summary says of a prediction; nothing where there was none.
-
-    Args:
-        predicted: Of a plan.
-    """
+    """What the summary says of a prediction; nothing where there was none."""
     if predicted is None or predicted.step_ms is None:
         return {}
     fields: dict[str, Any] = {f"predicted_{key}": getattr(predicted, key) for key in _KEYS}
@@ -105,11 +88,7 @@ def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
 
 
 def ran_of(summary: Mapping[str, Any]) -> Ran | None:
-    """What a run measured of its plan, without waiting for data, which no plan predicts; None without a step.
-
-    Args:
-        summary: Of the run.
-    """
+    """What a run measured of its plan, without waiting for data, which no plan predicts; None without a step."""
     step_ms = step_without_data_ms(summary)
     if summary["compute_ms"] is None or step_ms is None:
         return None
@@ -117,16 +96,7 @@ def ran_of(summary: Mapping[str, Any]) -> Ran | None:
 
 
 def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
-    """Add what was measured to the plan of a run, and say where its prediction failed; for the worker that writes.
-
-    Args:
-        plan: The plan of the run, with its prediction.
-        summary: Of the run; gets `prediction_warning`.
-        place: The plan's file.
-
-    Returns:
-        Warnings.
-    """
+    """Add what was measured to the plan of a run, and say where its prediction failed; for the worker that writes."""
     ran = ran_of(summary)
     if plan.predicted is None or ran is None:
         return []
@@ -145,14 +115,7 @@ def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
 def recipe_fields(
     config: TrainConfig, trainer: Trainer, info: RunInfo, selector: BatchSelector | None
 ) -> dict[str, Any]:
-    """What the summary says of recipes.
-
-    Args:
-        config: As users gave it.
-        trainer: What trained.
-        info: The run.
-        selector: What chose batch sizes.
-    """
+    """What the summary says of recipes."""
     return {
         "recipe": config.recipe,
         "sync": sync_of(config, trainer.plan),

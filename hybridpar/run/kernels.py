@@ -116,20 +116,6 @@ def prepare_kernels(
     """Decide for all depthwise convolutions and norms of a run, and load their kernels before the first step.
 
     A collective of all workers.
-
-    Args:
-        model: The whole model, swapped.
-        config: Options.
-        plan: The plan of the run.
-        world: The workers.
-        sample_shape: Of one sample.
-        confirm: With `--kernels auto` on CPUs, first time kernels of which this machine has no record.
-
-    Returns:
-        None where kernels were not asked for.
-
-    Raises:
-        KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
     """
     choices = active_choices()
     if plan.kernels is None or choices is None:

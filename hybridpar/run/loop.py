@@ -41,16 +41,7 @@ from hybridpar.train.evaluation import Evaluation
 
 
 class RunLoop(ABC):
-    """One worker's part of a run.
-
-    Args:
-        config: Options.
-        model_name: What the user calls the model.
-        rule: When to save.
-        progress: The display.
-        is_main: Whether this is the worker that writes files.
-        changes: Lines on options that a resumed run began with otherwise.
-    """
+    """One worker's part of a run."""
 
     #: What is known before the first step.
     info: RunInfo
@@ -83,11 +74,7 @@ class RunLoop(ABC):
         self._begin_epoch()
 
     def execute(self) -> int:
-        """Train to the end, or until a signal.
-
-        Returns:
-            0, or 130 or 143 where a signal stopped the run and no launcher reports it.
-        """
+        """Train to the end, or until a signal."""
         stop = StopRequest(says=self.is_main)
         try:
             stopped = self._train(stop)
@@ -253,15 +240,7 @@ class RunLoop(ABC):
         files: Sequence[Path] = (),
         warnings: Sequence[str] = (),
     ) -> None:
-        """Write the summary and the picture of the loss, and print the report.
-
-        Args:
-            summary: Of the run.
-            stopped: Step after which a signal ended it; None where it finished.
-            pictures: Others; None for one that was not drawn.
-            files: What else is to be named.
-            warnings: What to print below the report.
-        """
+        """Write the summary and the picture of the loss, and print the report."""
         from hybridpar.observe.plots import draw_loss
         from hybridpar.observe.report import print_report
         from hybridpar.observe.summary import write_summary

@@ -19,9 +19,6 @@ class MemoryMeter:
     On a GPU that is what torch has handed out at its peak. On a CPU it is by how much the process has grown at its
     peak, without pages of files: code that is first run meanwhile is no need of the model, and the system can drop it.
     Systems that do not tell give None.
-
-    Args:
-        device: The worker's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,11 +26,7 @@ class MemoryMeter:
         self.restart()
 
     def restart(self, holding: int = 0) -> None:
-        """Begin here: forget the peak so far, and what something else than training left behind, such as measuring.
-
-        Args:
-            holding: Bytes that are there already and count, for instance those of the model.
-        """
+        """Begin here: forget the peak so far, and what something else than training left behind, such as measuring."""
         self._before: int | None = 0
         self._resettable = True
         if self._device.type == "cuda":

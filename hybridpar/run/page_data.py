@@ -68,14 +68,7 @@ class _Known:
 
 
 def check_runs(directories: Sequence[Path]) -> None:
-    """Refuse what is no run, or no run at all.
-
-    Args:
-        directories: What was named.
-
-    Raises:
-        UsageError: None is named, or one is not the directory of a run, or named twice.
-    """
+    """Refuse what is no run, or no run at all."""
     if not directories:
         raise UsageError("no run is named", fix="Name a run directory, for instance runs/resnet18-digits.")
     places = [directory.resolve() for directory in directories]
@@ -86,11 +79,7 @@ def check_runs(directories: Sequence[Path]) -> None:
 
 
 def page_data(directories: Sequence[Path]) -> dict[str, Any]:
-    """Everything that the page shows.
-
-    Args:
-        directories: Of the runs.
-    """
+    """Everything that the page shows."""
     names = names_of(directories)
     known = [_read(directory, name) for directory, name in zip(directories, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs"

@@ -61,13 +61,7 @@ class Forecast:
 
 
 def plan_of_run(trainer: Trainer, device: str, wire_format: WireFormat) -> ResolvedPlan:
-    """The plan of a run as it is written down, before a pipeline is predicted.
-
-    Args:
-        trainer: What trains.
-        device: Name of the device.
-        wire_format: Codecs of the gradients.
-    """
+    """The plan of a run as it is written down, before a pipeline is predicted."""
     plan, rules = trainer.plan, wire_format.applied.rules
     update: dict[str, object] = {}
     if plan.inputs is None:  # a search has said of every parameter what it is sent as
@@ -84,12 +78,7 @@ def plan_of_run(trainer: Trainer, device: str, wire_format: WireFormat) -> Resol
 
 
 def sync_of(config: TrainConfig, plan: ResolvedPlan) -> str:
-    """How replicas are kept in step, as `--sync` takes it.
-
-    Args:
-        config: The user's request.
-        plan: What is followed, which may have chosen an outer loop.
-    """
+    """How replicas are kept in step, as `--sync` takes it."""
     outer = plan.sync.outer is not None and config.outer is None
     return f"outer:{plan.sync.outer}" if outer else config.sync.strip()
 
@@ -98,10 +87,6 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
     """The options of a run as a resumed run is to recall them, which does not recall a plan's file.
 
     Workers join by what the file says of the exchange, before they can read the run's own plan.
-
-    Args:
-        config: The user's request.
-        plan: The plan of the run.
     """
     if config.plan_file is None:
         return config
@@ -111,12 +96,7 @@ def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
-    """A plan with what was predicted for it, and the link that the prediction rests on.
-
-    Args:
-        plan: The plan.
-        forecast: What was predicted.
-    """
+    """A plan with what was predicted for it, and the link that the prediction rests on."""
     update: dict[str, object] = {"predicted": forecast.section()}
     if forecast.link is not None and plan.measured is not None:
         link = {"link_bytes_per_second": forecast.link.bytes_per_second, "link_latency_ms": forecast.link.latency_ms}
@@ -125,18 +105,7 @@ def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
 
 
 def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequence[StepOfAll]) -> Forecast | None:
-    """Predict a step of a pipeline from its profile and its first steps. A collective.
-
-    Args:
-        engine: What trains; it has done a step.
-        config: Its options.
-        plan: Its plan.
-        steps: The first steps, as all workers ran them; empty where nothing was recorded.
-
-    Returns:
-        The forecast, the same on all workers; None where nothing says how long a stage takes, where gradients may be
-        late, which the simulation does not know of, where batches may change their size, and where replicas differ.
-    """
+    """Predict a step of a pipeline from its profile and its first steps. A collective."""
     if config.double_buffer != "off" or config.select_batch or engine.plan.placement.homes is not None:
         return None
     from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program

@@ -16,14 +16,7 @@ from hybridpar.schedule.spans import StepSpans
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
-    """A step of a plan, simulated from the times of its stages and its link, for drawing.
-
-    Args:
-        plan: The plan.
-
-    Raises:
-        UsageError: It does not say how micro-batches flow, or what stages take.
-    """
+    """A step of a plan, simulated from the times of its stages and its link, for drawing."""
     stages = plan.partition.stages
     forward = tuple(stage.forward_ms for stage in stages if stage.forward_ms is not None)
     backward = tuple(stage.backward_ms for stage in stages if stage.backward_ms is not None)
@@ -65,14 +58,7 @@ def _layout_of_plan(plan: Plan) -> Layout:
 
 
 def simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
-    """A step as it should run, without what takes no time.
-
-    Args:
-        schedule: Its actions.
-        layout: Where stages are.
-        costs: What actions take.
-        facts: What the timeline says of itself.
-    """
+    """A step as it should run, without what takes no time."""
     spans = [span for span in simulate(lower(schedule, layout), costs).timeline if span.duration_ms > 0]
     rows = [
         TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)

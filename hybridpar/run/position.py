@@ -48,11 +48,7 @@ class Standing:
         return self.directory / "checkpoints"
 
     def to_extra(self, config: TrainConfig) -> dict[str, Any]:
-        """What a checkpoint of a run holds besides the trainer's own state.
-
-        Args:
-            config: Options of the run.
-        """
+        """What a checkpoint of a run holds besides the trainer's own state."""
         return {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
@@ -61,17 +57,7 @@ class Standing:
         }
 
     def go_on_from(self, extra: Mapping[str, Any], config: TrainConfig, checkpoint: Path) -> None:
-        """Take over what `to_extra` of a checkpoint says.
-
-        Args:
-            extra: What the checkpoint holds besides the trainer's state.
-            config: Options of the run that goes on.
-            checkpoint: Its directory.
-
-        Raises:
-            CheckpointError: It does not say where it was made.
-            UsageError: An option that decides on samples was another one.
-        """
+        """Take over what `to_extra` of a checkpoint says."""
         if not extra.keys() >= _POSITION_KEYS:
             raise CheckpointError(
                 f"the checkpoint {checkpoint} does not say where in the data it was made",
@@ -92,20 +78,12 @@ class Standing:
 
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:
-    """The ends of epochs as plain values, a row for each; numbers that are not finite are None.
-
-    Args:
-        tested: They.
-    """
+    """The ends of epochs as plain values, a row for each; numbers that are not finite are None."""
     return [[None if value is None or not math.isfinite(value) else value for value in astuple(one)] for one in tested]
 
 
 def read_tests(rows: Iterable[Iterable[Any]]) -> list[EpochRecord]:
-    """What `plain_tests` returned.
-
-    Args:
-        rows: It.
-    """
+    """What `plain_tests` returned."""
     found = []
     for epoch, step, accuracy, loss, train_loss, *rest in rows:
         found.append(EpochRecord(epoch, step, accuracy, loss, math.nan if train_loss is None else train_loss, *rest))

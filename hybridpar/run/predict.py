@@ -38,15 +38,7 @@ class Prediction:
 
 
 class Predictor:
-    """A trained model that classifies image files, on a GPU where there is one.
-
-    Args:
-        trained: Where the model is.
-        image_size: Side of the images, where it is not as the run tested them.
-
-    Raises:
-        HybridparError: The model cannot be had, or nothing says what it tells apart.
-    """
+    """A trained model that classifies image files, on a GPU where there is one."""
 
     def __init__(self, trained: Trained, image_size: int | None = None) -> None:
         with before_the_start():
@@ -60,15 +52,7 @@ class Predictor:
         self._several = self.facts.multi_label or self._config.loss == "bce"
 
     def __call__(self, files: Sequence[Path], top: int = 1) -> Iterator[list[Prediction]]:
-        """Classify files. Those that cannot be read are left out, with a warning.
-
-        Args:
-            files: Image files.
-            top: Number of classes to name for each.
-
-        Returns:
-            Predictions in the order of the files, a batch at a time.
-        """
+        """Classify files. Those that cannot be read are left out, with a warning."""
         workers = self._config.loader_workers
         batches = TestBatches(
             named_images(files, self.facts, self._config),
@@ -92,13 +76,7 @@ class Predictor:
 
 
 class Rows:
-    """Writes predictions as CSV with a header, or as JSON lines.
-
-    Args:
-        stream: Where to.
-        form: `csv` or `jsonl`.
-        top: Number of classes in a row.
-    """
+    """Writes predictions as CSV with a header, or as JSON lines."""
 
     def __init__(self, stream: IO[str], form: Literal["csv", "jsonl"], top: int) -> None:
         self._stream, self._form = stream, form
@@ -108,11 +86,7 @@ class Rows:
             self._csv.writerow(["file", *(f"{key}{number}" for number in numbers for key in ("class", "probability"))])
 
     def write(self, predictions: Sequence[Prediction]) -> None:
-        """Write a row for each.
-
-        Args:
-            predictions: The predictions.
-        """
+        """Write a row for each."""
         for one in predictions:
             # Seven digits: what a float32 has.
             classes = [(name, float(f"{value:.7g}")) for name, value in one.classes]

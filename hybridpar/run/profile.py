@@ -28,14 +28,7 @@ PROFILED_STEPS = 3
 
 
 class StepProfile:
-    """Profiles some steps of this worker.
-
-    Args:
-        path: Where the trace goes.
-        done: Steps that are done before the first one.
-        total: Number of the last step.
-        settle: Called before the profiler starts and stops: waits until the lanes are idle.
-    """
+    """Profiles some steps of this worker."""
 
     def __init__(self, path: Path, done: int, total: int, settle: Callable[[], object]) -> None:
         self._path = path
@@ -48,14 +41,7 @@ class StepProfile:
         self.problem: str | None = None
 
     def take(self, issued: int) -> str | None:
-        """Begin or end where that is due; called between two steps.
-
-        Args:
-            issued: Steps that have been issued.
-
-        Returns:
-            A line on what was written.
-        """
+        """Begin or end where that is due; called between two steps."""
         if self._over:
             return None
         if self._profiler is None and self._after <= issued < self._until:
@@ -65,11 +51,7 @@ class StepProfile:
         return None
 
     def finish(self) -> str | None:
-        """End a profile that is under way, at the end of a run that ended early.
-
-        Returns:
-            A line on what was written.
-        """
+        """End a profile that is under way, at the end of a run that ended early."""
         profiler, self._profiler, self._over = self._profiler, None, True
         if profiler is None:
             return None
@@ -106,12 +88,7 @@ class StepProfile:
 
 
 def name_threads(trace: dict[str, Any], names: dict[int, str]) -> None:
-    """Give the threads of a trace the names that Python knows them by.
-
-    Args:
-        trace: As torch.profiler writes it; changed in place.
-        names: Of the threads, by the system's numbers of them.
-    """
+    """Give the threads of a trace the names that Python knows them by."""
     for event in trace["traceEvents"]:
         name = names.get(event.get("tid")) if event.get("ph") == "M" and event.get("name") == "thread_name" else None
         if name is not None:

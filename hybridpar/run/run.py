@@ -78,20 +78,7 @@ if TYPE_CHECKING:
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
-    """Train on this worker until the run is finished or interrupted.
-
-    Args:
-        config: Options.
-        model_name: As on the command line.
-        given: Options that a command line named, though they may have their default's value: no plan changes them, and
-            a resumed run takes all others as it began. None where every option was decided on.
-
-    Returns:
-        0, or 130 or 143 where a signal stopped the run and no launcher reports it.
-
-    Raises:
-        HybridparError: Whatever ends the run before its time.
-    """
+    """Train on this worker until the run is finished or interrupted."""
     config.check()
     asked, problem = config, None
     try:
@@ -137,16 +124,8 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
 
 
 def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
-    """Where a run writes, as worker 0 decides; every worker must see the checkpoint that it goes on from. A collective.
-
-    Args:
-        config: Options of the run.
-        model: What the command line calls the model.
-        world: All workers.
-
-    Raises:
-        UsageError: As `find_place`.
-        CheckpointError: As `find_place`; or a worker lacks the checkpoint.
+    """Where a run writes, as worker 0 decides; every worker must see the checkpoint that it goes on
+    from. A collective.
     """
     # With a launcher on each host, only that of the worker that died counts the restart.
     restarted = any(world.gather(was_restarted()))
@@ -171,18 +150,7 @@ def place_of_all(config: TrainConfig, model: str, world: World) -> RunPlace:
 
 
 class Run(RunLoop):
-    """One worker's part of a run whose workers make every step together.
-
-    Args:
-        config: Options, as they were given.
-        model_name: As on the command line.
-        world: All workers.
-        data: The data set.
-        rule: When to save.
-        progress: The display.
-        given: Options that a command line named.
-        changes: Lines on options that a resumed run began with otherwise.
-    """
+    """One worker's part of a run whose workers make every step together."""
 
     def __init__(
         self,
@@ -359,11 +327,7 @@ class Run(RunLoop):
         )
 
     def say_finished(self) -> int:
-        """Show the result that a finished run has; what it left behind stays as it is.
-
-        Returns:
-            0, the exit code.
-        """
+        """Show the result that a finished run has; what it left behind stays as it is."""
         if self.world.is_main and (result := read_summary(self.place.directory)) is not None:
             longer = "--steps" if self.config.steps is not None else "--epochs"
             done = f"has done all of its {self.total:,} steps"

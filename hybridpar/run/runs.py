@@ -83,17 +83,7 @@ class PastRun:
 
 
 def read_run(directory: Path) -> PastRun:
-    """Read a run.
-
-    Args:
-        directory: The run directory.
-
-    Returns:
-        The run.
-
-    Raises:
-        UsageError: It is no run directory.
-    """
+    """Read a run."""
     facts = run_facts(directory)
     table, summary = read_metrics(directory), read_summary(directory)
     steps = table.steps["step"]
@@ -102,17 +92,7 @@ def read_run(directory: Path) -> PastRun:
 
 
 def find_runs(folders: Iterable[Path]) -> list[PastRun]:
-    """The runs in some folders, or below them, by the time of their last step.
-
-    Args:
-        folders: Run directories, or folders that hold some.
-
-    Returns:
-        The runs, the last one at the end.
-
-    Raises:
-        UsageError: A folder does not exist.
-    """
+    """The runs in some folders, or below them, by the time of their last step."""
     places: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
@@ -129,24 +109,15 @@ def _last_change(run: PastRun) -> float:
 
 
 def names_of(directories: Sequence[Path]) -> list[str]:
-    """What runs are called beside each other: their directories, without the way to them where that tells them apart.
-
-    Args:
-        directories: Of the runs.
+    """What runs are called beside each other: their directories, without the way to them where that
+    tells them apart.
     """
     names = [one.resolve().name for one in directories]
     return names if len(set(names)) == len(names) else list(map(str, directories))
 
 
 def differing_options(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The options in which runs differ.
-
-    Args:
-        runs: The options of each run, by name.
-
-    Returns:
-        By name the value in each run; where its version did not know the option, the default of this one.
-    """
+    """The options in which runs differ."""
     usual = vars(TrainConfig())
     names = dict.fromkeys(name for run in runs for name in run if name not in OPTIONS_OF_THE_COMMAND)
     found = {}
@@ -175,16 +146,6 @@ def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
     """The checkpoints of a run that are neither among the last nor among the best.
 
     The best are those of the epochs that `--keep-best` of the run ranks first, and the one that its summary names.
-
-    Args:
-        run: The run.
-        keep: How many of the last to keep, at least 1.
-
-    Returns:
-        The checkpoints, oldest first.
-
-    Raises:
-        UsageError: None is to be kept.
     """
     if keep < 1:
         raise UsageError(f"--keep is {keep}", "It must be at least 1: the last checkpoint is never deleted.")
@@ -204,11 +165,7 @@ def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
 
 
 def prune(checkpoints: Iterable[Prunable]) -> None:
-    """Delete checkpoints.
-
-    Args:
-        checkpoints: As `prunable` returned them.
-    """
+    """Delete checkpoints."""
     for one in checkpoints:
         delete_checkpoint(one.path)
 

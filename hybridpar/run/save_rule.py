@@ -24,17 +24,7 @@ class SaveRule:
 
     @classmethod
     def parse(cls, text: str) -> SaveRule:
-        """Read `epoch`, `200`, `60s`, several joined by commas, or `never`.
-
-        Args:
-            text: The value of the option.
-
-        Returns:
-            The rule; one that never saves for `never`.
-
-        Raises:
-            UsageError: Anything else.
-        """
+        """Read `epoch`, `200`, `60s`, several joined by commas, or `never`."""
         rule: dict[str, Any] = {}
         for part in text.split(","):
             part = part.strip()

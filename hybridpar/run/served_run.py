@@ -63,19 +63,7 @@ from hybridpar.train.step_result import MAX_BAD_STEPS
 
 
 def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()) -> int:
-    """Train on this worker, or serve on this server, until the run is finished or interrupted.
-
-    Args:
-        config: Options.
-        model_name: As on the command line.
-        changes: Lines on options that a resumed run began with otherwise.
-
-    Returns:
-        0, or 130 or 143 where a signal stopped the run and no launcher reports it.
-
-    Raises:
-        HybridparError: Whatever ends the run before its time.
-    """
+    """Train on this worker, or serve on this server, until the run is finished or interrupted."""
     try:
         rule = SaveRule.parse(config.checkpoint_every)
         config = expand(config, total_steps=None, replicas=1)  # learning rates per sample; recipes are refused
@@ -100,15 +88,7 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
 
 
 def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoch: int, peak: float) -> StepRecord:
-    """A step as shard 0 saw it; the parts of its time are those of worker 0's own push.
-
-    Args:
-        row: What the shard says, see `hybridpar.server.ledger.StepRow`.
-        result: Worker 0's latest push.
-        data_ms: How long it waited for its data.
-        per_epoch: Steps of an epoch.
-        peak: The peak learning rate.
-    """
+    """A step as shard 0 saw it; the parts of its time are those of worker 0's own push."""
     return StepRecord(
         step=row["step"],
         epoch=(row["step"] - 1) // per_epoch,
@@ -130,16 +110,7 @@ def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoc
 
 
 class ServedRun(RunLoop):
-    """One worker's part of a run with servers.
-
-    Args:
-        config: Options.
-        model_name: What the user calls the model.
-        place: What this process is.
-        rule: When to save.
-        progress: The display.
-        changes: Lines on options that a resumed run began with otherwise.
-    """
+    """One worker's part of a run with servers."""
 
     def __init__(
         self,
@@ -340,11 +311,7 @@ class ServedRun(RunLoop):
         raise AssertionError("batches never end")
 
     def _watch(self, result: Exchanged) -> None:
-        """End a training in which nothing but bad gradients comes, as `hybridpar.train.step_result.BadSteps` does.
-
-        Raises:
-            TrainingError: There were `MAX_BAD_STEPS` in a row, and before them as many as a loss scale may fall.
-        """
+        """End a training in which nothing but bad gradients comes, as `hybridpar.train.step_result.BadSteps` does."""
         self._bad = 0 if result.applied or result.done or not self.config.guard else self._bad + 1
         if self._bad >= MAX_BAD_STEPS + (FALLS if self.state.loss_scale is not None else 0):
             raise TrainingError(

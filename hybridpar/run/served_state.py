@@ -49,19 +49,7 @@ from hybridpar.train.checkpoint_files import latest_checkpoint
 
 
 class ServedState:
-    """One worker's model, and its ways to the shards.
-
-    Args:
-        config: Options.
-        model_name: What the user calls the model.
-        model: It, on the worker's device.
-        stripes: What the shards hold.
-        place: What this process is.
-        policy: Codecs of pushes.
-        barrier: Whether an update waits for all workers.
-        clipping: How gradients are clipped.
-        at: How far the run is; what is found at the start is put there.
-    """
+    """One worker's model, and its ways to the shards."""
 
     def __init__(
         self,
@@ -123,15 +111,7 @@ class ServedState:
     # ------------------------------------------------------------------- begin
 
     def begin(self, total: int, images: Mapping[str, Any] | None = None) -> None:
-        """Connect to the shards, bring them the weights if they have none, and find out how far the run is.
-
-        Args:
-            total: Steps that the run is to have.
-            images: As of `claim_place`.
-
-        Raises:
-            HybridparError: The run cannot begin, or cannot go on from where it is to.
-        """
+        """Connect to the shards, bring them the weights if they have none, and find out how far the run is."""
         main, joins = self._place.rank == 0, self._place.joins
         at = self._at
         run_place = find_place(self._config, self._name) if main else None
@@ -242,11 +222,7 @@ class ServedState:
         return 1.0 if self._plateau is None else self._plateau.factor
 
     def hear(self, lowered: float | None) -> None:
-        """Follow what worker 0 says of learning rates, unless this worker decides itself.
-
-        Args:
-            lowered: What they are multiplied with; None where nothing was said.
-        """
+        """Follow what worker 0 says of learning rates, unless this worker decides itself."""
         if not self._decides:
             self._told = self._told if lowered is None else lowered
 
@@ -261,13 +237,7 @@ class ServedState:
         return self._barrier or self._place.rank == 0
 
     def note_metric(self, metric: float, total: int, steps_per_epoch: int) -> None:
-        """Take the result of a test into account for `--lr-schedule plateau`.
-
-        Args:
-            metric: The larger, the better. During the warm-up it does not count.
-            total: Steps of the run.
-            steps_per_epoch: Of an epoch.
-        """
+        """Take the result of a test into account for `--lr-schedule plateau`."""
         if self._plateau is not None and self._at.step > warmup_length(total, steps_per_epoch, self._config):
             self._plateau.step(metric)
 
@@ -286,12 +256,8 @@ class ServedState:
         self._averaged = data.step
 
     def follow(self, step: int, *, applied: bool = True) -> None:
-        """Move the average towards the weights of now, once for each step that the servers have done since last time.
-
-        Args:
-            step: Steps that they have done.
-            applied: Whether this worker's last gradient counts. Where workers are in step and it does not, the step was
-                skipped, and the average stays.
+        """Move the average towards the weights of now, once for each step that the servers have done
+        since last time.
         """
         if self.average is not None and (applied or not self._barrier):
             for number in range(self._averaged + 1, step + 1):
@@ -306,20 +272,7 @@ class ServedState:
         return [state for _, state in answers], list(answers[0][0].get("rows", ()))
 
     def save(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
-        """Write a checkpoint; called by all workers on the same occasion.
-
-        Args:
-            occasion: Its name, used once.
-            states: Worker 0: what `snapshot` returned; None where there is nothing to save.
-            steps_per_epoch: Steps of an epoch.
-
-        Returns:
-            The checkpoint, if one was written.
-
-        Raises:
-            RunDirectoryError: It cannot be written; older ones are untouched.
-            SyncError: A worker died meanwhile.
-        """
+        """Write a checkpoint; called by all workers on the same occasion."""
         worker, meet = self._place.rank, partial(exchange, self.links.links[0])
         taken = None if states is None else int(states[0]["taken"]) // self._place.workers
         workers, items = meet(f"{occasion}/0", taken)

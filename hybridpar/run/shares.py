@@ -28,20 +28,7 @@ _APART = 0.15
 
 
 class ShareTuner:
-    """Decides on the samples of each replica.
-
-    Args:
-        world: All workers.
-        replicas: The ranks of each replica.
-        batch_size: Samples of a step.
-        micro_batches: Of a replica and step.
-        idle: A replica may have none.
-        in_pairs: As of `hybridpar.data.sampling.allot`.
-        wait: Waits for the step that may be under way, which uses the same process group.
-
-    Attributes:
-        counts: Samples of each replica in a whole batch.
-    """
+    """Decides on the samples of each replica."""
 
     def __init__(
         self,
@@ -69,15 +56,7 @@ class ShareTuner:
         return None if self.counts == self._equal else tuple(self.counts)
 
     def note(self, busy_ms: float, samples: int) -> str | None:
-        """Take a step into account, on all workers the same one; after some of them a collective.
-
-        Args:
-            busy_ms: How long this worker computed, and waited for its data.
-            samples: Of all workers.
-
-        Returns:
-            What to tell the user where `counts` has changed.
-        """
+        """Take a step into account, on all workers the same one; after some of them a collective."""
         if self._left > 0 or samples != self._batch_size:
             self._left -= samples == self._batch_size
             return None
@@ -94,15 +73,7 @@ class ShareTuner:
         return self.decide(times, noise)
 
     def decide(self, times: Sequence[float], noise: float = 0.0) -> str | None:
-        """Decide on the division that comes next.
-
-        Args:
-            times: Milliseconds for which each replica computed with `counts`.
-            noise: What the times are uncertain by, as a part of them.
-
-        Returns:
-            As `note`.
-        """
+        """Decide on the division that comes next."""
         now, known = max(times), self._costs
         self._costs = [self._cost(replica, time) for replica, time in enumerate(times)]
         counts = self._rounded(best_division(self._costs, self._batch_size))
@@ -141,11 +112,7 @@ class ShareTuner:
         return {"counts": self.counts, "costs": [list(cost) for cost in self._costs]}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on with what was saved, where it is for as many replicas and samples; else begin with equal parts.
-
-        Args:
-            state: What `state` returned; None of a run without.
-        """
+        """Go on with what was saved, where it is for as many replicas and samples; else begin with equal parts."""
         if state is None or len(state["counts"]) != len(self.counts) or sum(state["counts"]) != self._batch_size:
             return
         self.counts = [int(count) for count in state["counts"]]

@@ -14,15 +14,7 @@ TABLE_FILE = "compress.csv"
 
 
 def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
-    """Lines to show at the start; nothing where gradients are added as they are and no codec was asked for.
-
-    Args:
-        wire_format: Codecs of the gradients.
-        directory: Where the whole table goes; None on workers that write nothing.
-
-    Raises:
-        RunDirectoryError: It cannot be written.
-    """
+    """Lines to show at the start; nothing where gradients are added as they are and no codec was asked for."""
     choice, lines = wire_format.choice, list[str]()
     if choice is not None:
         lines += choice.lines
@@ -39,12 +31,7 @@ def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[s
 
 
 def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
-    """What a step's record says of the sync of gradients; nothing where none were sent.
-
-    Args:
-        sync: What it took.
-        exposed_ms: Time for which nothing else was left to wait for.
-    """
+    """What a step's record says of the sync of gradients; nothing where none were sent."""
     if not sync.bytes_before:
         return {}
     names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms")

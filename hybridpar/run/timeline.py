@@ -28,15 +28,7 @@ TIMELINE_STEPS = 3
 
 
 def check_timeline(config: TrainConfig, devices: int = 1) -> None:
-    """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it.
-
-    Args:
-        config: Options.
-        devices: How many devices a worker has.
-
-    Raises:
-        UsageError: There will be nothing to show, or nowhere to write it.
-    """
+    """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it."""
     path = config.timeline
     if path is None:
         return
@@ -53,13 +45,6 @@ class StageWatch:
     """Watches the steps of a run; does nothing where it has no stages and no timeline is asked for.
 
     All methods are collectives: every worker calls them after the same steps.
-
-    Args:
-        trainer: What trains.
-        config: Options.
-        plan: The plan of the run, as it is on all workers.
-        total: Number of the last step.
-        plan_file: Where the plan with its prediction goes.
     """
 
     def __init__(self, trainer: Trainer, config: TrainConfig, plan: Plan, total: int, plan_file: Path) -> None:
@@ -85,13 +70,7 @@ class StageWatch:
         self.problem: str | None = None
 
     def take(self, step: int, spans: StepSpans, say: Callable[[str], object]) -> None:
-        """Take note of a step that is over.
-
-        Args:
-            step: Its number.
-            spans: What this worker did in it.
-            say: Told what was written.
-        """
+        """Take note of a step that is over."""
         if self._engine is None or (self._predicted and self._shown):
             return
         self._recorded[step] = spans
@@ -101,11 +80,7 @@ class StageWatch:
             self._show(say)
 
     def finish(self, say: Callable[[str], object]) -> None:
-        """Do what a run that ended early has left undone.
-
-        Args:
-            say: Told what was written.
-        """
+        """Do what a run that ended early has left undone."""
         if self._engine is None or not self._recorded:
             return
         if not self._predicted:

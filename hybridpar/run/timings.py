@@ -49,11 +49,7 @@ class StepTimes:
 
 
 class StepClock:
-    """Divides the time between the ends of steps, for steps that are issued ahead.
-
-    Args:
-        clock: Seconds, the clock of the steps' origins.
-    """
+    """Divides the time between the ends of steps, for steps that are issued ahead."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -70,16 +66,7 @@ class StepClock:
             self._away.append((start, self._clock()))
 
     def divide(self, spans: StepSpans, host_data_ms: float, exchange_ms: float = 0.0) -> tuple[StepTimes, StepSpans]:
-        """The times of the next step.
-
-        Args:
-            spans: What this worker did in it.
-            host_data_ms: For the first step, which no other precedes: how long the host waited for its data.
-            exchange_ms: For how long the host waited for an exchange after what ran in it.
-
-        Returns:
-            The times, and the step without what its receives waited while the step before still ran.
-        """
+        """The times of the next step."""
         if self._end is None:
             begun, data = spans.origin, host_data_ms / 1e3
         else:
@@ -140,15 +127,7 @@ class Timings:
         sync: SyncFigures | None = None,
         bytes_pulled: int | None = None,
     ) -> None:
-        """Take a step into account.
-
-        Args:
-            times: Its times.
-            bytes_sent: What this worker sent.
-            spans: What ran in it, where that was recorded.
-            sync: What its sync of gradients took.
-            bytes_pulled: Weights that it received from parameter servers, where there are any.
-        """
+        """Take a step into account."""
         self.times.append(times)
         self.bytes_sent.append(bytes_sent)
         if bytes_pulled is not None:
@@ -179,11 +158,7 @@ class Timings:
         return {key: round(value, 3) for key, value in {**parts, "step_ms_mean": sum(parts.values())}.items()}
 
     def share(self, ahead: float = 0.0) -> Share:
-        """What this worker tells the others; without the first steps where there are others.
-
-        Args:
-            ahead: How far this worker's clock is ahead of the one that all are to use, in seconds.
-        """
+        """What this worker tells the others; without the first steps where there are others."""
         medians = {
             key: (statistics.fmean if key == "bytes_sent" else statistics.median)(_steady(values))
             for key in MEDIANS
@@ -221,18 +196,7 @@ class Share:
 
 
 def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms: float | None = None) -> dict[str, Any]:
-    """The figures of a run from those of its workers.
-
-    Args:
-        shares: Of all workers, by rank.
-        replicas: The ranks of each replica.
-        step_ms: Time of a step, which the parts are to add up to.
-
-    Returns:
-        The parts of a step; means over the workers of the medians; `compression_ratio`, over all their bytes; `bubble`,
-        the mean over steps and replicas; and `overlap`, the part of all sums of gradients that did not outlast
-        computation. Only what was measured.
-    """
+    """The figures of a run from those of its workers."""
     parts = divided_step(step_ms, [one.parts for one in shares])
     result: dict[str, Any] = {key: value for key, value in parts.items() if value is not None}
     for key in MEDIANS:
@@ -261,12 +225,7 @@ class RunningMean:
         self._sum, self._weight = 0.0, 0
 
     def add(self, value: float, weight: int) -> None:
-        """Take a value for `weight` samples into account.
-
-        Args:
-            value: The value; ignored where it is not finite.
-            weight: Number of samples.
-        """
+        """Take a value for `weight` samples into account."""
         if math.isfinite(value):
             self._sum += value * weight
             self._weight += weight

@@ -68,19 +68,7 @@ class Trained:
 
 
 def find_trained(source: str, options: TrainedOptions) -> Trained:
-    """Find the model that options name, without importing torch.
-
-    Args:
-        source: A run directory, a checkpoint, or weights.
-        options: What else the user typed.
-
-    Returns:
-        Where it is.
-
-    Raises:
-        UsageError: There is no such run or file, or something must be named that no run says.
-        CheckpointError: The run has no whole checkpoint, it is of another version, or its options cannot be read.
-    """
+    """Find the model that options name, without importing torch."""
     changes = options.changes()
     path = Path(source)
     if not path.is_dir():
@@ -182,19 +170,6 @@ def load_trained(trained: Trained, classes: int, *, channels_last: bool = False)
     Weights in a file are memory-mapped: the model takes no memory for them beyond pages of the file, which the system
     may drop and read again. Where the model cannot be built on the meta device, and for published weights, they are
     read.
-
-    Args:
-        trained: Where it is.
-        classes: Number of classes that it tells apart.
-        channels_last: Whether it is wanted in that memory format.
-
-    Returns:
-        Where it was, as a run that still trains may have deleted the checkpoint for a newer one; and the model, in
-        evaluation mode, on the CPU.
-
-    Raises:
-        UsageError: There is no such model, or the weights are of another one.
-        CheckpointError: The checkpoint is damaged, or of another model.
     """
     from hybridpar.models.deferred import CannotDeferError, DeferredModel
     from hybridpar.train.checkpoint import load_model_state
@@ -256,19 +231,7 @@ def _load_into(
 
 
 def build_trained(trained: Trained, classes: int, *, channels_last: bool = False) -> nn.Module:
-    """Build the model with new weights, for those of another worker.
-
-    Args:
-        trained: Where it is.
-        classes: Number of classes that it tells apart.
-        channels_last: Whether it is wanted in that memory format.
-
-    Returns:
-        The model, in evaluation mode, on the CPU.
-
-    Raises:
-        UsageError: There is no such model.
-    """
+    """Build the model with new weights, for those of another worker."""
     import torch
 
     from hybridpar.run.data import configured_model
@@ -278,16 +241,7 @@ def build_trained(trained: Trained, classes: int, *, channels_last: bool = False
 
 
 def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
-    """Classes and form of the images that a model was trained on: as its run says, else as its data set does.
-
-    Args:
-        trained: Where the model is.
-        image_size: Side of the images, where it is otherwise.
-
-    Raises:
-        UsageError: There is no such data set.
-        DataError: The run does not say it, and its data set is not there.
-    """
+    """Classes and form of the images that a model was trained on: as its run says, else as its data set does."""
     from hybridpar.data import load_dataset
     from hybridpar.data.image_facts import ImageFacts
 
@@ -296,11 +250,7 @@ def image_facts(trained: Trained, image_size: int | None = None) -> ImageFacts:
 
 
 def images_of_model(trained: Trained) -> TrainConfig:
-    """The options, with images as weights in a file or their model want them where nothing says otherwise.
-
-    Args:
-        trained: Where the model is.
-    """
+    """The options, with images as weights in a file or their model want them where nothing says otherwise."""
     from hybridpar.run.data import with_images_of_model
 
     return with_images_of_model(trained.config, trained.name) if trained.checkpoint is None else trained.config

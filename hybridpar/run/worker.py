@@ -13,11 +13,7 @@ from hybridpar.machine.process import TUNED_VARIABLE, affinity, available_cores,
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls the device.
-
-    Args:
-        device: The device.
-    """
+    """What the maker calls the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -25,10 +21,6 @@ def tune_worker(config: TrainConfig, world: World) -> None:
     """Set what torch and the system must know of this worker: determinism, its cores, denormal numbers.
 
     A collective: workers that share their cores divide them, also those of several launchers on one machine.
-
-    Args:
-        config: Options of the run.
-        world: All workers.
     """
     if config.deterministic:
         torch.use_deterministic_algorithms(True)

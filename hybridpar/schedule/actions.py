@@ -68,14 +68,7 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-    """An action from its text.
-
-    Args:
-        text: As an action is written: `2F0`, `0SEND_F1>2`.
-
-    Raises:
-        ScheduleError: The text is not an action.
-    """
+    """An action from its text."""
     match = _TEXT.fullmatch(text.strip())
     kind = Kind(match[2]) if match else None
     if match is None or kind is None or (match[3] == "") != (kind is Kind.STEP):
@@ -198,12 +191,7 @@ def place_stages(
 
 
 def layout_of_row(row: Sequence[int], edges: tuple[Edge, ...] = ()) -> Layout:
-    """Where the stages of a replica run that has one lane on each of its workers.
-
-    Args:
-        row: The rank that runs each stage. Workers of the layout are numbered in the order of their first stages.
-        edges: What is sent between them.
-    """
+    """Where the stages of a replica run that has one lane on each of its workers."""
     workers = list(dict.fromkeys(row))
     return Layout(tuple(map(workers.index, row)), tuple(range(len(workers))), edges)
 
@@ -245,22 +233,13 @@ class Shape:
         return range(1 if self.homes is None else self.replicas)
 
     def ranks(self, replica: int) -> tuple[int, ...]:
-        """The workers of a replica, as its layout numbers them.
-
-        Args:
-            replica: Its number.
-        """
+        """The workers of a replica, as its layout numbers them."""
         if self.homes is None:
             return tuple(range(replica, self.workers, self.replicas))
         return tuple(dict.fromkeys(self.homes[replica]))
 
     def layout(self, edges: tuple[Edge, ...] = (), replica: int = 0) -> Layout:
-        """Where the stages of a replica run.
-
-        Args:
-            edges: What is sent between them.
-            replica: Of which replica, where they differ.
-        """
+        """Where the stages of a replica run."""
         if self.homes is not None:
             return layout_of_row(self.homes[replica], edges)
         lanes = self.positions * self.lanes
@@ -317,15 +296,7 @@ def read_schedule(source: str | Path, name: str = "file") -> Schedule:
 
 
 def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-    """A schedule from lists of actions; the number of micro-batches is found in them.
-
-    Args:
-        name: What to call the schedule.
-        rows: For every lane its actions, in order.
-
-    Raises:
-        ScheduleError: There is no action, or one that computes nothing.
-    """
+    """A schedule from lists of actions; the number of micro-batches is found in them."""
     actions = [action for row in rows for action in row]
     other = next((action for action in actions if action.kind not in COMPUTE), None)
     if other is not None or not actions:

@@ -74,14 +74,5 @@ _PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def failure(schedule: Schedule, layout: Layout, what: str, cell: Action | None, reason: str, fix: str) -> ScheduleError:
-    """An error with the picture of the schedule and the cell where it fails.
-
-    Args:
-        schedule: The schedule.
-        layout: Where its stages run.
-        what: What does not hold.
-        cell: Where; None for nowhere in the picture.
-        reason: Why it must hold.
-        fix: What to do.
-    """
+    """An error with the picture of the schedule and the cell where it fails."""
     return ScheduleError(what, f"{reason}\n{draw_schedule(schedule, layout, mark=cell, note='here')}", fix)

@@ -18,9 +18,6 @@ class Link:
     Attributes:
         latency_ms: Time from the start of a transfer to its first byte.
         bytes_per_second: Speed in each direction; None for a link on which bytes take no time.
-
-    Raises:
-        ScheduleError: A value is out of its range; the message says which.
     """
 
     latency_ms: float = 0.0
@@ -95,9 +92,6 @@ class Costs:
         sync_lanes: Collectives that a worker runs at one time.
         commit: Whether optimizers wait for all SYNCs of all workers, because a step commits or rolls back as a whole.
         control_ms: The message by which they agree on that.
-
-    Raises:
-        ScheduleError: A value is out of its range, or there are costs for different numbers of stages.
     """
 
     forward_ms: tuple[float, ...]
@@ -142,12 +136,7 @@ class Costs:
             )
 
     def compute_ms(self, stage: int, kind: Kind) -> float:
-        """Time of a computation or optimizer step that has its worker alone.
-
-        Args:
-            stage: Number of the stage.
-            kind: Of the computation, or `STEP`.
-        """
+        """Time of a computation or optimizer step that has its worker alone."""
         if kind is Kind.FORWARD:
             time = self.forward_ms[stage]
         elif kind is Kind.BACKWARD:
@@ -157,11 +146,7 @@ class Costs:
         return time + self.overhead_ms
 
     def sync_core_ms(self, bucket: BucketCost) -> float:
-        """Core time that the messages of a bucket take.
-
-        Args:
-            bucket: The bucket.
-        """
+        """Core time that the messages of a bucket take."""
         return 1e3 * bucket.bytes * self.sync_cpu if bucket.core_ms is None else bucket.core_ms
 
     @property

@@ -29,13 +29,7 @@ class Held:
 
 
 def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> Held:
-    """The peaks of a schedule.
-
-    Args:
-        schedule: The order of computation.
-        layout: Where stages run.
-        saved_bytes: For every stage what one micro-batch holds; None for nothing.
-    """
+    """The peaks of a schedule."""
     saved = [0] * layout.stages if saved_bytes is None else saved_bytes
     count, peak = [0] * layout.stages, [0] * layout.stages
     lanes, workers = [0] * layout.lanes, [0] * layout.workers

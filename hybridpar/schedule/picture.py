@@ -7,15 +7,7 @@ from hybridpar.schedule.program import QueueRun, dependencies, slots_of
 
 
 def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun:
-    """Run the lanes of a schedule in unit time, with transfers that take none.
-
-    Args:
-        schedule: The schedule; it may be wrong.
-        layout: Where its stages run.
-
-    Returns:
-        The run, whose queues are called `lane 0`, `lane 1`, ...
-    """
+    """Run the lanes of a schedule in unit time, with transfers that take none."""
     needs = dependencies(layout, schedule)
 
     def source(action: Action) -> Action:

@@ -40,11 +40,7 @@ class Program:
     needs: Mapping[Action, tuple[Action, ...]]
 
     def queue_of(self, action: Action) -> tuple[str, int, int]:
-        """The queue that runs an action: kind of queue, worker, and lane, other worker or stage.
-
-        Args:
-            action: An action of the program.
-        """
+        """The queue that runs an action: kind of queue, worker, and lane, other worker or stage."""
         layout = self.layout
         home = layout.home(action.stage)
         if action.kind in SENDS or action.kind in RECEIVES:
@@ -56,13 +52,7 @@ class Program:
 
 
 def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()) -> dict[Action, tuple[Action, ...]]:
-    """For every action that a schedule leads to, what it needs beside the order of its own queue.
-
-    Args:
-        layout: Where stages run.
-        schedule: What they compute.
-        buckets: For every stage the number of its gradient buckets; none where nothing is synchronised.
-    """
+    """For every action that a schedule leads to, what it needs beside the order of its own queue."""
     needs: dict[Action, tuple[Action, ...]] = {}
     last: dict[int, Action] = {}
 
@@ -98,15 +88,7 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
 
 
 def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
-    """Refuse a schedule that was made for another layout.
-
-    Args:
-        schedule: The order of computation.
-        layout: Where stages run.
-
-    Raises:
-        ScheduleError: There are more or fewer rows than lanes, or a row has a stage that is not on its lane.
-    """
+    """Refuse a schedule that was made for another layout."""
     if len(schedule.rows) != layout.lanes:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {len(schedule.rows)} row(s) for {layout.lanes} lane(s)",
@@ -212,16 +194,7 @@ def lower(
 
 
 class QueueRun:
-    """Runs queues in unit time until none can go on: a backward pass takes 2 slots, a forward pass 1.
-
-    Args:
-        queues: For every queue its actions, in order. A transfer stands in two: its sender's and its receiver's.
-        needs: For every action what must end before it starts.
-
-    Attributes:
-        starts: For every queue when its actions started; as many as did.
-        ends: For every action that ran when it ended.
-    """
+    """Runs queues in unit time until none can go on: a backward pass takes 2 slots, a forward pass 1."""
 
     def __init__(self, queues: Mapping[str, Sequence[Action]], needs: Mapping[Action, Sequence[Action]]) -> None:
         self._queues, self._needs = queues, needs
@@ -250,11 +223,7 @@ class QueueRun:
         return [action for key in self._queues if (action := self._head(key)) is not None]
 
     def why_stuck(self) -> tuple[Action, str]:
-        """The circle of actions that wait for each other, or the row that ends at something that never comes.
-
-        Returns:
-            One of the actions that waits, and the reasons in words.
-        """
+        """The circle of actions that wait for each other, or the row that ends at something that never comes."""
         action = self.stuck[0]
         seen: list[Action] = []
         reasons: list[str] = []
@@ -299,11 +268,7 @@ class QueueRun:
 
 
 def slots_of(action: Action) -> int:
-    """How long an action takes in unit time.
-
-    Args:
-        action: The action.
-    """
+    """How long an action takes in unit time."""
     if action.kind is Kind.BACKWARD:
         return 2
     return 1 if action.kind in COMPUTE else 0

@@ -27,14 +27,7 @@ _TOLERANCE = 1e-9
 
 
 class Resource:
-    """Something of which there is a limited amount at any time.
-
-    Args:
-        capacity: The amount, in the unit that phases use.
-        fair: Who wants little gets it whole, and the others divide the rest evenly (max-min fairness), as an operating
-            system shares its cores: a thread that moves bytes now and then is not slowed by one that always computes.
-            Else all users slow down in the same proportion, as those of a wire do.
-    """
+    """Something of which there is a limited amount at any time."""
 
     __slots__ = ("_fair", "capacity", "jobs", "load", "share")
 
@@ -47,34 +40,18 @@ class Resource:
         self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
 
     def add(self, job: Job, amount: float) -> bool:
-        """A job comes; true if the share of the users changed with it.
-
-        Args:
-            job: The job.
-            amount: What it uses at full speed.
-        """
+        """A job comes; true if the share of the users changed with it."""
         self.jobs[job] = amount
         self.load += amount
         return self._divide()
 
     def remove(self, job: Job) -> bool:
-        """A job goes; true if the share of the users changed with it.
-
-        Args:
-            job: The job.
-        """
+        """A job goes; true if the share of the users changed with it."""
         self.load -= self.jobs.pop(job)
         return self._divide()
 
     def speed(self, amount: float) -> float:
-        """What a user of so much gets of its full speed.
-
-        Args:
-            amount: What it uses at full speed.
-
-        Returns:
-            A factor from 0 to 1.
-        """
+        """What a user of so much gets of its full speed."""
         return min(1.0, self.share / amount) if self._fair else self.share
 
     def _divide(self) -> bool:
@@ -111,12 +88,7 @@ class Phase(NamedTuple):
 
 
 class Job:
-    """Phases that run one after the other.
-
-    Args:
-        phases: The phases; those of 0 ms end as they begin.
-        on_phase: Called with the number of each phase when it ends.
-    """
+    """Phases that run one after the other."""
 
     __slots__ = ("left", "number", "on_phase", "phases", "rate", "since", "version")
 
@@ -142,11 +114,7 @@ class EventLoop:
         self._over: deque[Job] = deque()
 
     def start(self, job: Job) -> None:
-        """Begin a job now.
-
-        Args:
-            job: The job.
-        """
+        """Begin a job now."""
         phase = job.phases[job.number]
         if phase.ms <= 0:
             self._over.append(job)
@@ -220,12 +188,7 @@ class _Worker:
 
 
 class Machine:
-    """The workers of one replica.
-
-    Args:
-        layout: Where stages run.
-        costs: What actions take.
-    """
+    """The workers of one replica."""
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self._layout, self._costs = layout, costs
@@ -233,23 +196,14 @@ class Machine:
         self._edges = {(edge.source, edge.target): edge for edge in layout.edges}
 
     def compute(self, action: Action, marks: Sequence[float] = ()) -> list[Phase]:
-        """Phases of a forward or backward pass or an optimizer step.
-
-        Args:
-            action: The action.
-            marks: Fractions of it, ascending, at which a phase is to end; the last phase ends with the action.
-        """
+        """Phases of a forward or backward pass or an optimizer step."""
         time = self._costs.compute_ms(action.stage, action.kind)
         uses = self._workers[self._layout.home(action.stage)].compute
         starts = (0.0, *marks)
         return [Phase(time * (end - start), uses) for start, end in zip(starts, (*marks, 1.0), strict=True)]
 
     def transfer_bytes(self, send: Action) -> int:
-        """What a send sends.
-
-        Args:
-            send: A send; its receive is the same transfer.
-        """
+        """What a send sends."""
         assert send.peer is not None
         if send.kind is Kind.SEND_FORWARD:
             return self._edges[send.stage, send.peer].bytes
@@ -259,9 +213,6 @@ class Machine:
         """Phases of a send together with its receive: the latency, then the bytes.
 
         The bytes take as long as the wire needs for them or a processor at either end, whichever is slower.
-
-        Args:
-            send: A send; its receive is the same transfer.
         """
         assert send.peer is not None
         layout, costs = self._layout, self._costs
@@ -281,19 +232,11 @@ class Machine:
         return phases
 
     def sync_bytes(self, action: Action) -> float:
-        """What a worker sends, and receives, in an all-reduce.
-
-        Args:
-            action: A sum of one bucket.
-        """
+        """What a worker sends, and receives, in an all-reduce."""
         return self._costs.sync_factor * self._costs.buckets[action.stage][action.index or 0].bytes
 
     def sync(self, action: Action) -> list[Phase]:
-        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do.
-
-        Args:
-            action: A sum of one bucket.
-        """
+        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do."""
         costs = self._costs
         if costs.replicas == 1:
             return [Phase(0.0)]

@@ -47,19 +47,7 @@ class Simulation:
 
 
 def simulate(program: Program, costs: Costs) -> Simulation:
-    """Predict one step.
-
-    Args:
-        program: What every worker does.
-        costs: What it takes.
-
-    Returns:
-        Times of the step and of its parts, and its timeline.
-
-    Raises:
-        ScheduleError: The costs are for other stages or buckets than the program's, or its workers wait for each other
-            for ever.
-    """
+    """Predict one step."""
     _require_fit(program, costs)
     run = _Run(program, costs)
     run.loop.run()

@@ -39,11 +39,7 @@ class Span:
         return self.end_ms - self.start_ms
 
     def shifted(self, by_ms: float) -> Span:
-        """The same so much later.
-
-        Args:
-            by_ms: How much later, in milliseconds.
-        """
+        """The same so much later."""
         ready = None if self.ready_ms is None else self.ready_ms + by_ms
         return replace(self, start_ms=self.start_ms + by_ms, end_ms=self.end_ms + by_ms, ready_ms=ready)
 
@@ -122,9 +118,6 @@ class StepSpans:
         """The same step without the time that receives waited before a moment, such as the end of the step before.
 
         A step is issued while the one before still runs, and its receives begin to wait at once; that is no part of it.
-
-        Args:
-            moment: In seconds on the clock of `origin`.
         """
         earliest = 1e3 * (moment - self.origin)
         cut = [
@@ -143,9 +136,6 @@ def joint_bubble(workers: Iterable[Computed]) -> float:
 
     The bubble of a step as the literature has it: (p - 1) / (m + p - 1) for p equal stages and m micro-batches (GPipe,
     Huang et al. 2019, section 2.3).
-
-    Args:
-        workers: All workers of one replica in one step, on one clock.
     """
     parts = [one for one in workers if one.lanes]
     if not parts:

@@ -35,19 +35,7 @@ def shard_starts(
     clipping: Clipping | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """What each shard is to begin with.
-
-    Args:
-        model: The model with the weights to begin with.
-        stripes: What the shards hold.
-        limit: Pushes wanted in all.
-        optimizer: State as of `hybridpar.optim.build.optimizer_state`; None for none.
-        progress: What `merged_states` returned of as many shards; else `taken` and `clock` count.
-        taken: Pushes taken so far.
-        clock: Updates so far.
-        clipping: How gradients are clipped.
-        facts: What every worker is to be told.
-    """
+    """What each shard is to begin with."""
     parameters = {name: own.detach() for name, own in trained_parameters(model).items()}
     saved = (optimizer or {}).get("state", {})
     counters = {name: counters_of(group) for group in (optimizer or {}).get("groups", ()) for name in group["names"]}
@@ -73,11 +61,7 @@ def shard_starts(
 
 
 def untrained(model: nn.Module) -> dict[str, Tensor]:
-    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics.
-
-    Args:
-        model: The model.
-    """
+    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics."""
     held = set(trained_parameters(model)) | {
         name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
     }
@@ -87,17 +71,7 @@ def untrained(model: nn.Module) -> dict[str, Tensor]:
 def merged_states(
     model: nn.Module, stripes: Sequence[Stripe], states: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Put the shards' states together.
-
-    Args:
-        model: The model; its parameters and running statistics are overwritten with the shards'.
-        stripes: What the shards hold.
-        states: Their states.
-
-    Returns:
-        The optimizer's state as of `hybridpar.optim.build.optimizer_state`, but for its kind and options, and what
-        `shard_starts` wants as `progress`.
-    """
+    """Put the shards' states together."""
     parameters = {name: own.data for name, own in trained_parameters(model).items()}
     optimizer: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     groups, progress = [], []

@@ -38,13 +38,7 @@ class Clipping:
 
     @classmethod
     def of(cls, config: OptimizerConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> Clipping:
-        """What a run asks for.
-
-        Args:
-            config: Its options.
-            model: The whole model. Its last two parameters, those of the classifier, are not clipped adaptively.
-            optimizer: The run's optimizer.
-        """
+        """What a run asks for."""
         names = [name for name, _ in model.named_parameters()]
         return cls(config.clip_norm, config.clip_mode, optimizer.defaults.get("max_grad_norm"), tuple(names[-2:]))
 
@@ -54,11 +48,7 @@ class Clipping:
         return self.own is not None or (self.limit is not None and self.mode == "norm")
 
     def factor(self, squares: float) -> float:
-        """What a gradient is multiplied with.
-
-        Args:
-            squares: Its squared norm, over all parameters.
-        """
+        """What a gradient is multiplied with."""
         factor = 1.0
         if self.limit is not None and self.mode == "norm":
             shrink = clip_factor(torch.tensor(squares, dtype=torch.float64), self.limit)
@@ -66,11 +56,7 @@ class Clipping:
         return factor if self.own is None else factor / max(1.0, math.sqrt(squares) * factor / self.own)
 
     def clip_pieces(self, pieces: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Clip the gradients of pieces, in place, by what is known of each of them.
-
-        Args:
-            pieces: With the names of the parameters that they are of.
-        """
+        """Clip the gradients of pieces, in place, by what is known of each of them."""
         if self.limit is not None and self.mode != "norm":
             unclipped = self.unclipped if self.mode == "agc" else ()
             clip_each([piece for name, piece in pieces if name not in unclipped], self.mode, self.limit)

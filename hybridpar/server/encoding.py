@@ -54,23 +54,12 @@ def _sent_size(entry: Round) -> int:
 
 
 def message_size(rounds: Sequence[Round]) -> int:
-    """Bytes of a piece's messages.
-
-    Args:
-        rounds: Of the piece's codec.
-    """
+    """Bytes of a piece's messages."""
     return sum(map(_sent_size, rounds))
 
 
 def check_for_servers(policy: Policy) -> None:
-    """Check that codecs hand over gradients and nothing else.
-
-    Args:
-        policy: What pushes are encoded with.
-
-    Raises:
-        UsageError: Of one it is the owners of stripes that make an update of them.
-    """
+    """Check that codecs hand over gradients and nothing else."""
     for rule in policy.rules:
         core = rule.codec.core
         if not core.gives_sums:

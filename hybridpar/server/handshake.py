@@ -30,11 +30,7 @@ class HandshakeError(Exception):
 
 
 def job_token() -> str:
-    """The token in the environment of this process.
-
-    Raises:
-        UsageError: There is none, or it is short enough to be guessed.
-    """
+    """The token in the environment of this process."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if len(token) < _LEAST_TOKEN:
         raise UsageError(
@@ -47,12 +43,7 @@ def job_token() -> str:
 
 
 class ServerHandshake:
-    """The server's side of one connection.
-
-    Args:
-        token: The job's token.
-        address: This server's, as workers are told it.
-    """
+    """The server's side of one connection."""
 
     def __init__(self, token: str, address: str) -> None:
         self._token, self._address = token, address
@@ -60,14 +51,7 @@ class ServerHandshake:
         self.greeting = _MAGIC + self._random
 
     def proof(self, reply: bytes) -> bytes:
-        """What to answer to a reply.
-
-        Args:
-            reply: What the worker sent.
-
-        Raises:
-            HandshakeError: The other end does not know the token.
-        """
+        """What to answer to a reply."""
         both = self._random + reply[:_RANDOM]
         if not hmac.compare_digest(reply[_RANDOM:], _code(self._token, "worker", self._address, both)):
             raise HandshakeError("it does not know the job's token")
@@ -75,26 +59,14 @@ class ServerHandshake:
 
 
 class WorkerHandshake:
-    """The worker's side of one connection.
-
-    Args:
-        token: The job's token.
-        address: Of the server, as this worker was told it.
-    """
+    """The worker's side of one connection."""
 
     def __init__(self, token: str, address: str) -> None:
         self._token, self._address = token, address
         self._both = b""
 
     def reply(self, greeting: bytes) -> bytes:
-        """What to answer to a greeting.
-
-        Args:
-            greeting: What the server sent.
-
-        Raises:
-            HandshakeError: It is none.
-        """
+        """What to answer to a greeting."""
         if len(greeting) != GREETING_BYTES or not greeting.startswith(_MAGIC):
             raise HandshakeError("no server of this version of hybridpar")
         own = secrets.token_bytes(_RANDOM)
@@ -102,14 +74,7 @@ class WorkerHandshake:
         return own + _code(self._token, "worker", self._address, self._both)
 
     def check(self, proof: bytes) -> None:
-        """Check that the server knows the token.
-
-        Args:
-            proof: What the server sent.
-
-        Raises:
-            HandshakeError: It does not.
-        """
+        """Check that the server knows the token."""
         if not hmac.compare_digest(proof, _code(self._token, "server", self._address, self._both)):
             raise HandshakeError("no server of this job")
 

@@ -66,21 +66,7 @@ class Exchanged:
 
 
 class Learner:
-    """Computes gradients of a model, and exchanges them for weights, parameter by parameter.
-
-    Args:
-        model: The model; its parameters and running statistics are overwritten by every answer.
-        loss: Mean loss of outputs and targets.
-        links: The ways to the shards.
-        barrier: Whether an update takes a part of one batch from every worker.
-        context: Makes the context in which model and loss run, as that of autocast.
-        loss_scale: What the loss is multiplied with, and gradients divided by before they are pushed. It follows the
-            steps where all workers make them together, else this worker's own gradients.
-        guard: Whether a gradient that is not finite does not count.
-        compiled: Whether the model is run through torch.compile.
-        clipping: How gradients are clipped. Without a barrier servers are told what each is multiplied with.
-        took: Called when weights have come, to put them where the model's parameters are.
-    """
+    """Computes gradients of a model, and exchanges them for weights, parameter by parameter."""
 
     def __init__(
         self,
@@ -131,23 +117,7 @@ class Learner:
         save: bool = False,
         lowered: float | None = None,
     ) -> Exchanged:
-        """Compute a gradient, push it, and take the weights that come for it.
-
-        Args:
-            micro_batches: Inputs and targets.
-            samples: Samples of this worker.
-            global_samples: Samples of all in this step.
-            rate: Learning rate as a fraction of its peak.
-            stop: Ask all workers to stop.
-            save: Ask all workers for a checkpoint.
-            lowered: Tell the others, if not None, what their learning rates are multiplied with.
-
-        Returns:
-            What the servers answered, and what the exchange took.
-
-        Raises:
-            SyncError: A shard is gone, or an update waits for a worker that is.
-        """
+        """Compute a gradient, push it, and take the weights that come for it."""
         started = time.perf_counter()
         before, seen = flat_buffers(self.model), [buffer.clone() for buffer in counters(self.model)]
         self._handed = set()
@@ -251,9 +221,5 @@ class Learner:
 
 
 def counters(model: nn.Module) -> list[Tensor]:
-    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen.
-
-    Args:
-        model: The model.
-    """
+    """Buffers that are no running statistics, such as the number of batches that BatchNorm has seen."""
     return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]

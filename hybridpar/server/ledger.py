@@ -44,13 +44,7 @@ class StepRow:
 
 
 class Ledger:
-    """Adds up arrivals to steps.
-
-    Args:
-        per_step: Gradients of a step.
-        step: Steps done before.
-        clock: Seconds.
-    """
+    """Adds up arrivals to steps."""
 
     def __init__(self, per_step: int, step: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
         self.per_step = per_step
@@ -71,19 +65,7 @@ class Ledger:
     def arrived(
         self, *, staleness: int, samples: int, loss: float, rate: float, queued: int, counts: bool
     ) -> StepRow | None:
-        """Take in a gradient.
-
-        Args:
-            staleness: Its staleness.
-            samples: Its samples.
-            loss: Its mean loss.
-            rate: Its learning rate.
-            queued: Gradients that lie there and wait, this one included.
-            counts: Whether it is finite.
-
-        Returns:
-            The step that it ends, if it ends one.
-        """
+        """Take in a gradient."""
         self._arrived += 1
         self._samples += samples
         self._staleness += staleness
@@ -116,11 +98,7 @@ class Ledger:
         return row
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """All rows past a step, as plain values; those up to it are forgotten.
-
-        Args:
-            step: Number of the last step that is known already.
-        """
+        """All rows past a step, as plain values; those up to it are forgotten."""
         while self._rows and self._rows[0].step <= step:
             self._rows.popleft()
         return [asdict(row) for row in self._rows]

@@ -17,11 +17,7 @@ from hybridpar.server.wire import unpack
 
 
 class Links:
-    """A worker's ways to all shards.
-
-    Args:
-        links: By the shard's number.
-    """
+    """A worker's ways to all shards."""
 
     def __init__(self, links: Sequence[ShardLink]) -> None:
         self.links = tuple(links)
@@ -35,38 +31,19 @@ class Links:
         self.squares: float | None = None
 
     def hello(self, buffers: int, rows: int | None) -> list[dict[str, Any]]:
-        """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards.
-
-        Args:
-            buffers: How many running statistics the model has.
-            rows: Step after which this worker wants to know what each step did; None for never.
-
-        Returns:
-            The answer of each shard.
-        """
+        """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards."""
         first, *others = self.links
         futures = [first.submit(first.hello, buffers, rows)]
         futures += [link.submit(link.hello, 0, None) for link in others]
         return _results(futures)
 
     def initialise(self, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring the weights to all shards that have none.
-
-        Args:
-            starts: What each shard begins with, see `shard_starts`.
-
-        Returns:
-            The answer of each shard that had no weights.
-        """
+        """Bring the weights to all shards that have none."""
         pairs = zip(self.links, starts, strict=True)
         return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
 
     def begin_push(self, rate: float) -> None:
-        """A backward pass is about to make a gradient.
-
-        Args:
-            rate: Learning rate as a fraction of its peak.
-        """
+        """A backward pass is about to make a gradient."""
         self.squares = None
         for link in self.links:
             if link.encoder is not None:
@@ -94,13 +71,7 @@ class Links:
         return self.squares
 
     def ready(self, shard: int, piece: int, gradient: Tensor) -> None:
-        """A piece of the gradient is there.
-
-        Args:
-            shard: Of which shard.
-            piece: Number of the piece.
-            gradient: 1-D float32; it must stay as it is until `finish_push` has returned.
-        """
+        """A piece of the gradient is there."""
         flight = self._flights[shard]
         flight.messages[piece] = gradient
         flight.ready.put(piece)
@@ -108,19 +79,7 @@ class Links:
     def finish_push(
         self, end: dict[str, Any], unused: Sequence[Sequence[int]], statistics: Tensor
     ) -> list[dict[str, Any]]:
-        """The gradient is complete; wait for the answers of all shards.
-
-        Args:
-            end: What is known of it now.
-            unused: For each shard the pieces that have no gradient.
-            statistics: Running statistics, for shard 0.
-
-        Returns:
-            Their answers. The weights are where the parameters are.
-
-        Raises:
-            SyncError: A shard is gone.
-        """
+        """The gradient is complete; wait for the answers of all shards."""
         for flight, missing in zip(self._flights, unused, strict=True):
             flight.end = end | {"unused": list(missing)}
             if flight is self._flights[0]:
@@ -138,11 +97,7 @@ class Links:
         return [link.encoder.state_dict() if link.encoder is not None else {} for link in self.links]
 
     def load_coders(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore what `coder_states` returned, as far as it is of the same pieces.
-
-        Args:
-            states: What `coder_states` returned.
-        """
+        """Restore what `coder_states` returned, as far as it is of the same pieces."""
         known = {name: state for own in states for name, state in own.items()}
         for link in self.links:
             if link.encoder is not None:
@@ -150,11 +105,7 @@ class Links:
         _results([link.submit(link.send_coders) for link in self.links])
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave all shards.
-
-        Args:
-            graceful: Whether to tell the shard; False after an error.
-        """
+        """Leave all shards."""
         for flight in self._flights:
             flight.finish()
         self._all_squares.abort()

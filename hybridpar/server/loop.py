@@ -29,14 +29,7 @@ _MOST_TOLD = 20
 
 
 class SocketLoop(ABC):
-    """Listens, reads frames from all connections, and sends.
-
-    Args:
-        host: Address to listen at; the port is any that is free.
-        token: What a worker must know to be let in.
-        workers: How many there are to be.
-        clock: Seconds.
-    """
+    """Listens, reads frames from all connections, and sends."""
 
     def __init__(self, host: str, token: str, workers: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._token, self._now = token, clock
@@ -56,41 +49,18 @@ class SocketLoop(ABC):
 
     @abstractmethod
     def handle(self, connection: Connection, frame: Frame) -> None:
-        """Something came from a process that knows the token.
-
-        Args:
-            connection: The connection.
-            frame: What came.
-
-        Raises:
-            Garbled: It makes no sense; the connection is closed, as after any other exception.
-            HybridparError: All of this server has to end.
-        """
+        """Something came from a process that knows the token."""
 
     @abstractmethod
     def most_bytes(self, connection: Connection, meta: dict[str, Any]) -> int:
-        """Most bytes that the payload of a frame may have.
-
-        Args:
-            connection: The connection.
-            meta: Its `kind`, and what belongs to that.
-        """
+        """Most bytes that the payload of a frame may have."""
 
     @abstractmethod
     def lost(self, connection: Connection, error: BaseException) -> None:
-        """A connection of a process that knows the token ended without a `drop`; it is to be dropped.
-
-        Args:
-            connection: The connection.
-            error: The error.
-        """
+        """A connection of a process that knows the token ended without a `drop`; it is to be dropped."""
 
     def turn(self, seconds: float) -> None:
-        """Wait for so long, or until something comes, and work through it.
-
-        Args:
-            seconds: How long to wait at most.
-        """
+        """Wait for so long, or until something comes, and work through it."""
         for key, events in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
@@ -150,13 +120,7 @@ class SocketLoop(ABC):
             self._refuse(connection, HandshakeError(f"it sent no reply within {HANDSHAKE_SECONDS:g} s"))
 
     def send(self, connection: Connection, meta: dict[str, Any], *payload: memoryview) -> None:
-        """Send a frame, now or later; its memory must stay as it is.
-
-        Args:
-            connection: The connection.
-            meta: Its `kind`, and what belongs to that.
-            *payload: What follows it, in pieces.
-        """
+        """Send a frame, now or later; its memory must stay as it is."""
         try:
             connection.send(frame_of(meta, *payload))
             self._watch(connection)
@@ -164,23 +128,14 @@ class SocketLoop(ABC):
             self.lost(connection, error)
 
     def drop(self, connection: Connection) -> None:
-        """Close a connection. Safe to call twice.
-
-        Args:
-            connection: The connection.
-        """
+        """Close a connection. Safe to call twice."""
         self._strangers.pop(connection, None)
         if connection.socket.fileno() >= 0:
             self._selector.unregister(connection.socket)
             connection.close()
 
     def send_last(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Send a frame at once, as far as the other end still listens: there will be no other turn.
-
-        Args:
-            connection: The connection.
-            meta: Its `kind`, and what belongs to that.
-        """
+        """Send a frame at once, as far as the other end still listens: there will be no other turn."""
         try:
             connection.socket.settimeout(1.0)
             connection.send(frame_of(meta))

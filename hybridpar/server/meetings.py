@@ -6,11 +6,7 @@ from torch import Tensor
 
 
 def save_occasion(number: int) -> str:
-    """Name of the occasion on which workers write a checkpoint that one of them asked for.
-
-    Args:
-        number: Of the request.
-    """
+    """Name of the occasion on which workers write a checkpoint that one of them asked for."""
     return f"save-{number}"
 
 
@@ -32,26 +28,11 @@ class Meetings:
         return {worker for messages in self._messages.values() for worker in messages}
 
     def begin(self, occasion: str, present: set[int]) -> None:
-        """Say who takes part in an occasion that workers are told of; who joins later does not.
-
-        Args:
-            occasion: Its name.
-            present: Who is told of it.
-        """
+        """Say who takes part in an occasion that workers are told of; who joins later does not."""
         self._parties[occasion] = set(present)
 
     def deposit(self, tag: str, worker: int, message: Tensor, present: set[int]) -> dict[str, dict[int, Tensor]]:
-        """Take in a message.
-
-        Args:
-            tag: Its name.
-            worker: Whose.
-            message: What it says.
-            present: Who is there now.
-
-        Returns:
-            By name, the messages by worker of each meeting that is complete now.
-        """
+        """Take in a message."""
         occasion = tag.partition("/")[0]
         party = self._parties.setdefault(occasion, set(present))
         for earlier, others in self._parties.items():
@@ -64,14 +45,7 @@ class Meetings:
         return self._complete()
 
     def leave(self, worker: int) -> dict[str, dict[int, Tensor]]:
-        """A worker is not waited for any more.
-
-        Args:
-            worker: Its number.
-
-        Returns:
-            As `deposit`.
-        """
+        """A worker is not waited for any more."""
         for party in self._parties.values():
             party.discard(worker)
         for messages in self._messages.values():

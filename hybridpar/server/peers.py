@@ -70,10 +70,6 @@ class Peer:
 
 
 def refusal(error: HybridparError) -> dict[str, Any]:
-    """An error as a frame tells it.
-
-    Args:
-        error: The error.
-    """
+    """An error as a frame tells it."""
     kind = "usage" if isinstance(error, UsageError) else "sync"
     return {"kind": "refused", "error": kind, "what": error.what, "why": error.why, "fix": error.fix}

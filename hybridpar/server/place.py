@@ -67,23 +67,11 @@ class Place:
         return self.rank < self.workers
 
     def publish(self, address: str) -> None:
-        """Tell where the shard of this process listens.
-
-        Args:
-            address: `host:port` at which it listens.
-        """
+        """Tell where the shard of this process listens."""
         self.store.set(f"shard/{self.shard}", address)
 
     def wait_for(self, key: str, timeout: float) -> str:
-        """What another process has set under a key, once it has.
-
-        Args:
-            key: Its name.
-            timeout: Seconds.
-
-        Raises:
-            SyncError: No process does within the time-out.
-        """
+        """What another process has set under a key, once it has."""
         deadline = time.monotonic() + timeout
         while not self.store.check([key]):
             if time.monotonic() > deadline:
@@ -106,28 +94,12 @@ class Place:
         return True
 
     def find(self, timeout: float) -> list[str]:
-        """Address of every shard.
-
-        Args:
-            timeout: Seconds.
-
-        Raises:
-            SyncError: One did not appear within the time-out.
-        """
+        """Address of every shard."""
         return [self.wait_for(f"shard/{number}", timeout) for number in range(self.shards)]
 
 
 def find_own_place(config: SyncConfig, timeout: float) -> Place:
-    """What this process is, from the environment that a launcher made.
-
-    Args:
-        config: Options of the run.
-        timeout: Seconds.
-
-    Raises:
-        UsageError: There are fewer processes than servers, or the job has no token.
-        LaunchError: The launcher's store cannot be reached.
-    """
+    """What this process is, from the environment that a launcher made."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     assert config.parameter_servers is not None
     servers = config.parameter_servers.servers

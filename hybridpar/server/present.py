@@ -16,16 +16,7 @@ from hybridpar.server.wire import unpack
 
 
 class PresentWorkers(World):
-    """The workers that take part in one occasion, and exchange facts over shard 0.
-
-    Args:
-        meet: Tells all workers something under a tag `occasion/number`, and returns who took part and what each said.
-        occasion: Its name, equal on all of them and not used before.
-        worker: This worker.
-        workers: Who takes part.
-        device: This worker's device.
-        timeout: Seconds after which a silent worker is an error.
-    """
+    """The workers that take part in one occasion, and exchange facts over shard 0."""
 
     def __init__(
         self,
@@ -40,11 +31,7 @@ class PresentWorkers(World):
         self._meet, self._occasion, self._number = meet, occasion, 0
 
     def gather(self, item: object) -> list[object]:
-        """Exchange an item with all workers of the occasion.
-
-        Raises:
-            SyncError: A worker left in the middle of the occasion.
-        """
+        """Exchange an item with all workers of the occasion."""
         self._number += 1
         workers, items = self._meet(f"{self._occasion}/{self._number}", item)
         if tuple(workers) != self.members:
@@ -57,19 +44,7 @@ class PresentWorkers(World):
 
 
 def exchange(link: ShardLink, tag: str, item: object) -> tuple[list[int], list[object]]:
-    """Tell all workers something, and hear what they say under the same tag.
-
-    Args:
-        link: The way to shard 0.
-        tag: `occasion/number`.
-        item: Plain values and tensors.
-
-    Returns:
-        Who took part, and what each said, in the same order.
-
-    Raises:
-        SyncError: The shard is gone.
-    """
+    """Tell all workers something, and hear what they say under the same tag."""
     meta, payload = link.submit(link.ask, {"kind": "gather", "tag": tag}, [item]).result()
     items = [item for part in torch.split(payload, meta["sizes"]) for item in unpack(part)]
     return list(meta["workers"]), items

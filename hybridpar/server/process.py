@@ -19,15 +19,7 @@ from hybridpar.server.stripe_optimizer import optimizer_of
 
 
 def make_server(config: TrainConfig, place: Place) -> ShardServer:
-    """The server of this process's shard, which tells the others where it listens.
-
-    Args:
-        config: The run's options.
-        place: What this process is.
-
-    Raises:
-        UsageError: The options contradict the number of workers.
-    """
+    """The server of this process's shard, which tells the others where it listens."""
     assert place.shard is not None
     assert config.parameter_servers is not None
     options = ServerOptions(
@@ -46,12 +38,7 @@ def make_server(config: TrainConfig, place: Place) -> ShardServer:
 
 @contextlib.contextmanager
 def own_shard(config: TrainConfig, place: Place) -> Iterator[None]:
-    """Serve this process's shard on a thread, at the end until the others have left, too.
-
-    Args:
-        config: The run's options.
-        place: What this process is.
-    """
+    """Serve this process's shard on a thread, at the end until the others have left, too."""
     server, given_up = make_server(config, place), threading.Event()
 
     def serve() -> None:
@@ -71,15 +58,7 @@ def own_shard(config: TrainConfig, place: Place) -> Iterator[None]:
 
 
 def serve_shard(config: TrainConfig, place: Place) -> None:
-    """Be a server until all workers have left.
-
-    Args:
-        config: Options of the run.
-        place: What this process is.
-
-    Raises:
-        SyncError: An update waits for a worker that is gone.
-    """
+    """Be a server until all workers have left."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     make_server(config, place).run()

@@ -16,32 +16,19 @@ from hybridpar.server.wire import bytes_of
 
 
 def running_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers of a model that are averaged: those of floating-point numbers.
-
-    Args:
-        model: The model.
-    """
+    """The buffers of a model that are averaged: those of floating-point numbers."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def flat_buffers(model: nn.Module) -> Tensor:
-    """All of them, 1-D float32, new.
-
-    Args:
-        model: The model.
-    """
+    """All of them, 1-D float32, new."""
     parts = [buffer.detach().to(torch.float32).reshape(-1) for buffer in running_buffers(model)]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
 @torch.no_grad()
 def put_buffers(model: nn.Module, values: Tensor) -> None:
-    """Overwrite them with what `flat_buffers` returned.
-
-    Args:
-        model: The model.
-        values: 1-D float32.
-    """
+    """Overwrite them with what `flat_buffers` returned."""
     begin = 0
     for buffer in running_buffers(model):
         buffer.copy_(values[begin : begin + buffer.numel()].view(buffer.shape))
@@ -49,11 +36,7 @@ def put_buffers(model: nn.Module, values: Tensor) -> None:
 
 
 class RunningBuffers:
-    """The running statistics that a shard keeps.
-
-    Args:
-        rules: Whether workers wait for each other.
-    """
+    """The running statistics that a shard keeps."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -66,12 +49,7 @@ class RunningBuffers:
         return self.values.numel()
 
     def take(self, worker: int, payload: Tensor) -> None:
-        """Take in a worker's statistics, as the bytes that it sent.
-
-        Args:
-            worker: Its number.
-            payload: 1-D uint8.
-        """
+        """Take in a worker's statistics, as the bytes that it sent."""
         if not self.size:
             return
         values = payload.view(self.values.dtype)
@@ -81,11 +59,7 @@ class RunningBuffers:
             self.values = torch.lerp(self.values, values, 1 / self._rules.learners)
 
     def meet(self, sound: bool) -> None:
-        """All workers of an update have pushed: keep their mean, unless the update did not happen.
-
-        Args:
-            sound: Whether the update happened.
-        """
+        """All workers of an update have pushed: keep their mean, unless the update did not happen."""
         if sound and self._arrived:
             total = torch.zeros_like(self.values)
             for worker in sorted(self._arrived):

@@ -42,13 +42,7 @@ _PATIENCE = 10
 
 
 class ShardServer(SocketLoop):
-    """Serves one shard until all workers have left.
-
-    Args:
-        options: What is known beforehand. The model comes from the first worker, the weights from worker 0.
-        host: Address to listen at.
-        clock: Seconds.
-    """
+    """Serves one shard until all workers have left."""
 
     def __init__(
         self, options: ServerOptions, host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic
@@ -76,14 +70,7 @@ class ShardServer(SocketLoop):
     # -------------------------------------------------------------------- loop
 
     def run(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Serve until all workers that came have left.
-
-        Args:
-            give_up: Asked now and then; True ends it.
-
-        Raises:
-            SyncError: An update waits for a worker that is gone, or silent.
-        """
+        """Serve until all workers that came have left."""
         try:
             while not give_up() and not self._is_over():
                 self.turn(0.05)
@@ -116,11 +103,7 @@ class ShardServer(SocketLoop):
         self.send(peer.connection, meta, *payload)
 
     def lost(self, connection: Connection, error: BaseException) -> None:
-        """Take a worker out whose connection ended without a good-bye.
-
-        Raises:
-            SyncError: An update waits for it.
-        """
+        """Take a worker out whose connection ended without a good-bye."""
         worker = connection.worker
         self.drop(connection)
         self._early = {number: held for number, held in self._early.items() if held[0] is not connection}
@@ -256,11 +239,7 @@ class ShardServer(SocketLoop):
         return _FACT_BYTES if kind == "gather" else 0
 
     def handle(self, connection: Connection, frame: Frame) -> None:
-        """Act on a frame of a worker.
-
-        Raises:
-            Garbled: It is no frame that may come now.
-        """
+        """Act on a frame of a worker."""
         kind = frame.kind
         if kind == "hello":
             self._hello(connection, frame)

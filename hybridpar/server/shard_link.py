@@ -87,16 +87,7 @@ class PushFlight:
 
 
 class ShardLink:
-    """A worker's way to one shard.
-
-    Args:
-        number: Which shard.
-        address: Where it listens, `host:port`.
-        stripe: What it holds.
-        views: The pieces of the stripe in the worker's own parameters; 1-D, written to when weights come.
-        encoder: What compresses pushes; None for gradients as they are.
-        options: Who this is.
-    """
+    """A worker's way to one shard."""
 
     def __init__(
         self,
@@ -129,31 +120,11 @@ class ShardLink:
     # ------------------------------------------------------------------ calls
 
     def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        """Have the thread of this shard call something.
-
-        Args:
-            call: What to call, on the thread; the arguments follow.
-            *arguments: What it is called with.
-
-        Returns:
-            The result of the call, once it is there.
-        """
+        """Have the thread of this shard call something."""
         return self._thread.submit(call, *arguments)
 
     def hello(self, buffers: int, rows: int | None) -> dict[str, Any]:
-        """Come to the shard, and wait until it has weights, unless this is worker 0, which brings them.
-
-        Args:
-            buffers: How many running statistics the model has.
-            rows: Step after which this worker wants to know what each step did; None for never.
-
-        Returns:
-            What it said; `initialised` tells whether it has weights, which are then those of this worker.
-
-        Raises:
-            SyncError: It cannot be reached, or does not answer within the time-out.
-            UsageError: It serves another model.
-        """
+        """Come to the shard, and wait until it has weights, unless this is worker 0, which brings them."""
         self._rows, self._buffers = rows, buffers
         with self._named():
             self._connect()
@@ -161,33 +132,13 @@ class ShardLink:
             return self._welcomed()
 
     def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
-        """Bring the weights to a shard that has none.
-
-        Args:
-            start: What it begins with, see `shard_starts`.
-
-        Returns:
-            The shard's answer, with its weights.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
+        """Bring the weights to a shard that has none."""
         with self._named():
             self._send({"kind": "init"}, pack(start))
             return self._welcomed()
 
     def push(self, flight: PushFlight) -> dict[str, Any]:
-        """Send a gradient piece by piece, then its end, and wait for the weights.
-
-        Args:
-            flight: The push, whose pieces are handed over while it is sent.
-
-        Returns:
-            The answer.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
+        """Send a gradient piece by piece, then its end, and wait for the weights."""
         self.sequence += 1
         flight.meta |= {"kind": "push", "sequence": self.sequence, "clock": self.clock}
         flight.meta["warm"] = self.encoder.warm if self.encoder is not None else []
@@ -203,18 +154,7 @@ class ShardLink:
             raise
 
     def ask(self, meta: dict[str, Any], item: Any = None) -> tuple[dict[str, Any], Tensor]:
-        """Send a frame, and wait for one that is no `wait`.
-
-        Args:
-            meta: Of the frame that is sent.
-            item: Its payload; None for none.
-
-        Returns:
-            Its meta data and payload.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
+        """Send a frame, and wait for one that is no `wait`."""
         with self._named():
             self._send(meta, *([] if item is None else [pack(item)]))
             meta, length = self._next()
@@ -234,11 +174,7 @@ class ShardLink:
                 self._send({"kind": "coders"}, pack(self.encoder.shared_state()))
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave.
-
-        Args:
-            graceful: Whether to tell the shard; False after an error.
-        """
+        """Leave."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 if graceful:

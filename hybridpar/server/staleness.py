@@ -20,34 +20,19 @@ SCALES: Registry[Scale] = Registry("staleness rule")
 
 @SCALES.register("none", "every gradient counts in full, however old it is")
 def full_weight(staleness: int, expected: int) -> float:
-    """1.
-
-    Args:
-        staleness: In updates.
-        expected: Mean staleness to be expected, n.
-    """
+    """1."""
     return 1.0
 
 
 @SCALES.register("inverse", "1 / tau, and 1 where tau is 0")
 def inverse_weight(staleness: int, expected: int) -> float:
-    """1 / max(1, tau): the rule of the paper, per gradient (equation 5).
-
-    Args:
-        staleness: In updates.
-        expected: Mean staleness to be expected, n.
-    """
+    """1 / max(1, tau): the rule of the paper, per gradient (equation 5)."""
     return 1.0 / max(1, staleness)
 
 
 @SCALES.register("mean", "1 / n for n-softsync, whatever the gradient's own staleness")
 def mean_weight(staleness: int, expected: int) -> float:
-    """1 / n: the rule of Gupta, Zhang, Wang, ICDM 2016, which takes the mean staleness for every gradient's own.
-
-    Args:
-        staleness: In updates.
-        expected: Mean staleness to be expected, n.
-    """
+    """1 / n: the rule of Gupta, Zhang, Wang, ICDM 2016, which takes the mean staleness for every gradient's own."""
     return 1.0 / max(1, expected)
 
 

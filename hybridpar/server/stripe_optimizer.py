@@ -41,9 +41,6 @@ def needs_whole_parameters(config: OptimizerConfig) -> bool:
 
     Torch's optimizers are elementwise but for two. Many of timm's scale by norms of a parameter, as adaptive clipping
     does, or take it as a matrix.
-
-    Args:
-        config: Options of the run.
     """
     adaptive = config.clip_norm is not None and config.clip_mode == "agc"
     return adaptive or config.optimizer in ("adafactor", "muon") or config.optimizer.startswith(TIMM)

@@ -80,14 +80,7 @@ class Stripe:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that servers hold, by name: those that are trained.
-
-    Args:
-        model: The model.
-
-    Raises:
-        UsageError: One is of a type or in a layout that servers do not hold.
-    """
+    """The parameters that servers hold, by name: those that are trained."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in found.items():
         if parameter.dtype != torch.float32 or not is_dense(parameter):
@@ -172,10 +165,5 @@ def _by_parameters(
 
 
 def piece_views(stripe: Stripe, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Views of the pieces of a stripe in the tensors of a model, 1-D, in memory order.
-
-    Args:
-        stripe: The stripe.
-        tensors: Dense tensors by name, shaped as the parameters.
-    """
+    """Views of the pieces of a stripe in the tensors of a model, 1-D, in memory order."""
     return [flat_view(tensors[piece.name])[piece.start : piece.start + piece.count] for piece in stripe.pieces]

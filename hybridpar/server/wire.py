@@ -64,23 +64,12 @@ class Frame:
 
 
 def pack(item: Any) -> memoryview:
-    """An object as `hybridpar.formats.messages.pack` takes it, as bytes.
-
-    Args:
-        item: Plain values and tensors.
-    """
+    """An object as `hybridpar.formats.messages.pack` takes it, as bytes."""
     return memoryview(messages.pack(item))
 
 
 def unpack(payload: Tensor) -> Any:
-    """What `pack` was given.
-
-    Args:
-        payload: 1-D uint8.
-
-    Raises:
-        Garbled: It was given nothing like that.
-    """
+    """What `pack` was given."""
     try:
         return messages.unpack(payload.numpy().data)
     except ValueError as error:
@@ -88,56 +77,29 @@ def unpack(payload: Tensor) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory; the tensor must outlive it.
-
-    Args:
-        tensor: The tensor, on the CPU.
-    """
+    """A contiguous tensor's memory; the tensor must outlive it."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def head_of(meta: dict[str, Any], length: int) -> bytes:
-    """What stands before a payload of so many bytes.
-
-    Args:
-        meta: Its `kind`, and what belongs to that.
-        length: Bytes of the payload.
-    """
+    """What stands before a payload of so many bytes."""
     text = json.dumps(meta).encode()
     return _HEADER.pack(_MAGIC, len(text), length) + text
 
 
 def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
-    """A whole frame, as pieces of memory to be sent one after the other.
-
-    Args:
-        meta: Its `kind`, and what belongs to that.
-        *payload: The payload, in pieces.
-    """
+    """A whole frame, as pieces of memory to be sent one after the other."""
     return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
 
 
 def tune(connection: socket.socket) -> None:
-    """Have small frames leave at once, and a host that vanished be noticed some day.
-
-    Args:
-        connection: The connection.
-    """
+    """Have small frames leave at once, and a host that vanished be noticed some day."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def read_exactly(connection: socket.socket, into: memoryview) -> None:
-    """Fill memory from a blocking socket.
-
-    Args:
-        connection: The connection.
-        into: Where the bytes are put.
-
-    Raises:
-        ConnectionError: The other end is gone.
-        TimeoutError: Nothing came within the socket's time-out.
-    """
+    """Fill memory from a blocking socket."""
     while len(into):
         count = connection.recv_into(into)
         if not count:
@@ -146,16 +108,7 @@ def read_exactly(connection: socket.socket, into: memoryview) -> None:
 
 
 def read_head(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """Meta data of the next frame, and the length of its payload, which is still to be read.
-
-    Args:
-        connection: The connection.
-
-    Raises:
-        ConnectionError: The other end is gone.
-        TimeoutError: Nothing came within the socket's time-out.
-        Garbled: It is no frame.
-    """
+    """Meta data of the next frame, and the length of its payload, which is still to be read."""
     head = bytearray(_HEADER.size)
     read_exactly(connection, memoryview(head))
     meta_length, length = _check_head(bytes(head))
@@ -184,15 +137,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 class Connection:
-    """A server's end of a connection; never blocks.
-
-    Args:
-        connection: The socket.
-        handshake: What lets the other end in. Until then nothing but a reply of fixed size is read.
-        most: Most bytes that the payload of a frame may have, by its meta data; asked when all frames before have been
-            handled.
-        now: When it was accepted, in seconds.
-    """
+    """A server's end of a connection; never blocks."""
 
     def __init__(
         self,
@@ -233,21 +178,11 @@ class Connection:
         return bool(self._out)
 
     def greet(self) -> None:
-        """Begin the handshake.
-
-        Raises:
-            ConnectionError: The other end is gone.
-        """
+        """Begin the handshake."""
         self.send([memoryview(self._handshake.greeting)])
 
     def read(self) -> Iterator[Frame]:
-        """All frames that are whole by now, each read when those before have been handled.
-
-        Raises:
-            ConnectionError: The other end is gone.
-            Garbled: It sends no frames, or one that is too long.
-            HandshakeError: It is no process of this job.
-        """
+        """All frames that are whole by now, each read when those before have been handled."""
         while self.socket.fileno() >= 0:
             try:
                 count = self.socket.recv_into(self._into)
@@ -295,23 +230,12 @@ class Connection:
         return self._room
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Queue memory, which must stay as it is until it is sent, and send what can be sent now.
-
-        Args:
-            parts: What to send, in this order.
-
-        Raises:
-            ConnectionError: The other end is gone.
-        """
+        """Queue memory, which must stay as it is until it is sent, and send what can be sent now."""
         self._out.extend(part for part in parts if len(part))
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now.
-
-        Raises:
-            ConnectionError: The other end is gone.
-        """
+        """Send what can be sent now."""
         while self._out:
             try:
                 count = self.socket.send(self._out[0])

@@ -40,12 +40,6 @@ class BatchNormPool:
     The batch's moments come from the stock kernel itself: it is given scratch buffers to update with momentum 1, so
     pooling reads no activation a second time. All sums are float64: a sum of squares loses too much in float32 where
     the mean is large.
-
-    Args:
-        model: The model; layers that track running statistics and use the stock forward are taken over.
-        group: Adds over the replicas: layers also *normalise* over them, see `hybridpar.sync.sync_batchnorm`.
-            None leaves the normalisation to each micro-batch.
-        device: Where sums are, of a model without such layers; None is the CPU.
     """
 
     def __init__(self, model: nn.Module, group: SumGroup | None = None, device: torch.device | None = None) -> None:
@@ -97,10 +91,6 @@ class BatchNormPool:
 
         running = (1 - m) running + m pooled, with the unbiased variance, as stock BatchNorm defines it; a layer with
         `momentum=None` averages over all steps. A layer that ran nowhere keeps its statistics.
-
-        Args:
-            sums: `self.sums`, summed over the replicas; float64, `2 * channels + layers` elements.
-            where: Optional 0-d tensor; where it is zero nothing changes. Keeps the decision on the device.
         """
         if not self.layers:
             return
@@ -164,10 +154,6 @@ class BufferRollback:
     Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
     the buffers that a forward pass may write to are copied at the beginning of a step; they are small. What is pooled
     needs no copy.
-
-    Args:
-        model: The model.
-        spared: Modules whose buffers no forward pass writes to.
     """
 
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
@@ -186,11 +172,7 @@ class BufferRollback:
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
-        """Put back what `keep` saw.
-
-        Args:
-            unless: Optional 0-d tensor; where it is not zero nothing changes. Keeps the decision on the device.
-        """
+        """Put back what `keep` saw."""
         for kind in self._kinds:
             if unless is None:
                 torch._foreach_copy_(kind.buffers, kind.parts_saved)
@@ -226,11 +208,7 @@ class _Kept:
 
 @contextmanager
 def without_replicas(module: nn.Module) -> Iterator[None]:
-    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training.
-
-    Args:
-        module: Whose BatchNorm layers.
-    """
+    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training."""
     pools = {scratch.pool for layer in module.modules() if (scratch := getattr(layer, "_pool", None)) is not None}
     groups = [(pool, pool.group, pool._paused) for pool in pools]
     for pool in pools:

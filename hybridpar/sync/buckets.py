@@ -39,16 +39,7 @@ class Slot:
 
 
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Cut a sequence of tensors into buckets, in order.
-
-    Args:
-        sizes: Bytes per tensor, in the order in which gradients become ready.
-        limit: A tensor of at least this many bytes gets a bucket alone; smaller ones are gathered, in order, until
-            a bucket reaches it.
-
-    Returns:
-        Index lists. Buckets are ordered by their last tensor, which is what decides when they can leave.
-    """
+    """Cut a sequence of tensors into buckets, in order."""
     done: list[list[int]] = []
     open_bucket: list[int] = []
     filled = 0
@@ -67,12 +58,7 @@ def cut_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class Bucket:
-    """Gradients that are sent together: equal dtype and device, in one flat tensor.
-
-    Args:
-        index: The bucket's number, equal on all workers; buckets are sent in this order.
-        slots: The parameters.
-    """
+    """Gradients that are sent together: equal dtype and device, in one flat tensor."""
 
     def __init__(self, index: int, slots: Sequence[Slot]) -> None:
         self.index = index
@@ -92,9 +78,6 @@ class Bucket:
         """Bring the gradients together; from then on each `.grad` is a view of the flat tensor.
 
         A bucket of one parameter hands over the gradient as it is. A parameter without a gradient gets zeros.
-
-        Returns:
-            The bucket's gradients as one 1-D tensor.
         """
         with torch.no_grad():
             if len(self.slots) == 1:
@@ -129,12 +112,7 @@ class Bucket:
 
 
 def view_like(buffer: Tensor, slot: Slot) -> Tensor:
-    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format.
-
-    Args:
-        buffer: The flat tensor of the bucket, 1-D.
-        slot: The parameter's place.
-    """
+    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format."""
     parameter = slot.parameter
     if is_dense(parameter):
         return buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
@@ -145,10 +123,6 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
     """Buckets for parameters in the order in which their gradients become ready.
 
     Parameters of different dtypes or devices never share a bucket.
-
-    Args:
-        order: Names and parameters.
-        limit: Bytes at which a bucket is full.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, (_, parameter) in enumerate(order):
@@ -169,11 +143,7 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
 
 
 def layout_fingerprint(buckets: Sequence[Bucket]) -> int:
-    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal.
-
-    Args:
-        buckets: All of them, in order.
-    """
+    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal."""
     digest = hashlib.sha256()
     for bucket in buckets:
         for slot in bucket.slots:
@@ -186,13 +156,6 @@ def check_layout(layouts: Tensor, workers: int) -> None:
     """Refuse to go on where workers cut different buckets.
 
     All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
-
-    Args:
-        layouts: sum(h) and sum(h^2) over the workers, float64, on a CPU.
-        workers: K.
-
-    Raises:
-        SyncError: They differ.
     """
     total, squares = layouts.tolist()
     if workers * squares != total**2:
@@ -208,9 +171,6 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
     One pass at the speed of memory in float32. Where that overflows, as it does from a norm of 1.8e19 on, the sum is
     taken again in float64; on a GPU it stays infinite, because asking would stall it.
-
-    Args:
-        flat: 1-D, floating point.
     """
     values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     total = torch.dot(values, values).double()

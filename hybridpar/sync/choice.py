@@ -46,13 +46,7 @@ class Part:
     after_ms: float = 0.0
 
     def layers(self, workers: int, bucket_bytes: int, lanes: int) -> Layers:
-        """Their buckets as the first step cuts them.
-
-        Args:
-            workers: That exchange gradients.
-            bucket_bytes: Size at which a bucket is full.
-            lanes: Number of sync lanes.
-        """
+        """Their buckets as the first step cuts them."""
         buckets = []
         for group in self.groups:
             order = [(name, _without_memory(one)) for name, one in list(group.items())[::-1] if one.requires_grad]
@@ -71,25 +65,7 @@ def choose_policy(
     job: World | None = None,
     time_backward: Callable[[], float] | None = None,
 ) -> Choice:
-    """Measure the link between the workers and the codecs that are allowed, and choose; a collective.
-
-    Args:
-        parts: What each pipeline position exchanges; that of rank 0 is the first.
-        world: The workers that exchange gradients with this one.
-        fidelity: `exact`, `close` or `lossy`.
-        bucket_bytes: Size at which a bucket is full.
-        sync_lanes: Sync lanes.
-        job: All workers, of which the first decides; default: those of `world`.
-        time_backward: Without stages: measures the backward pass of the model. Called on rank 0, where there is
-            anything to choose from.
-
-    Returns:
-        The policy, and what was measured and predicted for each codec.
-
-    Raises:
-        UsageError: There is no such fidelity.
-        SyncError: A worker died or did not answer in time.
-    """
+    """Measure the link between the workers and the codecs that are allowed, and choose; a collective."""
     codecs, job = candidates_of(fidelity), job or world
     if world.size == 1:
         lines = ("auto     none: there is one replica, and its gradients go nowhere",)
@@ -155,11 +131,7 @@ def _names(policy: Policy) -> str:
 
 
 def proof_lines(policy: Policy) -> list[str]:
-    """What is known of the accuracy with codecs that lose something, where some were chosen.
-
-    Args:
-        policy: What was chosen.
-    """
+    """What is known of the accuracy with codecs that lose something, where some were chosen."""
     used = {format_codec(rule.codec) for rule in policy.rules}
     rates = [rate for text, rate in PROVEN.items() if format_codec(parse_codec(text)) in used]
     if not rates:

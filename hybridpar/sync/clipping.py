@@ -17,12 +17,7 @@ _LEAST_NORM = 1e-3
 
 
 def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
-    """The factor by which gradients are clipped to a norm; None where the host knows that it is 1.
-
-    Args:
-        squares: Squared norm of all gradients, 0-d float64. On a GPU it is not read.
-        limit: Largest norm.
-    """
+    """The factor by which gradients are clipped to a norm; None where the host knows that it is 1."""
     # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
     factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
@@ -32,13 +27,7 @@ def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
 
 @torch.no_grad()
 def clip_each(parameters: Iterable[nn.Parameter], mode: str, limit: float) -> None:
-    """Clip the gradient of each parameter, in place.
-
-    Args:
-        parameters: Those without a gradient are left out.
-        mode: `value`: every element to [-limit, limit]; `agc`: see `clip_adaptively`.
-        limit: The limit, or its factor.
-    """
+    """Clip the gradient of each parameter, in place."""
     if mode == "value":
         torch.nn.utils.clip_grad_value_(parameters, limit)
         return
@@ -53,11 +42,6 @@ def clip_adaptively(gradient: Tensor, weight: Tensor, factor: float) -> None:
     The gradient of a unit, one row of a matrix or one filter, is scaled to the norm max(|w|, 0.001) * factor of its
     weights where it is longer (Brock et al. 2021, "High-performance large-scale image recognition without
     normalization", equation 3). A vector is one unit.
-
-    Args:
-        gradient: Shape of `weight`.
-        weight: The weights.
-        factor: Lambda of the paper, 0.01 to 0.16.
     """
     longest = _unit_norm(weight).clamp_(min=_LEAST_NORM).mul_(factor)
     norm = _unit_norm(gradient)

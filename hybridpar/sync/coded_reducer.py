@@ -28,20 +28,13 @@ class CodedReducer(DirectReducer):
     """Sums gradients over the workers as messages of a codec, which the optimizer decodes.
 
     Its arguments are those of `DirectReducer`, with float32 parameters and a policy that takes gradients `at_once`.
-
-    Raises:
-        SyncError: The workers share memory, where only sums can be taken.
     """
 
     _opened = False  # the step, for gradients
 
     @staticmethod
     def fits(parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether gradients of these parameters can be encoded: they are dense float32.
-
-        Args:
-            parameters: By name.
-        """
+        """Whether gradients of these parameters can be encoded: they are dense float32."""
         return DirectReducer.fits(parameters) and all(one.dtype == torch.float32 for one in parameters.values())
 
     def start(self, flight: Flight) -> None:

@@ -42,10 +42,8 @@ RESIDUAL_EVERY = 50
 
 
 class Decision:
-    """A decision on a device, on its way to the host; made by work on a lane, where no event of lanes can be recorded.
-
-    Args:
-        commit: 1 where the step counts, else 0; 0-d.
+    """A decision on a device, on its way to the host; made by work on a lane, where no event of lanes
+    can be recorded.
     """
 
     def __init__(self, commit: Tensor) -> None:
@@ -69,17 +67,6 @@ class Compression(ParameterCoders):
     The calls of a step: `add` for each bucket, on its sync lane; then `commit_or_rollback`, when it is known whether
     the step counts, or `commit_or_rollback_later`, where that is left on the device; in that case `catch_up` before the
     next step's first `add`.
-
-    Args:
-        policy: What gradients are sent as.
-        world: The workers, at least two.
-        groups: What the sync lanes add on.
-        seed: For what codecs draw at random; equal on all workers.
-        nodes: Where gradients are sent in full precision inside of nodes, and as the policy says between them. Workers
-            that are all on one node of several then compress nothing. They stay their owner's, and open.
-
-    Raises:
-        SyncError: The workers meet in shared memory, where only sums can be taken.
     """
 
     def __init__(
@@ -122,11 +109,7 @@ class Compression(ParameterCoders):
         self._undecided: tuple[Decision, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Follow how the buckets are cut; no step is under way. Only float32 is compressed.
-
-        Args:
-            buckets: All of them, in order.
-        """
+        """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
         self.catch_up()
         self._buckets, self._exchanges = tuple(buckets), {}
         if self._on_one_node:
@@ -148,29 +131,11 @@ class Compression(ParameterCoders):
             self._exchange(bucket).open()
 
     def take(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-        """Encode a gradient, which is not needed afterwards.
-
-        Args:
-            bucket: A bucket.
-            slot: One of its slots.
-            gradient: 1-D float32.
-        """
+        """Encode a gradient, which is not needed afterwards."""
         self._exchange(bucket).take(bucket.slots.index(slot), gradient)
 
     def carry(self, bucket: Bucket, group: SumGroup, encode_ms: float) -> BucketCost:
-        """Exchange the messages of a bucket, whose gradients were all taken.
-
-        Args:
-            bucket: The bucket.
-            group: What the sync lane exchanges on.
-            encode_ms: What encoding took.
-
-        Returns:
-            What it cost.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
-        """
+        """Exchange the messages of a bucket, whose gradients were all taken."""
         assert isinstance(group, Group)
         done = self._exchange(bucket).carry(group)
         if done.timer is not None:
@@ -178,37 +143,20 @@ class Compression(ParameterCoders):
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 
     def is_finite(self, bucket: Bucket) -> bool:
-        """Whether all that came of a bucket's messages is finite.
-
-        Args:
-            bucket: The bucket.
-        """
+        """Whether all that came of a bucket's messages is finite."""
         return all(coder.is_finite() for coder in self._exchange(bucket).coders)
 
     def finish(self, name: str, out: Tensor) -> None:
-        """Decode the sum of a parameter's gradients.
-
-        Args:
-            name: Of the parameter.
-            out: 1-D float32, as large as the parameter.
-        """
+        """Decode the sum of a parameter's gradients."""
         self._coders[name].finish(out)
 
     def full_of(self, name: str) -> Tensor | None:
-        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None.
-
-        Args:
-            name: Of the parameter.
-        """
+        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None."""
         coder = self._coders[name].current
         return coder.received if _is_plain(coder) and isinstance(coder, Full) and coder.spec.divisor == 1 else None
 
     def signs_of(self, name: str) -> list[Signs] | None:
-        """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else.
-
-        Args:
-            name: Of the parameter.
-        """
+        """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else."""
         coder = self._coders[name].current
         if not isinstance(coder, (GatheredCoder, ShardedCoder)) or not isinstance(coder.quantiser, RowSigns):
             return None
@@ -216,14 +164,7 @@ class Compression(ParameterCoders):
         return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
 
     def product_of(self, name: str) -> tuple[FactorProduct, float] | None:
-        """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with.
-
-        Args:
-            name: Of the parameter.
-
-        Returns:
-            None where it is something else.
-        """
+        """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with."""
         coder = self._coders[name].current
         return (coder.product, coder.scale) if isinstance(coder, LowRank) else None
 
@@ -233,19 +174,7 @@ class Compression(ParameterCoders):
         return exchange
 
     def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
-        """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
-
-        Args:
-            bucket: The bucket.
-            flat: Its gradients, 1-D.
-            group: What the sync lane adds on.
-
-        Returns:
-            What it cost.
-
-        Raises:
-            RuntimeError: A peer died or did not come in time.
-        """
+        """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them."""
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
             inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
@@ -261,13 +190,7 @@ class Compression(ParameterCoders):
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 
     def commit_or_rollback(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
-        """A step is over, in which all buckets were added.
-
-        Args:
-            committed: Whether it counts. If not, all that codecs keep is as it was before.
-            unused: Names of parameters for which it does not: no worker had a gradient for them.
-            costs: Where the size of what is kept goes, in the steps in which it is taken.
-        """
+        """A step is over, in which all buckets were added."""
         for exchange in self._exchanges.values():
             if committed:
                 exchange.commit(unused)
@@ -285,11 +208,6 @@ class Compression(ParameterCoders):
 
         What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
         has that step's forward pass to do, so that it does not wait for the host, which waits for it.
-
-        Args:
-            decision: On its way to the host.
-            unused: Names of parameters that no worker had a gradient for.
-            costs: Where the size of what is kept goes.
         """
         self._undecided = (decision, list(unused), costs)
 
@@ -342,12 +260,6 @@ class Compression(ParameterCoders):
 
         What was kept before is forgotten, also where the state is empty, of another policy, or of another place, number
         of workers or nodes; and where all workers are on one of several nodes, which send nothing compressed.
-
-        Args:
-            state: Empty where nothing was saved.
-
-        Raises:
-            CheckpointError: A parameter's state does not fit it.
         """
         self.catch_up()
         self.went_on = bool(state) and state["codec"] == str(self.policy) and self.fits(state) and not self._on_one_node
@@ -356,17 +268,7 @@ class Compression(ParameterCoders):
 
 
 def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
-    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted.
-
-    Args:
-        bucket: The bucket.
-        flat: Its gradients, 1-D; replaced by their sum.
-        group: What adds.
-        workers: Number of replicas.
-
-    Returns:
-        Bytes sent and, on a CPU, times.
-    """
+    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
     if timer is not None:
@@ -379,11 +281,6 @@ def settle_codecs(codecs: Sequence[Compression], world: World, saved: Any) -> No
     """Let all workers go on with what their codecs have loaded, or let all codecs begin anew; a collective.
 
     They begin anew, and rank 0 says so, where what was saved was of no use on any worker.
-
-    Args:
-        codecs: Codecs of this worker.
-        world: All workers of the job.
-        saved: What `state_dict` of the engine of the worker of this rank returned.
     """
     if not all(world.gather(all(codec.went_on for codec in codecs))):
         for codec in codecs:
@@ -404,19 +301,7 @@ def _holds_codec_state(state: Any) -> bool:
 def make_compression(
     codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, nodes: NodeWorlds | None = None
 ) -> Compression | None:
-    """What `--compress` asks for; None where gradients are added as they are.
-
-    Args:
-        codec: A policy or its text.
-        world: The workers.
-        groups: What the sync lanes add on.
-        seed: For what codecs draw at random.
-        nodes: Where gradients are sent in full precision inside of nodes; None where the codec is used between all.
-
-    Raises:
-        UsageError: The text names no policy.
-        SyncError: The workers meet in shared memory, where only sums can be taken.
-    """
+    """What `--compress` asks for; None where gradients are added as they are."""
     policy = read_policy(codec) if isinstance(codec, str) else codec
     if policy.changes_nothing:
         return None

@@ -66,12 +66,7 @@ class WireFormat:
 
 
 def layer_bytes(model: nn.Module, known: Mapping[str, tuple[str, int, int]]) -> list[LayerBytes]:
-    """A row for each parameter that is exchanged, in the model's order.
-
-    Args:
-        model: The whole model.
-        known: By name the codec, and the bytes before and after; see `Compression.bytes_by_parameter`.
-    """
+    """A row for each parameter that is exchanged, in the model's order."""
     rows = []
     for path, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
@@ -82,12 +77,7 @@ def layer_bytes(model: nn.Module, known: Mapping[str, tuple[str, int, int]]) -> 
 
 
 def kind_of(module: nn.Module, name: str) -> str:
-    """What a parameter of a module is, by the parameter's own name.
-
-    Args:
-        module: The layer.
-        name: As in `module.named_parameters`.
-    """
+    """What a parameter of a module is, by the parameter's own name."""
     if isinstance(module, _NORMS):
         return "norm"
     if "bias" in name:
@@ -100,11 +90,7 @@ def kind_of(module: nn.Module, name: str) -> str:
 
 
 def table_csv(rows: Sequence[LayerBytes]) -> bytes:
-    """All rows as CSV.
-
-    Args:
-        rows: One per parameter.
-    """
+    """All rows as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(LayerBytes))
@@ -113,12 +99,7 @@ def table_csv(rows: Sequence[LayerBytes]) -> bytes:
 
 
 def table_lines(rows: Sequence[LayerBytes], most: int = SHOWN) -> list[str]:
-    """The table as lines of at most 79 characters, ASCII: the largest layers, the rest in one line, and the total.
-
-    Args:
-        rows: All rows.
-        most: How many layers to show.
-    """
+    """The table as lines of at most 79 characters, ASCII: the largest layers, the rest in one line, and the total."""
     if not rows:
         return []
     shown = sorted(rows, key=lambda row: row.bytes_before, reverse=True)[:most]

@@ -27,10 +27,6 @@ class DelayedReducer(GradientReducer):
 
     What is known of a step's gradients, its `Flight`, is of those that the step applies. `place_gradients` puts them in
     `.grad`; before there are any, all are None.
-
-    Args:
-        arguments: As of `GradientReducer`.
-        options: As of `GradientReducer`.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -93,11 +89,7 @@ class DelayedReducer(GradientReducer):
         self._rate = self._rate if rate is None else rate
 
     def flush(self) -> list[bool]:
-        """After the last backward pass: keep its gradients to be sent when the next step begins.
-
-        Returns:
-            For each parameter, in the order of the buckets, whether it was used here in the step before.
-        """
+        """After the last backward pass: keep its gradients to be sent when the next step begins."""
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._refuse_sparse(slots)
         self._waiting = {slot.name: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}

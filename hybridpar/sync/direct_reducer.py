@@ -30,18 +30,6 @@ class DirectReducer(GradientReducer):
     """Base of reducers that take gradients in the hook and give sums to the optimizer.
 
     It has the calls of `GradientReducer` in a step, and those of `hybridpar.sync.pieces.Pieces` after the agreement.
-
-    Args:
-        parameters: The model's parameters by name, in its order, equal on all workers.
-        replicas: The workers that hold the same stage, at least two.
-        lanes: The lanes of this worker.
-        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
-        bucket_bytes: Size at which a bucket is full.
-        measure: Whether to find out if gradients are finite.
-        sync_lanes: Lanes to sum on, each with the group that sums.
-        codec: As of `GradientReducer`.
-        seed: As of `GradientReducer`.
-        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
     """
 
     def __init__(
@@ -67,11 +55,7 @@ class DirectReducer(GradientReducer):
 
     @staticmethod
     def fits(parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether gradients of these parameters can be taken so.
-
-        Args:
-            parameters: By name.
-        """
+        """Whether gradients of these parameters can be taken so."""
         return all(one.is_floating_point() and is_dense(one) for one in parameters.values())
 
     # ------------------------------------------------------------------ a step
@@ -121,37 +105,17 @@ class DirectReducer(GradientReducer):
         return [slot.parameter for slot in slots if slot.name not in self._unused]
 
     def piece(self, parameter: nn.Parameter) -> int:
-        """Elements that are best read at a time.
-
-        Args:
-            parameter: One of `parameters`.
-        """
+        """Elements that are best read at a time."""
         return PIECE * torch.get_num_threads()
 
     def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
-        """Add up a piece of a parameter's gradients.
-
-        Args:
-            parameter: One of `parameters`.
-            start: Its first element, in memory order.
-            out: 1-D, of the parameter's type; as many elements as are wanted.
-        """
+        """Add up a piece of a parameter's gradients."""
         self._add(self._names[id(parameter)], start, out)
         if self._factor is not None:
             out.mul_(self._factor.to(out.dtype))
 
     def sgd(self, parameter: nn.Parameter, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        """Take a step of SGD on the sum in one pass, where there is a kernel for it.
-
-        Args:
-            parameter: One of `parameters`.
-            momentum: Its momentum, 1-D in memory order.
-            options: Of the step.
-            squares: One element, float64; replaced by the sum of the squares of the sum.
-
-        Returns:
-            Whether that was done; else nothing was changed.
-        """
+        """Take a step of SGD on the sum in one pass, where there is a kernel for it."""
         factor = 1.0 if self._factor is None else float(self._factor)
         return self._sgd(self._names[id(parameter)], momentum, options, factor, squares)
 
@@ -161,11 +125,7 @@ class DirectReducer(GradientReducer):
         return self._measure and not self._exact
 
     def materialise(self) -> Tensor | None:
-        """Write all sums to `.grad`.
-
-        Returns:
-            The sum of their squares, 0-d float64, where it was `unmeasured`.
-        """
+        """Write all sums to `.grad`."""
         squares = []
         with torch.no_grad():
             for parameter in self.parameters():

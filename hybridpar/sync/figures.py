@@ -54,11 +54,7 @@ class SyncFigures:
     residual_norms: Mapping[str, float] | None = None
 
     def hidden_share(self, exposed_ms: float) -> float | None:
-        """Part of `sync_ms` that computation hid.
-
-        Args:
-            exposed_ms: Time for which nothing but the sync was left to wait for.
-        """
+        """Part of `sync_ms` that computation hid."""
         if not self.sync_ms:
             return None
         return max(0.0, 1 - exposed_ms / self.sync_ms)
@@ -85,11 +81,7 @@ class SyncCosts:
 
 
 def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
-    """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync.
-
-    Args:
-        parts: Of each stage of this worker.
-    """
+    """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync."""
     parts = list(parts)
     costs = [cost for part in parts for cost in part.buckets.values()]
     timer = [cost.timer for cost in costs if cost.timer is not None]
@@ -113,11 +105,7 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of spans.
-
-    Args:
-        spans: Starts and ends, in any order.
-    """
+    """Length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

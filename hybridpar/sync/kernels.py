@@ -26,13 +26,7 @@ def functions() -> dict[str, Function]:
 
 
 def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
-    """Copy values, and add up their squares.
-
-    Args:
-        source: 1-D.
-        target: 1-D, of the same type and size.
-        squares: One element, float64; replaced by the sum.
-    """
+    """Copy values, and add up their squares."""
     kernel = functions().get("hand_over")
     if kernel is None or source.dtype != torch.float32:
         target.copy_(source)
@@ -56,21 +50,7 @@ def step_sgd(
     options: Sgd,
     squares: Tensor,
 ) -> int | None:
-    """Take a step of SGD on a multiple of the sum of some workers' gradients, as far as vectors are filled.
-
-    Args:
-        whole: The parameter, 1-D in memory order.
-        momentum: Of the same size.
-        first: The gradient of the first worker.
-        bytes_apart: How far the gradient of the next worker is from it in memory.
-        workers: How many there are, at least 1.
-        factor: What the sum is multiplied with.
-        options: Of the step.
-        squares: One element, float64; replaced by the sum of the squares of the multiple.
-
-    Returns:
-        How many elements were stepped, from the first one on; None where there is no kernel.
-    """
+    """Take a step of SGD on a multiple of the sum of some workers' gradients, as far as vectors are filled."""
     kernel = _kernel("sgd", whole, momentum, options)
     if kernel is None:
         return None
@@ -83,19 +63,7 @@ def step_sgd(
 def step_sgd_of_signs(
     whole: Tensor, momentum: Tensor | None, signs: Sequence[Signs], factor: float, options: Sgd, squares: Tensor
 ) -> bool:
-    """Take a step of SGD on a multiple of a sum of signs and levels.
-
-    Args:
-        whole: The parameter, 1-D in memory order.
-        momentum: Of the same size.
-        signs: All groups of the parameter.
-        factor: What the sum is multiplied with.
-        options: Of the step.
-        squares: One element, float64; replaced by the sum of the squares of the multiple.
-
-    Returns:
-        Whether there is a kernel for it; else nothing was changed.
-    """
+    """Take a step of SGD on a multiple of a sum of signs and levels."""
     workers = len(signs[0].messages) if signs else 0
     if workers not in (1, 2) or any(one.length % LANES for one in signs):
         return False
@@ -123,20 +91,7 @@ def step_sgd_of_product(
     options: Sgd,
     squares: Tensor,
 ) -> bool:
-    """Take a step of SGD on a multiple of a matrix that is given by its factors.
-
-    Args:
-        whole: The parameter, 1-D in memory order.
-        momentum: Of the same size.
-        product: The matrix.
-        scale: What it is multiplied with.
-        factor: What that is multiplied with.
-        options: Of the step.
-        squares: One element, float64; replaced by the sum of the squares of the multiple.
-
-    Returns:
-        Whether there is a kernel for it; else nothing was changed.
-    """
+    """Take a step of SGD on a multiple of a matrix that is given by its factors."""
     left, right = product.left, product.right
     kernel = _kernel(f"product{left.shape[0]}", whole, momentum, options)
     if kernel is None or right.shape[1] % LANES:

@@ -201,23 +201,6 @@ class OuterLoop:
 
     The calls: `begin` when workers part; for each exchange `send` and, in the same step or some steps later, `arrive`.
     At most one exchange is on its way. All are made between steps, on all workers after the same one.
-
-    Args:
-        parameters: Those that are trained, by name, in the model's order.
-        buffers: Of the modules that hold them, by name. They are exchanged with the last fragment.
-        team: The workers, each with samples of its own.
-        lanes: Lanes of this worker.
-        outer: What becomes of an outer gradient.
-        fragments: Number of fragments, of nearly equal bytes.
-        delayed: Whether workers train on while an exchange is under way.
-        policy: What outer gradients are sent as, or its text.
-        seed: Of what codecs draw at random.
-        nodes: Where codecs are used between nodes only.
-        bucket_bytes: Size at which a message is full.
-
-    Raises:
-        UsageError: There are fewer parameters than fragments, or a codec has no meaning for outer gradients.
-        SyncError: A codec is asked for between workers that share memory.
     """
 
     def __init__(
@@ -304,16 +287,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def send(self, index: int, report: Report, *, plain: bool = False) -> None:
-        """Send a fragment as it is now.
-
-        Args:
-            index: Its number.
-            report: What this worker has to tell.
-            plain: Take the mean in place of the outer optimizer's step, and all of it in place of own weights.
-
-        Raises:
-            UsageError: Parameters were frozen or thawed since the loop was made.
-        """
+        """Send a fragment as it is now."""
         assert self.flight is None
         if not all(one.requires_grad for one in self._trained):
             raise UsageError(
@@ -382,14 +356,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def arrive(self) -> Arrival:
-        """Take the outer step with the result of the exchange under way.
-
-        Returns:
-            What all workers know of it.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Take the outer step with the result of the exchange under way."""
         self.land()
         flight, self.flight = self.flight, None
         assert flight is not None
@@ -459,11 +426,7 @@ class OuterLoop:
         return state
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `common_state` returned, of parameters that are exchanged here; after `begin`.
-
-        Args:
-            state: What `common_state` returned, with any number of fragments.
-        """
+        """Restore what `common_state` returned, of parameters that are exchanged here; after `begin`."""
         for fragment in self._fragments:
             fragment.fill(fragment.anchors, state["anchors"])
             if fragment.moments:
@@ -501,11 +464,7 @@ class OuterLoop:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Of other fragments, only what codecs keep.
-
-        Args:
-            state: Empty where nothing was saved.
-        """
+        """Restore what `state_dict` returned. Of other fragments, only what codecs keep."""
         self.flight = None
         same = state.get("map") == self.fingerprint
         for index, fragment in enumerate(self._fragments):
@@ -522,14 +481,7 @@ class OuterLoop:
 
 
 def check_outer_policy(policy: Policy) -> None:
-    """Refuse codecs that are about gradients of single steps.
-
-    Args:
-        policy: What outer gradients are to be sent as.
-
-    Raises:
-        UsageError: There is such a codec.
-    """
+    """Refuse codecs that are about gradients of single steps."""
     for rule in policy.rules:
         core = rule.codec.core
         if core.refuses_momentum or not core.gives_sums:

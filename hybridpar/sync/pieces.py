@@ -41,13 +41,7 @@ class Sgd:
     maximize: bool
 
     def step(self, part: Tensor, gradient: Tensor, buffer: Tensor | None) -> None:
-        """Step some elements.
-
-        Args:
-            part: Elements of a parameter, 1-D.
-            gradient: Theirs.
-            buffer: Their momentum.
-        """
+        """Step some elements."""
         buffers = [] if buffer is None else [buffer]
         torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, dampening=0.0, is_first_step=False)
 
@@ -63,49 +57,22 @@ class Pieces(Protocol):
         """The parameters that have a gradient in this step."""
 
     def piece(self, parameter: nn.Parameter) -> int:
-        """Elements that are best read at a time.
-
-        Args:
-            parameter: One of `parameters`.
-        """
+        """Elements that are best read at a time."""
 
     def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
-        """Write a piece of a parameter's gradient.
-
-        Args:
-            parameter: One of `parameters`.
-            start: Its first element, in memory order.
-            out: 1-D, of the parameter's type; as many elements as are wanted.
-        """
+        """Write a piece of a parameter's gradient."""
 
     def sgd(self, parameter: nn.Parameter, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        """Take a step of SGD in one pass, where there is a kernel for it.
-
-        Args:
-            parameter: One of `parameters`.
-            momentum: Its momentum, 1-D in memory order.
-            options: Of the step.
-            squares: One element, float64; replaced by the sum of the squares of the gradient.
-
-        Returns:
-            Whether that was done; else nothing was changed.
-        """
+        """Take a step of SGD in one pass, where there is a kernel for it."""
 
     def materialise(self) -> Tensor | None:
-        """Write all of them to `.grad`.
-
-        Returns:
-            The sum of their squares, 0-d float64, where they were `unmeasured`.
-        """
+        """Write all of them to `.grad`."""
 
 
 def can_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_in_pieces` does what `optimizer.step()` would do.
 
     It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step.
-
-    Args:
-        optimizer: Any.
     """
     kind = _KINDS.get(type(optimizer))
     hooks: Sequence[Collection[Any]] = (
@@ -127,15 +94,7 @@ def can_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, pieces: Pieces | None) -> Tensor | None:
-    """Step any optimizer: on pieces of gradients where it can take them, else on what is in `.grad`.
-
-    Args:
-        optimizer: The optimizer.
-        pieces: The gradients, where they are not in `.grad`.
-
-    Returns:
-        The sum of the squares of all gradients, 0-d float64, where they were `unmeasured` pieces.
-    """
+    """Step any optimizer: on pieces of gradients where it can take them, else on what is in `.grad`."""
     if pieces is not None and can_step(optimizer):
         return step_in_pieces(optimizer, pieces)
     squares = None if pieces is None else pieces.materialise()
@@ -144,15 +103,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, pieces: Pieces | None) -> T
 
 
 def step_in_pieces(optimizer: torch.optim.Optimizer, pieces: Pieces) -> Tensor | None:
-    """Step an optimizer on gradients that are made piece by piece.
-
-    Args:
-        optimizer: One that `can_step` takes.
-        pieces: The gradients.
-
-    Returns:
-        The sum of the squares of all gradients, 0-d float64, where they were `unmeasured`.
-    """
+    """Step an optimizer on gradients that are made piece by piece."""
     given = {id(parameter): index for index, parameter in enumerate(pieces.parameters())}
     squares = torch.zeros(len(given), dtype=torch.float64)
     with torch.no_grad():

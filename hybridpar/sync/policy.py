@@ -23,30 +23,12 @@ AUTO = "auto"
 
 
 def is_auto(codec: str | Policy) -> bool:
-    """Whether the policy is to be measured.
-
-    Args:
-        codec: A policy or its text.
-    """
+    """Whether the policy is to be measured."""
     return isinstance(codec, str) and codec.strip() == AUTO
 
 
 def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, fidelity: str = "") -> str | Policy:
-    """Read a policy on all workers and compare them; a collective.
-
-    Args:
-        codec: A policy or its text, which may be `auto`.
-        names: All parameters of the model.
-        world: The workers.
-        fidelity: What `auto` may choose from.
-
-    Returns:
-        The policy; `auto` as it is.
-
-    Raises:
-        UsageError: It cannot be read here or elsewhere, is about parameters that the model has not, or differs between
-            workers; it says where.
-    """
+    """Read a policy on all workers and compare them; a collective."""
     mine: str | Policy | HybridparError
     try:
         mine = AUTO if is_auto(codec) else _read(codec, names)
@@ -83,18 +65,7 @@ def check_compression(
     *,
     tell: bool = True,
 ) -> None:
-    """Check what `--compress` says also where nothing is exchanged, and say so.
-
-    Args:
-        codec: A policy or its text, which may be `auto`.
-        names: All parameters of the model.
-        replicas: Workers that exchange gradients.
-        optimizers: What gradients are given to.
-        tell: Whether this worker warns where nothing is exchanged.
-
-    Raises:
-        UsageError: There is no such policy, or momentum would be kept twice, by a codec and by an optimizer.
-    """
+    """Check what `--compress` says also where nothing is exchanged, and say so."""
     if is_auto(codec):
         return
     policy = _read(codec, names)

@@ -59,14 +59,7 @@ SyncLanes = Sequence[tuple[Lane, SumGroup]]
 
 
 def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sync") -> SyncLanes:
-    """One lane for each of the world's groups that add gradients.
-
-    Args:
-        world: The workers.
-        lanes: Where to open the lanes.
-        spared: Groups that are left for other uses; the last ones.
-        name: What messages call them, with their numbers.
-    """
+    """One lane for each of the world's groups that add gradients."""
     groups = world.lane_sums[: len(world.lane_sums) - spared]
     return [(lanes.open(f"{name}-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
@@ -75,16 +68,6 @@ class LocalGradients:
     """The gradients of a stage that has no replicas: nothing is sent, only their norm is taken.
 
     The norm is taken in one pass after the backward pass, where somebody needs it: hooks would run once per parameter.
-
-    Args:
-        parameters: The stage's parameters by name, in the model's order.
-        compute: The stage's lane.
-        measure: Whether to take the sums of squares.
-
-    Attributes:
-        buckets: Buckets of gradients that are sent together; none here.
-        layout: Fingerprint of the buckets, to be compared between workers.
-        compression: What compresses gradients; None where nothing does.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], compute: Lane, measure: bool) -> None:
@@ -103,53 +86,28 @@ class LocalGradients:
         return Flight(self._steps, squares)
 
     def start(self, flight: Flight) -> None:
-        """Forget the gradients of the step before, and expect those of the next.
-
-        Args:
-            flight: What will be known about them.
-        """
+        """Forget the gradients of the step before, and expect those of the next."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def begin(self, flight: Flight) -> None:
-        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases.
-
-        Args:
-            flight: What will be known about this step's gradients.
-        """
+        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases."""
 
     def marks(self, flight: Flight) -> list[Event]:
-        """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets.
-
-        Args:
-            flight: What is known about this step's gradients.
-        """
+        """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
         return flight.marks
 
     def begin_last(self, flight: Flight, rate: float | None = None) -> None:
-        """On the stage's lane: the next backward pass is the last of the step.
-
-        Args:
-            flight: What is known about this step's gradients.
-            rate: Learning rate of the step, in any unit: a codec may scale what it keeps by its changes.
-        """
+        """On the stage's lane: the next backward pass is the last of the step."""
 
     def flush(self) -> list[bool]:
-        """After the last backward pass: send what is left, with zeros for parameters that were not used here.
-
-        Returns:
-            For each parameter, in the order of the buckets, whether it was used on this worker; empty where nothing is
-            sent.
-        """
+        """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
         return []
 
     def measure(self, flight: Flight) -> None:
         """On the stage's lane, after `flush`: take the norm, where buckets do not bring it.
 
         It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
-
-        Args:
-            flight: Gets the sum of squares of all gradients, 0-d float64; 0 where it is not needed.
         """
         gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
         if self._measure and gradients:
@@ -158,34 +116,18 @@ class LocalGradients:
                 flight.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
 
     def squares(self, flight: Flight) -> Tensor:
-        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there.
-
-        Args:
-            flight: What is known about this step's gradients.
-        """
+        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
         return flight.squares.sum()
 
     def place_gradients(self) -> None:
         """Before they are used: reduced gradients are in `.grad` already."""
 
     def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
-        """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
-
-        Args:
-            users: Number of workers that used each parameter, in the order of the buckets, 1-D.
-            used: What `flush` returned; where this worker used everything there is nothing to look up.
-
-        Returns:
-            Their names.
-        """
+        """Give parameters used on no worker `.grad` None, so that the optimizer skips them."""
         return []
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by a factor, in place.
-
-        Args:
-            factor: 0-d.
-        """
+        """Multiply all gradients by a factor, in place."""
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.dtype))
@@ -210,22 +152,6 @@ class GradientReducer(LocalGradients):
     The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_flight`; when it issues the last backward
     pass, `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last`
     and `flush`; and when the step has been decided `keep_used`, `scale` and `close_step`.
-
-    Args:
-        parameters: The stage's parameters by name, in the model's order, equal on all replicas.
-        replicas: The workers that hold the same stage, at least two.
-        lanes: The lanes of this worker.
-        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
-        bucket_bytes: Size at which a bucket is full.
-        measure: Whether to take the sums of squares of the reduced gradients.
-        sync_lanes: Lanes to sum on, each with the group that sums.
-        codec: What gradients are sent as, a policy or its text; `none` sums them as they are.
-        seed: Of what the codec draws at random; equal on all replicas.
-        nodes: Where the codec is used between nodes only, and gradients are summed in full precision inside of them.
-
-    Raises:
-        UsageError: There is no such codec, or it has no such option.
-        SyncError: A codec is asked for between workers that share memory.
     """
 
     def __init__(
@@ -282,15 +208,7 @@ class GradientReducer(LocalGradients):
         flight.releasing = True
 
     def issue(self, index: int, flight: Flight) -> Event:
-        """Issue the sum of a bucket, where the hooks have not.
-
-        Args:
-            index: The bucket's number.
-            flight: What is known about this step's gradients.
-
-        Returns:
-            An event that is passed when the sum is there.
-        """
+        """Issue the sum of a bucket, where the hooks have not."""
         if self._inline:
             return flight.landed[index]
         return self._send(self.buckets[index], flight, flight.marks[index])
@@ -351,14 +269,7 @@ class GradientReducer(LocalGradients):
     # ----------------------------------------------------------------- sending
 
     def gradient_ready(self, name: str) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated.
-
-        Args:
-            name: The parameter's name in the model.
-
-        Raises:
-            SyncError: The gradient came twice in a step.
-        """
+        """Called by autograd when a parameter's gradient has been accumulated."""
         flight = self._flight
         if flight is None or name not in self._places:
             return
@@ -516,11 +427,7 @@ class GradientReducer(LocalGradients):
         return state if self.compression is None else {**state, "codec": self.compression.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries.
-
-        Args:
-            state: Empty where nothing was saved.
-        """
+        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries."""
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []

@@ -45,12 +45,7 @@ class Round:
     is_last: bool = False
 
     def transfers(self, fragments: int, delay: int) -> list[Transfer]:
-        """What is exchanged, in order; at most one fragment is on its way at a time.
-
-        Args:
-            fragments: Number of fragments.
-            delay: Steps from sending to arriving.
-        """
+        """What is exchanged, in order; at most one fragment is on its way at a time."""
         length = self.stop - self.start
         ends = [self.start + (index + 1) * length // fragments for index in range(fragments)]
         slots = [Transfer(end - delay, end, index) for index, end in enumerate(ends)]

@@ -21,15 +21,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def owners(sizes: Sequence[int], replicas: int) -> list[int]:
-    """Which replica owns which parameter: the largest first, each to the replica that owns least so far.
-
-    Args:
-        sizes: Of the parameters, in the model's order.
-        replicas: Number of replicas.
-
-    Returns:
-        For each parameter its owner. No share exceeds the mean by more than the largest parameter.
-    """
+    """Which replica owns which parameter: the largest first, each to the replica that owns least so far."""
     loads, owner = [0] * replicas, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
         owner[index] = loads.index(min(loads))
@@ -38,12 +30,7 @@ def owners(sizes: Sequence[int], replicas: int) -> list[int]:
 
 
 def largest_share(sizes: Sequence[int], replicas: int) -> int:
-    """The most that one replica owns.
-
-    Args:
-        sizes: Of the parameters, in the model's order.
-        replicas: Number of replicas.
-    """
+    """The most that one replica owns."""
     loads = [0] * replicas
     for size, owner in zip(sizes, owners(sizes, replicas), strict=True):
         loads[owner] += size
@@ -51,14 +38,7 @@ def largest_share(sizes: Sequence[int], replicas: int) -> int:
 
 
 def keep_own(optimizer: torch.optim.Optimizer, module: nn.Module, replica: int, replicas: int) -> None:
-    """Leave an optimizer the parameters that a replica owns, and their state.
-
-    Args:
-        optimizer: Of the module; its groups stay, some of them perhaps empty.
-        module: The model, or a stage of it.
-        replica: Which replica.
-        replicas: Number of replicas.
-    """
+    """Leave an optimizer the parameters that a replica owns, and their state."""
     parameters = list(module.parameters())
     owner = dict(zip(map(id, parameters), owners([one.numel() for one in parameters], replicas), strict=True))
     for group in optimizer.param_groups:
@@ -69,13 +49,7 @@ def keep_own(optimizer: torch.optim.Optimizer, module: nn.Module, replica: int, 
 
 
 class ParameterShards:
-    """Hands round the parameters of a module that each replica has stepped.
-
-    Args:
-        module: The model, or a stage of it, alike on all replicas.
-        replicas: The workers that hold it.
-        group: What gathers; used in the same order on all of them.
-    """
+    """Hands round the parameters of a module that each replica has stepped."""
 
     def __init__(self, module: nn.Module, replicas: World, group: SumGroup) -> None:
         self._parameters = list(module.parameters())
@@ -85,14 +59,7 @@ class ParameterShards:
 
     @torch.no_grad()
     def exchange(self) -> int:
-        """Give every replica the new values of all parameters that are trained.
-
-        Returns:
-            Bytes that this worker sent.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
+        """Give every replica the new values of all parameters that are trained."""
         rank, size = self._replicas.rank, self._replicas.size
         rows: list[list[Tensor]] = [[] for _ in range(size)]
         laid: list[tuple[nn.Parameter, Tensor]] = []  # those with gaps in their memory are sent as copies

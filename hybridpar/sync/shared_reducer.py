@@ -34,20 +34,7 @@ _MOST_SQUARES = 1e70
 
 
 class SharedReducer(DirectReducer):
-    """Sums gradients over the workers of one machine, piece by piece, when the optimizer asks for them.
-
-    Args:
-        parameters: The model's parameters by name, in its order, equal on all workers.
-        replicas: The workers, on one machine.
-        lanes: The lanes of this worker.
-        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
-        measure: Whether to find out if gradients are finite.
-        sync_lanes: The first of these lanes waits for the other workers.
-        exact: The norm is needed before the optimizer steps; else only whether gradients are finite.
-
-    Raises:
-        OSError: There is not enough shared memory.
-    """
+    """Sums gradients over the workers of one machine, piece by piece, when the optimizer asks for them."""
 
     def __init__(
         self,

@@ -22,13 +22,7 @@ _MEAN, _VARIANCE, _COUNTER = "running_mean", "running_var", "num_batches_tracked
 
 
 class Statistics:
-    """Buffers whose mean over the workers is taken by adding a message of each.
-
-    Args:
-        buffers: By name.
-        rank: This worker.
-        workers: How many there are.
-    """
+    """Buffers whose mean over the workers is taken by adding a message of each."""
 
     def __init__(self, buffers: Mapping[str, Tensor], rank: int, workers: int) -> None:
         self._rank, self._workers = rank, workers
@@ -44,14 +38,7 @@ class Statistics:
 
     @torch.no_grad()
     def message(self, weight: float) -> Tensor:
-        """What this worker adds: weighted moments and values, then its counters in a place of their own.
-
-        Args:
-            weight: Of this worker, in any unit; 0 adds nothing.
-
-        Returns:
-            1-D float64.
-        """
+        """What this worker adds: weighted moments and values, then its counters in a place of their own."""
         parts = [mean.double().flatten() for mean, _ in self._pairs]
         parts += [(variance.double() + mean.double().square()).flatten() for mean, variance in self._pairs]
         parts += [one.double().flatten() for one in self._others]
@@ -65,12 +52,7 @@ class Statistics:
 
     @torch.no_grad()
     def load(self, total: Tensor, weight: float) -> None:
-        """Take over the means.
-
-        Args:
-            total: The sum of all workers' messages.
-            weight: The sum of their weights, greater than 0.
-        """
+        """Take over the means."""
         means = [mean for mean, _ in self._pairs]
         variances = [variance for _, variance in self._pairs]
         sizes = [one.numel() for one in (*means, *variances, *self._others)]
@@ -91,18 +73,7 @@ class Statistics:
 
 @torch.no_grad()
 def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The mean of the workers' models, in new memory; a collective. Every worker counts alike.
-
-    Args:
-        model: The model, which stays as it is.
-        world: The workers.
-
-    Returns:
-        Its state dict.
-
-    Raises:
-        SyncError: A worker died or did not answer in time.
-    """
+    """The mean of the workers' models, in new memory; a collective. Every worker counts alike."""
     state = copy_of(model.state_dict())
     if world.control_sum is None:
         return state
@@ -122,9 +93,5 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 
 def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in memory of its own; tensors that share memory share it no longer.
-
-    Args:
-        state: A state dict.
-    """
+    """A state dict in memory of its own; tensors that share memory share it no longer."""
     return {name: tensor.detach().clone() for name, tensor in state.items()}

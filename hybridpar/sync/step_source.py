@@ -30,11 +30,7 @@ RATES = ("factor", "rate", "decay", "mass", "one")
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name.
-
-    Args:
-        w: What the functions are written with.
-    """
+    """The functions of this file by name."""
     functions = {"hand_over": w.function("hand_over", ("source", "target", "squares", "count", "stream"), (), _hand(w))}
     for kind in ("plain", "momentum", "nesterov"):
         for decays in (False, True):

@@ -22,19 +22,7 @@ from hybridpar.comm.world import SumGroup
 def normalise_over_replicas(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: SumGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalisation in training, by the moments over all replicas; a collective in both directions.
-
-    Args:
-        input: Samples, channels, then any dimensions; float.
-        weight: Scale per channel, or None.
-        bias: Offset per channel, or None.
-        eps: Added to the variance.
-        group: Adds over the replicas.
-
-    Returns:
-        The output, and this replica's own mean and unbiased variance per channel, float32 or float64 as the input is
-        computed in.
-    """
+    """Batch normalisation in training, by the moments over all replicas; a collective in both directions."""
     output, mean, variance = _Normalise.apply(input, weight, bias, eps, group)
     return output, mean, variance
 

@@ -72,21 +72,7 @@ class CheckpointData:
 def save_checkpoint(
     directory: Path, data: CheckpointData, world: World, shares: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write `directory/step-N`; a collective, called by every worker.
-
-    Args:
-        directory: The run's checkpoint directory. Worker 0 writes the parts of those that do not see it.
-        data: What to save; `model` and `training` are taken from rank 0 (`average`, too), `local` from every rank.
-        world: The workers.
-        shares: Where no worker holds everything: by name of a file what this worker holds of it, under the same keys;
-            in `data` of rank 0 the tensors of others are on the meta device. They come one at a time.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        RunDirectoryError: The disk is full or not writable, on any worker. Older checkpoints stay as they were.
-    """
+    """Write `directory/step-N`; a collective, called by every worker."""
     final = directory / f"step-{data.step}"
     aside = directory / f"step-{data.step}.partial"
     token = f".{secrets.token_hex(8)}"  # another host may have a directory of this name on a disk of its own
@@ -166,19 +152,7 @@ class Held:
 
 
 def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> CheckpointData:
-    """Read a checkpoint, verifying every file that is read against the manifest.
-
-    Args:
-        path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
-        rank: Whose own part to read.
-        held: What is wanted of it, where that is not everything. Nothing is read into before all files are found whole.
-
-    Returns:
-        What it holds, on the CPU.
-
-    Raises:
-        CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
-    """
+    """Read a checkpoint, verifying every file that is read against the manifest."""
     path = resolve_checkpoint(path)
     manifest = read_manifest(path)
     own = f"rank-{rank}.pt"
@@ -204,18 +178,7 @@ def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> Chec
 
 
 def load_model_state(path: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """Read the weights of a checkpoint, and nothing else of it.
-
-    Args:
-        path: A `step-N` directory.
-        average: Those of the moving average.
-
-    Returns:
-        The state dict, on the CPU, memory-mapped.
-
-    Raises:
-        CheckpointError: It is not whole, the file is damaged, or it is of another version.
-    """
+    """Read the weights of a checkpoint, and nothing else of it."""
     name = "model_ema.pt" if average else "model.pt"
     _check(path, read_manifest(path), name)
     return _read_tensors(path, name, mapped=True)
@@ -223,14 +186,7 @@ def load_model_state(path: Path, *, average: bool = False) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def usable(path: Path) -> Iterator[None]:
-    """Inside, a part of a checkpoint that is missing, or of another kind than was expected, is one error.
-
-    Args:
-        path: The checkpoint.
-
-    Raises:
-        CheckpointError: Whatever is raised inside for such a part.
-    """
+    """Inside, a part of a checkpoint that is missing, or of another kind than was expected, is one error."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -324,11 +280,7 @@ def _put(file: Path, offset: int, tensor: Tensor) -> None:
 
 
 def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem: str | None) -> str | None:
-    """Bring the tensors of all workers to their places in the files of rank 0; a collective.
-
-    Returns:
-        What went wrong, on rank 0; the problem that there was before, if any, is not made worse.
-    """
+    """Bring the tensors of all workers to their places in the files of rank 0; a collective."""
     here = () if world.is_main else shares.items()  # rank 0 has written its own already
     mine = [(name, keys, tensor) for name, share in here for keys, tensor in tensor_paths(share)]
     order: list[Any] = world.gather([(name, keys, tensor.nbytes) for name, keys, tensor in mine])
@@ -428,17 +380,7 @@ def _first_problem(problems: list[Any]) -> str | None:
 
 
 def require_model(path: Path, data: CheckpointData, fingerprint: str, model: nn.Module) -> None:
-    """Refuse the checkpoint of another model.
-
-    Args:
-        path: Where it is.
-        data: What was read.
-        fingerprint: Of the model.
-        model: The model.
-
-    Raises:
-        CheckpointError: Names, shapes or dtypes differ.
-    """
+    """Refuse the checkpoint of another model."""
     if data.fingerprint != fingerprint:
         raise CheckpointError(
             f"the checkpoint {path} is of another model: {_difference(data.model, model)}",

@@ -20,14 +20,7 @@ _MANIFEST = {"step": int, "model": str, "workers": int, "files": dict}
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: itself, or the newest whole one below a run directory.
-
-    Args:
-        path: A `step-N` directory, a directory of them, or a run directory.
-
-    Raises:
-        CheckpointError: Nothing there is a checkpoint.
-    """
+    """The checkpoint that a path names: itself, or the newest whole one below a run directory."""
     if (path / "manifest.json").is_file():
         return path
     for directory in (path / "checkpoints", path):
@@ -41,11 +34,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All whole checkpoints of a directory, oldest first.
-
-    Args:
-        directory: Where they lie; it need not exist.
-    """
+    """All whole checkpoints of a directory, oldest first."""
     if not directory.is_dir():
         return []
     whole: dict[int, Path] = {}
@@ -61,11 +50,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint, or None.
-
-    Args:
-        directory: Where checkpoints lie.
-    """
+    """The newest whole checkpoint, or None."""
     found = list_checkpoints(directory)
     return found[-1] if found else None
 
@@ -74,11 +59,6 @@ def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None
     """Delete all but the newest `keep` checkpoints and those of the steps `best`, and what crashes left behind.
 
     Nobody may be writing a checkpoint there meanwhile.
-
-    Args:
-        directory: Where they lie.
-        keep: How many of the newest to keep.
-        best: Steps of the best ones.
     """
     found = list_checkpoints(directory)
     kept = {*found[-keep:], *(directory / f"step-{step}" for step in best)}
@@ -88,35 +68,20 @@ def prune_checkpoints(directory: Path, keep: int, best: Collection[int]) -> None
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint.
-
-    Args:
-        path: Its directory.
-    """
+    """Delete a checkpoint."""
     # The manifest goes first: without it the rest is no checkpoint.
     (path / "manifest.json").unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint was made after, by its name; 0 where that does not say.
-
-    Args:
-        checkpoint: Its directory.
-    """
+    """The step that a checkpoint was made after, by its name; 0 where that does not say."""
     match = _WHOLE.match(checkpoint.name)
     return int(match[1]) if match is not None else 0
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself.
-
-    Args:
-        path: Its directory.
-
-    Raises:
-        CheckpointError: It is not whole, or of another version.
-    """
+    """What a checkpoint says of itself."""
     why, fix = "A whole checkpoint has one.", "Use another checkpoint of the run."
     manifest = read_json(path / "manifest.json", "the manifest", CheckpointError, fix, why=why)
     version = manifest.get("version") if isinstance(manifest, dict) else None
@@ -133,11 +98,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def digest_of(checkpoint: Path | None) -> str:
-    """Equal for equal checkpoints, as a manifest has the hashes of all files; empty where there is none.
-
-    Args:
-        checkpoint: Its directory.
-    """
+    """Equal for equal checkpoints, as a manifest has the hashes of all files; empty where there is none."""
     try:
         return "" if checkpoint is None else hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
     except OSError:

@@ -28,11 +28,7 @@ from hybridpar.train.engine import Engine, EngineParts
 
 
 class JoinedOutcome(StepOutcome):
-    """Two half steps as one.
-
-    Args:
-        halves: Their outcomes; each loss is its part of the mean over the batch.
-    """
+    """Two half steps as one."""
 
     def __init__(self, halves: Sequence[LateOutcome]) -> None:
         self._halves = tuple(halves)
@@ -75,14 +71,7 @@ class JoinedOutcome(StepOutcome):
 
 
 class DoubleBufferEngine(Engine):
-    """Trains a model as `Engine` does, and applies gradients late.
-
-    Args:
-        parts: As of `Engine`. For `half` the optimizer must be SGD; `double_buffer` of the options says how.
-
-    Raises:
-        UsageError: Halves of a batch with another optimizer than SGD.
-    """
+    """Trains a model as `Engine` does, and applies gradients late."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._halves = parts.config.double_buffer == "half" and parts.plan.placement.replicas > 1
@@ -105,18 +94,7 @@ class DoubleBufferEngine(Engine):
         return optimizer
 
     def step(self, given: StepInput) -> StepOutcome:
-        """Train on this worker's share of one global batch, by late gradients.
-
-        Args:
-            given: The share, and what the step is to do with it.
-
-        Returns:
-            What the workers agreed on.
-
-        Raises:
-            UsageError: This worker's batch cannot be cut in halves, or another worker refuses the step.
-            SyncError: A worker died or did not answer in time.
-        """
+        """Train on this worker's share of one global batch, by late gradients."""
         if self._halves and len(given.micro_batches) == 1:
             self.refuse()
             raise UsageError(

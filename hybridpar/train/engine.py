@@ -56,21 +56,13 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """Leaves parameters as they are and gradients in `.grad`, for somebody else who steps.
-
-    Args:
-        module: Has the parameters.
-    """
+    """Leaves parameters as they are and gradients in `.grad`, for somebody else who steps."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(list(module.parameters()), {"lr": 1.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing.
-
-        Args:
-            closure: Not used.
-        """
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -104,19 +96,7 @@ class EngineParts:
 
 
 class Engine:
-    """Trains a model on one worker, together with the others.
-
-    Args:
-        parts: What it is made from.
-
-    Attributes:
-        optimizers: Of each stage that this worker trains.
-        averages: Moving averages of each stage that this worker trains; empty without `model_ema`.
-        loss_scales: Of each stage that this worker trains, all alike; empty without `amp="fp16"`.
-        pipeline: Runs the steps.
-        graph: Replays steps as CUDA graphs, where that is asked for.
-        late: A step may still be running when `step` returns.
-    """
+    """Trains a model on one worker, together with the others."""
 
     def __init__(self, parts: EngineParts) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
@@ -210,11 +190,7 @@ class Engine:
         return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep | None:
-        """What steps the parameters of a stage or of the model; None where it has none.
-
-        Raises:
-            UsageError: The optimizer holds parameters of others.
-        """
+        """What steps the parameters of a stage or of the model; None where it has none."""
         if self.plan.is_staged and not any(True for _ in module.parameters()):
             return None
         optimizer = self._make_optimizer(module)
@@ -286,18 +262,7 @@ class Engine:
     # ------------------------------------------------------------------ a step
 
     def step(self, given: StepInput) -> StepOutcome:
-        """Train on this replica's share of one global batch.
-
-        Args:
-            given: The share, and what the step is to do with it.
-
-        Returns:
-            What the workers agreed on. Where `late`, the step may still be running; reading the outcome waits for it.
-
-        Raises:
-            UsageError: Another worker refuses the step.
-            SyncError: A worker died or did not answer in time.
-        """
+        """Train on this replica's share of one global batch."""
         if not self.plan.is_staged and not self.model.training:
             self.model.train()
         if given.global_samples is None and self.pipeline.replicas == 1:
@@ -318,16 +283,7 @@ class Engine:
         )
 
     def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: int, flags: Tensor) -> StepState:
-        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`.
-
-        Args:
-            micro_batches: Inputs and targets, on the device.
-            global_samples: Samples of all workers.
-            flags: `stop` and `save`, two float64 numbers on the device.
-
-        Returns:
-            What is known of the step; `Executor.adopt` makes an outcome of it.
-        """
+        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
         return self.pipeline.issue(micro_batches, global_samples, flags)
 
     def refuse(self) -> None:
@@ -337,20 +293,12 @@ class Engine:
             counted()
 
     def set_rates(self, factor: float) -> None:
-        """Set the learning rates to `factor` times their peaks, on the device where steps are captured.
-
-        Args:
-            factor: What the peak rates are multiplied with.
-        """
+        """Set the learning rates to `factor` times their peaks, on the device where steps are captured."""
         for rates in self._rates:
             rates.set(factor)
 
     def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have, as a multiple of those that momentum was given for.
-
-        Args:
-            samples: Samples of a step over those of the first batch size.
-        """
+        """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
         self._momentum_power = samples
         for optimizer in self.optimizers:
             if isinstance(optimizer, AdaGradSGD):
@@ -381,11 +329,7 @@ class Engine:
         return None
 
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
-        """Name of a parameter of this worker's stages whose gradient was not finite.
-
-        Args:
-            outcome: Of the step.
-        """
+        """Name of a parameter of this worker's stages whose gradient was not finite."""
         found = outcome.bad_parameter
         if found or self.plan.is_staged:
             return found
@@ -464,20 +408,12 @@ class Engine:
 
     @torch.no_grad()
     def load_held_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put a saved state of the model back, as far as this worker holds it.
-
-        Args:
-            state: What `held_state` returned, or more.
-        """
+        """Put a saved state of the model back, as far as this worker holds it."""
         for name, tensor in self.held_state().items():
             tensor.copy_(state[name])
 
     def average_state(self) -> dict[str, Tensor] | None:
-        """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective.
-
-        Returns:
-            It, on every worker, or with `own_only` what the worker holds of it; None without `model_ema`.
-        """
+        """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective."""
         if self._config.model_ema is None:
             return None
         if self.own_only and self.plan.sync.batch_norm != "local":
@@ -495,11 +431,7 @@ class Engine:
         return {name: tensor for average in self.averages for name, tensor in average.state_dict().items()}
 
     def load_average_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put a saved average back, where this worker keeps it.
-
-        Args:
-            state: What `average_state` returned; or the state dict of a model, from which the average begins anew.
-        """
+        """Put a saved average back, where this worker keeps it."""
         self.pipeline.wait()
         for average in self.averages:
             average.load_state_dict(state)
@@ -510,11 +442,7 @@ class Engine:
         return self.loss_scales[0].state_dict() if self.loss_scales else None
 
     def load_loss_scale_state(self, state: Mapping[str, float]) -> None:
-        """Put a saved loss scale back.
-
-        Args:
-            state: What `loss_scale_state` returned.
-        """
+        """Put a saved loss scale back."""
         self.pipeline.wait()
         for scale in self.loss_scales:
             scale.load_state_dict(state)
@@ -543,11 +471,7 @@ class Engine:
         }
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Put saved state back by name, where this worker trains it.
-
-        Args:
-            saved: What `optimizer_state` returned; its tensors become those of the optimizers.
-        """
+        """Put saved state back by name, where this worker trains it."""
         self.pipeline.wait()
         if self.graph is not None:
             self.graph.forget()
@@ -562,30 +486,18 @@ class Engine:
         return None
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `common_state` returned, after `go_on_from` and before `load_state_dict`.
-
-        Args:
-            state: What `common_state` returned; it is left where another kind of engine wrote it.
-        """
+        """Restore what `common_state` returned, after `go_on_from` and before `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs beyond model and optimizers; a collective."""
         return {"pipeline": self.pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
         self.pipeline.load_state_dict(state.get("pipeline", {}))
 
     def go_on_from(self, step: int) -> None:
-        """Number of the last step, on which the random operations of stages depend.
-
-        Args:
-            step: The number; the first step has 1.
-        """
+        """Number of the last step, on which the random operations of stages depend."""
         self.pipeline.executor.start_at(step)
 
     def close(self) -> None:
@@ -596,14 +508,7 @@ class Engine:
 
 
 def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptions:
-    """How gradients are synchronised.
-
-    Args:
-        config: Options of the run.
-        sync: What its plan says of it.
-        model: The whole model. Its last two parameters, those of the classifier, are not clipped adaptively, as in
-            timm and in the paper.
-    """
+    """How gradients are synchronised."""
     names = [name for name, _ in model.named_parameters()]
     return SyncOptions(
         bucket_bytes=sync.bucket_bytes,
@@ -633,12 +538,7 @@ def _check_shards(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
-    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read.
-
-    Args:
-        optimizer: The optimizer, with `fused=True`.
-        commit: 1 where the step counts, else 0.
-    """
+    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
     optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()

@@ -40,19 +40,7 @@ def evaluate(
     world: World,
     note: Callable[[Any, Tensor], object] | None = None,
 ) -> Evaluation:
-    """Accuracy and loss over a test set; a collective.
-
-    Args:
-        forward: The model, in evaluation mode; or a part of it, whose None is not counted.
-        loss: Mean loss of outputs and targets.
-        batches: This worker's share, on its device; shares may be uneven or empty, and must not overlap.
-        world: The workers.
-        note: Called with the outputs and targets of each batch, to look at more than accuracy and loss.
-
-    Raises:
-        UsageError: No worker has a single sample.
-        SyncError: A worker died or did not answer in time.
-    """
+    """Accuracy and loss over a test set; a collective."""
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
     for inputs, targets in batches:
         outputs = forward(inputs)

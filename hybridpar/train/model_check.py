@@ -42,17 +42,6 @@ def check_outputs(
 
     It is tried on two random images, in training and in evaluation mode. Parameters, buffers, attributes of modules
     and the states of random generators are afterwards what they were.
-
-    Args:
-        model: The model; it is moved to the device.
-        name: What the user calls it.
-        classes: Number of classes of the data.
-        sample_shape: (channels, height, width) of an image.
-        config: Options; `amp` is read.
-        device: Where the model will be trained.
-
-    Raises:
-        UsageError: The model fails on such images, takes something else, or returns something else.
     """
     deferred = is_deferred(model)
     if not deferred:

@@ -56,13 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class OwnOutcome(StepOutcome):
-    """What a worker knows of a step that its party took alone.
-
-    Args:
-        own: The outcome of the step here; on a GPU it may still run.
-        samples: Of all workers.
-        full: Bytes that an all-reduce of the gradients would have sent.
-    """
+    """What a worker knows of a step that its party took alone."""
 
     is_agreed = False
 
@@ -96,14 +90,7 @@ class OwnOutcome(StepOutcome):
 
 
 class MetOutcome(StepOutcome):
-    """What all workers know of a step that ended with an exchange.
-
-    Args:
-        own: The outcome of the step here.
-        arrival: Of the exchange.
-        exposed_sync_ms: Time for which training waited for it.
-        full: Bytes that an all-reduce of the gradients would have sent.
-    """
+    """What all workers know of a step that ended with an exchange."""
 
     def __init__(self, own: StepOutcome, arrival: Arrival, exposed_sync_ms: float, full: int) -> None:
         head = arrival.head
@@ -138,20 +125,7 @@ class MetOutcome(StepOutcome):
 
 
 class OuterEngine(Engine):
-    """Trains each party on its own share, and exchanges the progress now and then.
-
-    Args:
-        parts: As of `Engine`. `outer` of the options says how often parties exchange, and how.
-        total_steps: Steps of the run, of which the last ends with an exchange; None where that is not known.
-        warmup_steps: First steps, in which the learning rate rises.
-
-    Attributes:
-        outer: Exchanges parameters.
-
-    Raises:
-        UsageError: A codec has no meaning for outer gradients, there are fewer parameters than fragments, or the run
-            ends before an exchange.
-    """
+    """Trains each party on its own share, and exchanges the progress now and then."""
 
     def __init__(self, parts: EngineParts, *, total_steps: int | None = None, warmup_steps: int = 0) -> None:
         config, world = parts.config, parts.world
@@ -230,18 +204,7 @@ class OuterEngine(Engine):
     # ------------------------------------------------------------------ a step
 
     def step(self, given: StepInput) -> StepOutcome:
-        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange.
-
-        Args:
-            given: The share, and what the step is to do with it.
-
-        Returns:
-            What this worker knows of the step; of one that ended with an exchange, what all workers agreed on.
-
-        Raises:
-            UsageError: Another worker refuses the step.
-            SyncError: A worker died or did not answer in time.
-        """
+        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next exchange."""
         if not self.parted:
             outcome = super().step(given)
             self._go_to(self._steps + 1)
@@ -258,11 +221,7 @@ class OuterEngine(Engine):
         return MetOutcome(own, arrival, waited, self._full_bytes)
 
     def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[Arrival | None, float]:
-        """Send and take what is due after a step.
-
-        Returns:
-            The last exchange that ended, and the milliseconds for which training waited.
-        """
+        """Send and take what is due after a step."""
         assert self._round is not None
         arrival, waited = None, 0.0
         for one in self._round.transfers(len(self._marks), self._delay):
@@ -506,16 +465,7 @@ class OuterEngine(Engine):
 
 
 def check_length(config: TrainConfig, every: int, total: int | None) -> None:
-    """Refuse a loop that a run would never come to the end of.
-
-    Args:
-        config: Options of the run.
-        every: H.
-        total: Steps of the run; None where that is not known.
-
-    Raises:
-        UsageError: The run ends before an exchange is due.
-    """
+    """Refuse a loop that a run would never come to the end of."""
     together = config.warm_start_steps or 0
     if total is None or together + every <= total:
         return

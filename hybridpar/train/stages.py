@@ -37,24 +37,7 @@ def cut_model(
     world: World,
     deferred: DeferredModel | None = None,
 ) -> tuple[ResolvedPlan, list[Stage]]:
-    """Cut a model into the stages of a plan; a collective.
-
-    Args:
-        model: The whole model, on its device.
-        example: One micro-batch, on the device, in the memory format of the training.
-        plan: The plan, whose stages may have no units yet.
-        config: Options.
-        world: All workers.
-        deferred: What gives a model without memory its values: those of the stages of this worker.
-
-    Returns:
-        The plan with the units of each stage, the same on all workers, and the stages, over the modules and parameters
-        of this worker's model.
-
-    Raises:
-        PlanError: The plan is for another model.
-        PartitionError: The model cannot be cut into so many stages.
-    """
+    """Cut a model into the stages of a plan; a collective."""
     if not any(stage.units for stage in plan.partition.stages):
         placement, device = plan.placement, example.device
         # Of replicas that differ, some have a worker for each stage.
@@ -107,17 +90,7 @@ def pipeline_options(
     device: torch.device,
     own_only: bool = False,
 ) -> PipelineOptions:
-    """The options of the pipeline that follows a plan.
-
-    Args:
-        plan: The plan.
-        example: One micro-batch, on the device. Times and sizes of the plan are in proportion to its samples.
-        config: Options of the run.
-        sync: Options of the exchange of gradients.
-        world: All workers.
-        device: Of this worker's lanes.
-        own_only: Each worker holds the tensors of its own stages only.
-    """
+    """The options of the pipeline that follows a plan."""
     sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
 

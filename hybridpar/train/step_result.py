@@ -60,13 +60,7 @@ class StepResult:
 
 
 class BadSteps:
-    """Ends a training in which nothing but bad steps comes: a gradient or the loss is not finite.
-
-    Args:
-        late: A step may still be running when it is shown here, so each is looked at when the next one is shown.
-        name_parameter: Names a parameter whose gradient is not finite in a step, if this worker has one.
-        allowed: Such steps in a row that are no fault, because a loss scale falls meanwhile.
-    """
+    """Ends a training in which nothing but bad steps comes: a gradient or the loss is not finite."""
 
     def __init__(self, *, late: bool, name_parameter: Callable[[StepOutcome], str | None], allowed: int = 0) -> None:
         self._late = late
@@ -77,14 +71,7 @@ class BadSteps:
         self._first_bad: str | None = None
 
     def watch(self, result: StepResult) -> None:
-        """Look at the latest step.
-
-        Args:
-            result: The step; results are shown in their order.
-
-        Raises:
-            TrainingError: There were too many bad ones in a row.
-        """
+        """Look at the latest step."""
         before, self._pending = self._pending, result
         seen = before if self._late else result
         if seen is None or not seen.outcome.is_agreed:  # the others go on

@@ -34,16 +34,7 @@ assert tuple(STOCK) == ACTIVATIONS
 
 
 def stock_batch_norm_act(*given: *Given) -> Tensor:
-    """BatchNorm and activation by torch's own operations.
-
-    Args:
-        given: x (N, C, H, W); weight (C) and bias (C), or None; running_mean (C) and running_var (C), moved in
-            training, or None; training, whether to normalise by the batch; momentum, how far running statistics move;
-            eps, added to the variance; act, "none", "relu", "relu6" or "silu".
-
-    Returns:
-        (N, C, H, W), laid out as x is.
-    """
+    """BatchNorm and activation by torch's own operations."""
     x, weight, bias, mean, variance, training, momentum, eps, act = given
     z = functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
     # Of these only the rectifier's backward needs nothing but its result.
@@ -53,19 +44,7 @@ def stock_batch_norm_act(*given: *Given) -> Tensor:
 def kernels_fit(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether dtypes, sizes and layouts are such that kernels can compute it. It loads no kernels.
-
-    Args:
-        x: (N, C, H, W).
-        weight: (C), or None.
-        bias: (C), or None.
-        mean: Running mean, (C), or None.
-        variance: Running variance, (C), or None.
-        training: Whether to normalise by the batch.
-
-    Returns:
-        Whether they are.
-    """
+    """Whether dtypes, sizes and layouts are such that kernels can compute it. It loads no kernels."""
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
     channels = x.shape[1]
@@ -82,14 +61,7 @@ def kernels_fit(
 
 
 def fused_batch_norm_act(*given: *Given) -> Tensor:
-    """BatchNorm and activation by the kernels, for operands that `kernels_fit` accepts.
-
-    Args:
-        given: As the arguments of `stock_batch_norm_act`.
-
-    Returns:
-        (N, C, H, W), laid out as x is.
-    """
+    """BatchNorm and activation by the kernels, for operands that `kernels_fit` accepts."""
     x, weight, bias, *_ = given
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)

@@ -150,15 +150,7 @@ class Choices:
 
 
 def why_no_record(database: Database, key: KernelKey) -> str:
-    """Say why there is no record to use: what the nearest record of another key differs in.
-
-    Args:
-        database: It has no record of the key that may be used.
-        key: What is to be computed.
-
-    Returns:
-        A reason in words.
-    """
+    """Say why there is no record to use: what the nearest record of another key differs in."""
     near: list[tuple[int, str]] = []
     if (own := database.best(key, current=False)) is not None:
         return why_unused(own)
@@ -176,14 +168,7 @@ def why_no_record(database: Database, key: KernelKey) -> str:
 
 
 def how_to_tune(key: KernelKey) -> str:
-    """Say how to get a record, for an error.
-
-    Args:
-        key: What is to be computed.
-
-    Returns:
-        Sentences.
-    """
+    """Say how to get a record, for an error."""
     return (
         f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
         ' -o k.jsonl`, and use k.jsonl; for a whole model `hybridpar tune MODEL --for "OPTIONS OF TRAIN" -o k.jsonl`. '
@@ -200,14 +185,7 @@ def active_choices() -> Choices | None:
 
 
 def use_choices(choices: Choices | None) -> Choices | None:
-    """Set what the whole process chooses kernels by.
-
-    Args:
-        choices: What decides; None leaves everything to torch.
-
-    Returns:
-        What was used before.
-    """
+    """Set what the whole process chooses kernels by."""
     global _active
     before, _active = _active, choices
     return before

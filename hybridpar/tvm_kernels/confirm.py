@@ -44,14 +44,6 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
     """Time one kernel for each operation that a database has no record of, and record it in the user's database.
 
     Nothing that goes wrong with it is an error. Where HYBRIDPAR_KERNELS is `off` or `strict` nothing is done.
-
-    Args:
-        keys: What is computed, and how often each runs in a step.
-        database: What is known.
-        seconds: For all of it; what there was no time for runs on torch until the next time.
-
-    Returns:
-        A line on what was done; empty where there was nothing to do.
     """
     mode = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower()
     missing = Counter({key: count for key, count in keys.items() if _is_missing(key, database)})

@@ -38,28 +38,12 @@ def turns(size: int) -> int:
 
     In a training step all other layers run between two calls of one, so its operands have to come from memory. What
     is timed again and again on one set of small tensors finds them in the caches.
-
-    Args:
-        size: Bytes of one set.
-
-    Returns:
-        As many as come to `COLD`.
     """
     return max(1, min(_MOST_TURNS, math.ceil(COLD / size)))
 
 
 class ConvBench(Bench):
-    """Data of one convolution and direction.
-
-    Args:
-        shape: The convolution.
-        direction: What is computed.
-        layout: Of the images that kernels get.
-        threads: That a call may use.
-        seed: Of the data.
-        dtype: Of all tensors.
-        device: The GPU that they are on; None for the CPU.
-    """
+    """Data of one convolution and direction."""
 
     def __init__(
         self,
@@ -87,15 +71,7 @@ class ConvBench(Bench):
         self._arguments = [self._arguments_of(*own) for own in self._own]
 
     def operands(self, layout: Layout) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Image, gradient and weights on the device, for each turn.
-
-        Args:
-            layout: Of image and gradient.
-
-        Returns:
-            The same values at other places each time, as drawing them takes longer than what is measured; of tensors
-            that are not read always the same one.
-        """
+        """Image, gradient and weights on the device, for each turn."""
         device, form = self.device or "cpu", FORMATS[layout]
         x, gradient = (one.to(device).contiguous(memory_format=form) for one in (self._image, self._gradient))
         reads = self.direction is not Direction.INPUT_GRADIENT, self.direction is not Direction.FORWARD
@@ -107,27 +83,15 @@ class ConvBench(Bench):
         return [(x, gradient, weight), *further]
 
     def in_turn(self, calls: Sequence[Call]) -> Call:
-        """One function that makes the next of some calls each time; all such functions of a bench take one turn each.
-
-        Args:
-            calls: One on each of the `operands`.
-
-        Returns:
-            A function that gives what the call gave.
+        """One function that makes the next of some calls each time; all such functions of a bench take
+        one turn each.
         """
         # Not of `self`, which keeps such functions: a reference cycle would hold all tensors until the next collection.
         rotation = self._rotation
         return lambda: rotation.compute(lambda place: calls[place]())
 
     def arguments(self, place: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """What a kernel reads, and a tensor like its result.
-
-        Args:
-            place: The turn.
-
-        Returns:
-            First and second operand, and a tensor of the result's sizes and layout.
-        """
+        """What a kernel reads, and a tensor like its result."""
         return self._arguments[place]
 
     def _arguments_of(self, x: Tensor, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,14 +117,7 @@ class ConvBench(Bench):
         return self.error(kernel), self.stock_error
 
     def error(self, kernel: Any) -> float:
-        """Largest difference of a kernel's result from float64.
-
-        Args:
-            kernel: Called with two operands, None and the result.
-
-        Returns:
-            The error, relative to the largest value; infinite for NaN.
-        """
+        """Largest difference of a kernel's result from float64."""
         return self.error_of(self.run(kernel))
 
     @functools.cached_property
@@ -171,14 +128,7 @@ class ConvBench(Bench):
         return self.error_of(found[place[self.direction]] if self.direction in place else found)
 
     def error_of(self, out: Tensor) -> float:
-        """Largest difference of a result from float64.
-
-        Args:
-            out: What `reference` has; of all images where it has some.
-
-        Returns:
-            The error, relative to the largest value; infinite for NaN.
-        """
+        """Largest difference of a result from float64."""
         if self.direction is not Direction.WEIGHT_GRADIENT:
             out = out[self._checked_images]
         return relative_error(out.cpu(), self.reference)
@@ -233,18 +183,7 @@ def _without_cudnn(call: Call) -> object:
 def stock_call(
     shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor
 ) -> Callable[[], object]:
-    """Torch's call of one direction, on tensors in the layout that it is to run in.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        x: The image, (N, C, H, W).
-        gradient: Of the output, (N, C, OH, OW).
-        weight: (C, 1, KH, KW).
-
-    Returns:
-        A function without arguments.
-    """
+    """Torch's call of one direction, on tensors in the layout that it is to run in."""
     wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
     if not any(wanted):
         return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
@@ -254,18 +193,7 @@ def stock_call(
 
 
 def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """One direction of a depthwise convolution, without bias, summed tap by tap in float64.
-
-    Args:
-        shape: All sizes but those of the batch, which is the tensors'.
-        direction: What is wanted; of image, gradient and weight that which it computes is not read.
-        image: (N, C, H, W).
-        gradient: (N, C, OH, OW), of the output.
-        weight: (C, 1, KH, KW).
-
-    Returns:
-        The result, float64.
-    """
+    """One direction of a depthwise convolution, without bias, summed tap by tap in float64."""
     (top, left), (down, right) = shape.padding, shape.dilation
     room = F.pad(image.double(), (left, left, top, top))
     if direction is Direction.INPUT_GRADIENT:

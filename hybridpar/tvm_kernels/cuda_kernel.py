@@ -84,11 +84,7 @@ class CudaVariant:
 
     @property
     def path(self) -> Path:
-        """The cache file of its source.
-
-        Raises:
-            KernelsUnavailable: Nothing can be written on this machine.
-        """
+        """The cache file of its source."""
         return kernel_paths("depthwise-cuda", (self.source, *_IMPORTED), [self.arguments])[0]
 
     @property
@@ -103,18 +99,7 @@ class CudaVariant:
 
 
 def compile_unspilled(source: bytes, architecture: str) -> bytes:
-    """Compile a source without looking into the cache; no thread may keep values in memory for want of registers.
-
-    Args:
-        source: CUDA C.
-        architecture: As in `sm_90`.
-
-    Returns:
-        The machine code, a cubin.
-
-    Raises:
-        KernelsUnavailable: Threads would; or there is no compiler, or it reports an error.
-    """
+    """Compile a source without looking into the cache; no thread may keep values in memory for want of registers."""
     _, run = compiler(CONTRACTED)
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
         code, log = run(source, architecture, Path(aside))
@@ -125,12 +110,7 @@ def compile_unspilled(source: bytes, architecture: str) -> bytes:
 
 
 class CudaKernel:
-    """A variant that can be called. It checks nothing: tensors must be dense, of its dtype, aligned, on one GPU.
-
-    Args:
-        variant: What it computes, and how.
-        load: Loads its machine code on a device, by torch's number of it.
-    """
+    """A variant that can be called. It checks nothing: tensors must be dense, of its dtype, aligned, on one GPU."""
 
     def __init__(self, variant: CudaVariant, load: Callable[[int], CudaModule]) -> None:
         self.variant = variant
@@ -142,25 +122,11 @@ class CudaKernel:
         self._loading = threading.Lock()
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be.
-
-        Args:
-            tensors: Operands and result.
-
-        Returns:
-            Whether all addresses are multiples of `align`.
-        """
+        """Whether the addresses are aligned as they must be."""
         return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
 
     def prepare(self, index: int) -> None:
-        """Load it on a device.
-
-        Args:
-            index: Of the device, by torch's number.
-
-        Raises:
-            KernelsUnavailable: There is no driver, or it refuses.
-        """
+        """Load it on a device."""
         with self._loading:
             if index not in self._loaded:
                 try:
@@ -173,17 +139,7 @@ class CudaKernel:
                     raise KernelsUnavailable(str(error)) from None
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
-        """Compute, on torch's current stream.
-
-        Args:
-            first: Input, or the output's gradient where the input's is computed.
-            second: Weights, or the output's gradient where theirs is computed.
-            third: Bias, or None.
-            out: The result.
-
-        Raises:
-            CudaError: The driver refuses.
-        """
+        """Compute, on torch's current stream."""
         # Freed while it is still in use on the stream, and given out again only to what comes later on it.
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else None
         given, result, index = (first, second, third), out.data_ptr(), out.device.index or 0
@@ -199,19 +155,7 @@ class CudaKernel:
 
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
-    """Load a variant's machine code on a device.
-
-    Args:
-        variant: What was compiled.
-        code: For the device's architecture.
-        index: Of the device, by torch's number.
-
-    Returns:
-        The kernel.
-
-    Raises:
-        KernelsUnavailable: There is no driver, or it refuses the code.
-    """
+    """Load a variant's machine code on a device."""
     kernel = CudaKernel(variant, lambda at: driver(DRIVER).load(code, at))
     kernel.prepare(index)
     return kernel

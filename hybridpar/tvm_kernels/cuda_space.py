@@ -49,16 +49,7 @@ _MOST_ELEMENTS = 1 << 31
 
 
 def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        dtype: Of all tensors.
-
-    Returns:
-        A reason in words; None where there are kernels.
-    """
+    """Why there are no kernels for a convolution."""
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
     if reason := space.outside(shape, direction):
@@ -70,14 +61,7 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
 
 
 def registers(tile: Tile) -> int:
-    """Estimate the registers of a thread.
-
-    Args:
-        tile: Of the candidate.
-
-    Returns:
-        Number of 32-bit registers.
-    """
+    """Estimate the registers of a thread."""
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     row = across.used
     if tile.weight:
@@ -88,14 +72,7 @@ def registers(tile: Tile) -> int:
 
 
 def written_out(tile: Tile) -> int:
-    """Count the multiply-adds of a thread that are not in a loop.
-
-    Args:
-        tile: Of the candidate.
-
-    Returns:
-        Their number.
-    """
+    """Count the multiply-adds of a thread that are not in a loop."""
     rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
     return rows * tile.horizontal.uses * tile.vector
 
@@ -103,18 +80,7 @@ def written_out(tile: Tile) -> int:
 def reject(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
 ) -> str | None:
-    """Why parameters make no kernel; nothing else may be compiled.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-        dtype: Of all tensors.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they make a kernel.
-    """
+    """Why parameters make no kernel; nothing else may be compiled."""
     if reason := outside(shape, direction, dtype):
         return reason
     names = WEIGHT if direction is Direction.WEIGHT_GRADIENT else GATHER
@@ -165,18 +131,7 @@ def _reject_numbers(shape: ConvShape, direction: Direction, layout: Layout, own:
 def candidates(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
 ) -> Iterator[dict[str, int]]:
-    """Parameters that fit into registers and shared memory and keep a GPU busy, by what lanes wait for.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-        dtype: Of all tensors.
-        gpu: That it is for.
-
-    Yields:
-        Parameters by name.
-    """
+    """Parameters that fit into registers and shared memory and keep a GPU busy, by what lanes wait for."""
     if outside(shape, direction, dtype) is not None:
         return
     for block in _blocks(shape, direction, layout):
@@ -194,16 +149,7 @@ def candidates(
 
 
 def default(shape: ConvShape, direction: Direction, layout: Layout) -> dict[str, int]:
-    """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`).
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-
-    Returns:
-        Parameters by name, which may not be allowed.
-    """
+    """What was the best most often on an H200 (`benchmarks/gpu/results/convolutions.csv`)."""
     is_sum = direction is Direction.WEIGHT_GRADIENT
     if layout is Layout.CHANNELS_LAST:
         common = {"vector": 2, "threads_c": 8, "threads_x": 4, "threads_y": 2, "virtual": 2, "columns": 7, "rows": 4}
@@ -277,13 +223,6 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
 
     Wide accesses go half by half (8 bytes) or quarter by quarter (16). Lanes of a part that want the same word share
     it; those that want different words of one bank wait for each other.
-
-    Args:
-        addresses: In bytes, of each lane, multiples of `width`.
-        width: Bytes of each lane.
-
-    Returns:
-        Number of accesses.
     """
     places = list(addresses)
     together = WARP * _WORD // max(width, _WORD)
@@ -300,15 +239,7 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
 
 
 def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
-    """Where each lane of a warp reads from shared memory first.
-
-    Args:
-        tile: Of the candidate.
-        warp: Number of the warp in its block.
-
-    Returns:
-        Bytes from the start of the input's tile, of each lane.
-    """
+    """Where each lane of a warp reads from shared memory first."""
     own = tile.parameters
     sizes = {"c": own["threads_c"], "x": own["threads_x"], "y": own["threads_y"]}
     order = ("c", "x", "y") if tile.last else ("x", "y", "c")
@@ -323,14 +254,7 @@ def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
 
 
 def bank_conflicts(tile: Tile) -> float:
-    """How often shared memory is accessed for one access of a warp, relative to an access without conflicts.
-
-    Args:
-        tile: Of the candidate.
-
-    Returns:
-        1 without conflicts, else more.
-    """
+    """How often shared memory is accessed for one access of a warp, relative to an access without conflicts."""
     width = tile.vector * ITEM[tile.dtype]
     return _wavefronts(tuple(lane_addresses(tile)), width) / max(1, WARP * width // (_BANKS * _WORD))
 
@@ -339,15 +263,7 @@ _wavefronts = functools.lru_cache(4096)(wavefronts)
 
 
 def resident_blocks(tile: Tile, gpu: Gpu) -> int:
-    """How many blocks an SM holds at a time.
-
-    Args:
-        tile: Of the candidate.
-        gpu: That it runs on.
-
-    Returns:
-        Number of blocks; 0 where it cannot hold one.
-    """
+    """How many blocks an SM holds at a time."""
     per_warp = -(-registers(tile) * WARP // 256) * 256  # registers are given out by 256 to a warp
     limits = (
         gpu.blocks,

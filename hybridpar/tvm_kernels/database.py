@@ -95,15 +95,7 @@ class Database:
 
 
 def parse_records(text: str, name: str = "the database") -> Database:
-    """Read the lines of a database; lines that are no records are counted and skipped.
-
-    Args:
-        text: Lines of JSON.
-        name: What to call it in messages.
-
-    Returns:
-        The database.
-    """
+    """Read the lines of a database; lines that are no records are counted and skipped."""
     found: list[KernelRecord] = []
     damaged = versions = 0
     for line in text.splitlines():

@@ -64,11 +64,7 @@ class Variant:
 
     @property
     def path(self) -> Path:
-        """The cache file of its object file.
-
-        Raises:
-            KernelsUnavailable: Nothing can be built on this machine.
-        """
+        """The cache file of its object file."""
         sources = [self._schedule.__file__, geometry.__file__, shapes.__file__]
         return kernel_paths("depthwise", [Path(one) for one in sources], [self.arguments])[0]
 
@@ -119,31 +115,14 @@ class TunedKernel:
     alone: frozenset[int] = frozenset()
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be.
-
-        Args:
-            tensors: Operands.
-
-        Returns:
-            Whether all addresses are multiples of `align`.
-        """
+        """Whether the addresses are aligned as they must be."""
         for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
             if tensor.data_ptr() % self.align:
                 return False
         return True
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
-        """Run the kernel.
-
-        Args:
-            first: Input, or the output's gradient where the input's is computed.
-            second: Weights, or the output's gradient where theirs is computed.
-            third: Bias, or None.
-            out: The result.
-
-        Raises:
-            KernelError: The result is not aligned, as torch's own allocator aligns it.
-        """
+        """Run the kernel."""
         if out.data_ptr() % self.align_out:
             raise KernelError(
                 f"a result at address {out.data_ptr():#x}",
@@ -166,20 +145,7 @@ class TunedKernel:
 
 
 def load_image(variant: Variant, built: Built, into: Session | None = None, threads: int = 1) -> TunedKernel:
-    """The kernel in an object file.
-
-    Args:
-        variant: What was built.
-        built: The object file, and the names of its functions.
-        into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
-        threads: On how many threads it runs.
-
-    Returns:
-        The kernel.
-
-    Raises:
-        RuntimeError: It is no object file for this machine.
-    """
+    """The kernel in an object file."""
     functions = session().load(built) if into is None else into.load(built, keep=False)
     phases = tuple((functions[name], count) for name, count in variant.phases)
     small = variant.scratch_bytes <= _MOST_ALONE
@@ -188,15 +154,7 @@ def load_image(variant: Variant, built: Built, into: Session | None = None, thre
 
 
 def make_kernels(records: Sequence[KernelRecord]) -> list[Any]:
-    """The kernels of some records, together: what is not in the cache of this machine is built.
-
-    Args:
-        records: Of any operations.
-
-    Returns:
-        For each record its kernel, or a `KernelsUnavailable` that says why there is none, for instance because its
-        parameters are no kernel's: a database may come from anywhere, and only what its operation allows is compiled.
-    """
+    """The kernels of some records, together: what is not in the cache of this machine is built."""
     built: dict[int, Built | KernelsUnavailable] = {}
     variants: dict[int, Any] = {}
     for index, record in enumerate(records):
@@ -236,11 +194,7 @@ class AnyKernel(Protocol):
     """A kernel for the CPU or a GPU, as the operation `depthwise_conv2d` runs it."""
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as the kernel needs it.
-
-        Args:
-            tensors: Operands.
-        """
+        """Whether the addresses are aligned as the kernel needs it."""
         ...
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> object:

@@ -59,12 +59,6 @@ def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether a module is a convolution with one filter per channel that the operation can replace.
 
     Subclasses, parametrised and lazy layers have a forward of their own and are left as they are.
-
-    Args:
-        module: Of a model.
-
-    Returns:
-        Whether it is.
     """
     return (
         (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
@@ -82,14 +76,7 @@ def _is_even_handed(module: nn.Conv2d) -> bool:
 
 
 def number_padding(module: nn.Conv2d) -> tuple[int, int]:
-    """The padding of a layer in numbers.
-
-    Args:
-        module: Of a model.
-
-    Returns:
-        Zeros on each side, of rows and columns.
-    """
+    """The padding of a layer in numbers."""
     padding: Any = module.padding
     if padding == "valid":
         return 0, 0
@@ -104,19 +91,7 @@ def number_padding(module: nn.Conv2d) -> tuple[int, int]:
 def tunable_layers(
     model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST
 ) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
-    """The depthwise convolutions and the norms of a training step, one entry for each time that one runs.
-
-    Args:
-        model: Any module, swapped or not; it is not changed.
-        sizes: Of its input: N, C, H, W.
-        layout: Of its input, which is float32.
-
-    Returns:
-        Convolutions and norms, in the order in which they run.
-
-    Raises:
-        UsageError: The model does not run on such an input.
-    """
+    """The depthwise convolutions and the norms of a training step, one entry for each time that one runs."""
     convolutions: list[DepthwiseLayer] = []
     found: list[NormLayer] = []
     acts = {pair.norm: pair.act for pair in find_norms(model)} | fused_norms(model)
@@ -141,22 +116,7 @@ def tunable_layers(
 def step_keys(
     model: nn.Module, sizes: Sequence[int], layout: Layout, threads: int, device: str, dtype: str = "float32"
 ) -> Counter[KernelKey]:
-    """What can be tuned in a training step, and how often each of it runs.
-
-    Args:
-        model: Any module, swapped or not.
-        sizes: Of its input: N, C, H, W.
-        layout: Of its input.
-        threads: Threads that compute.
-        device: Fingerprint of the device.
-        dtype: Of all tensors.
-
-    Returns:
-        Depthwise convolutions in each direction that a step computes.
-
-    Raises:
-        UsageError: The model does not run on such an input.
-    """
+    """What can be tuned in a training step, and how often each of it runs."""
     convolutions, _ = tunable_layers(model, sizes, layout=layout)
     keys: Counter[KernelKey] = Counter()
     for layer in convolutions:
@@ -165,11 +125,7 @@ def step_keys(
 
 
 def _look(model: nn.Module, sizes: Sequence[int], layout: Layout, forget: Callable[[], None]) -> None:
-    """Run the model's forward pass in the cheapest way that it allows.
-
-    Raises:
-        UsageError: It allows none.
-    """
+    """Run the model's forward pass in the cheapest way that it allows."""
     example = _input(sizes, layout, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()

@@ -102,40 +102,19 @@ _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
 
 
 def is_gpu(fingerprint: str) -> bool:
-    """Whether a record's device is a GPU.
-
-    Args:
-        fingerprint: Of a record's device.
-
-    Returns:
-        Whether it is.
-    """
+    """Whether a record's device is a GPU."""
     return _FINGERPRINT.fullmatch(fingerprint) is not None
 
 
 def gpu_of(fingerprint: str) -> Gpu:
-    """The GPU of a record's device.
-
-    Args:
-        fingerprint: Of a record's device.
-
-    Returns:
-        One of `KNOWN`, else the current GPU.
-    """
+    """The GPU of a record's device."""
     known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
     return known or gpu_at(torch.cuda.current_device())
 
 
 @functools.cache
 def gpu_at(index: int) -> Gpu:
-    """Figures of a GPU of this machine.
-
-    Args:
-        index: Of the GPU, by torch's number.
-
-    Returns:
-        Those of `KNOWN` where it is one of these, else what torch says; the A100's for what torch does not say.
-    """
+    """Figures of a GPU of this machine."""
     found = torch.cuda.get_device_properties(index)
     architecture = f"sm_{found.major}{found.minor}"
     for known in KNOWN.values():

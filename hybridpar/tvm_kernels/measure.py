@@ -59,19 +59,7 @@ class Timing:
 def time_pairs(
     own: Call, stock: Call, seconds: float, least: int = 3, threads: int = 1, device: torch.device | None = None
 ) -> Timing:
-    """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs.
-
-    Args:
-        own: One of them.
-        stock: What it is compared with.
-        seconds: For all of it.
-        least: Pairs to take in any case.
-        threads: That they use. On one thread the time counts that it ran, not the time that others took from it.
-        device: The GPU that they run on; None for the CPU.
-
-    Returns:
-        What was measured.
-    """
+    """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs."""
     if device is not None:
         return _device_pairs(own, stock, seconds, least, device)
     clock = time.thread_time if threads == 1 else time.perf_counter
@@ -113,16 +101,7 @@ def _take_pairs(
 
 
 def milliseconds(call: Call, times: int, device: torch.device) -> float:
-    """Time some calls on a GPU by its own clock.
-
-    Args:
-        call: Puts work on torch's current stream.
-        times: How often it is called.
-        device: The GPU.
-
-    Returns:
-        Milliseconds of one call.
-    """
+    """Time some calls on a GPU by its own clock."""
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
@@ -134,14 +113,7 @@ def milliseconds(call: Call, times: int, device: torch.device) -> float:
 
 
 def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
-    """Medians of pairs, without those that were disturbed.
-
-    Args:
-        pairs: Seconds of both sides.
-
-    Returns:
-        What was measured.
-    """
+    """Medians of pairs, without those that were disturbed."""
     usual = [_OUTLIER * statistics.median(side) for side in zip(*pairs, strict=True)]
     kept = [pair for pair in pairs if all(taken <= most for taken, most in zip(pair, usual, strict=True))] or pairs
     own, stock = ([1e3 * taken for taken in side] for side in zip(*kept, strict=True))
@@ -155,43 +127,17 @@ def is_gain(speedup: float, noise: float) -> bool:
 
     Kernels that are many times as fast as torch may differ by half of that from one measurement to the next, and are
     faster all the same; of one that is 1.1 times as fast, 25 % of noise says nothing.
-
-    Args:
-        speedup: Times as fast as its rival that a kernel was.
-        noise: Relative distance between measurements of that.
-
-    Returns:
-        Whether it is.
     """
     return speedup > 1 + noise
 
 
 def is_clear(speedup: float, noise: float) -> bool:
-    """Whether a measurement is worth a record: it is a gain for certain, or steady enough to say that it is none.
-
-    Args:
-        speedup: Times as fast as its rival that a kernel was.
-        noise: Relative distance between measurements of that.
-
-    Returns:
-        Whether it is.
-    """
+    """Whether a measurement is worth a record: it is a gain for certain, or steady enough to say that it is none."""
     return is_gain(speedup, noise) or noise <= MOST_NOISE
 
 
 def steady_timing(compare: Callable[[], Timing], most: int = 3, benches: int = 1) -> Timing:
-    """Compare with torch until two comparisons agree on which is faster.
-
-    Args:
-        compare: Does it once.
-        most: Comparisons at most.
-        benches: Sets of data that comparisons are made on in turn. Only what was measured on two of them is
-            confirmed, unless there is but one.
-
-    Returns:
-        Of the two that agree best the one in which torch was faster, with how far they lie apart in `noise`. A gain
-        within the noise is measured again; where it stays one, the kernel counts as no faster.
-    """
+    """Compare with torch until two comparisons agree on which is faster."""
 
     def worse_of_agreeing(found: Sequence[Timing]) -> Timing:
         pairs = itertools.combinations(enumerate(found), 2)
@@ -216,11 +162,7 @@ def _noise_of(two: tuple[Timing, Timing]) -> float:
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Context in which torch computes on a number of threads.
-
-    Args:
-        threads: Of torch, in this process.
-    """
+    """Context in which torch computes on a number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -230,25 +172,14 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 class Rotation:
-    """Sets of tensors that take turns, so that none is in a cache when it is used again, results among them.
-
-    Args:
-        sets: How many there are.
-    """
+    """Sets of tensors that take turns, so that none is in a cache when it is used again, results among them."""
 
     def __init__(self, sets: int) -> None:
         self._places = itertools.cycle(range(sets))
         self._results: list[object] = [None] * sets
 
     def compute(self, call: Callable[[int], _Result]) -> _Result:
-        """Compute on the next set.
-
-        Args:
-            call: Is given the number of the set.
-
-        Returns:
-            What the call gave; it is kept until it is the turn of this set again.
-        """
+        """Compute on the next set."""
         place = next(self._places)
         self._results[place] = None  # the next one may be written where this one was
         self._results[place] = found = call(place)

@@ -73,28 +73,13 @@ class RowPlan:
 
 
 def wide_channels(channels: int) -> int:
-    """Values of a wide row: the least multiple of the channels that fills whole vectors.
-
-    Args:
-        channels: Values of a row.
-
-    Returns:
-        Number of values.
-    """
+    """Values of a wide row: the least multiple of the channels that fills whole vectors."""
     return math.lcm(channels, LANES)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_rows(rows: int, channels: int) -> RowPlan:
-    """Plan how rows are walked.
-
-    Args:
-        rows: Pixels of all images.
-        channels: Values of a row.
-
-    Returns:
-        The plan.
-    """
+    """Plan how rows are walked."""
     repeat = wide_channels(channels) // channels
     wide = rows // repeat
     least = max(wide / _SEGMENTS, _LEAST / (repeat * channels))
@@ -113,22 +98,7 @@ def forward(
     eps: float,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and activate.
-
-    Args:
-        x: (N, C, H, W), channels last.
-        weight: (C), or None for ones.
-        bias: (C), or None for zeros.
-        mean: The running mean, (C); None for none.
-        variance: The running variance, (C); None where there is no mean.
-        training: Whether to normalise by the statistics of the batch, and to move the running ones by them.
-        momentum: How far the running statistics move.
-        eps: Added to the variance.
-        activation: One of `ACTIVATIONS`.
-
-    Returns:
-        The result, laid out as x is, and a table of (6, columns): what backward needs, and the batch's statistics.
-    """
+    """Normalise and activate."""
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
     y = torch.empty_like(x)
@@ -153,18 +123,7 @@ def forward(
 def backward(
     grad_y: Tensor, x: Tensor, statistics: Tensor, activation: str, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `forward`.
-
-    Args:
-        grad_y: The gradient of its result, laid out as x is.
-        x: What it was given.
-        statistics: Its table.
-        activation: Its activation.
-        fixed: Whether it was given running statistics.
-
-    Returns:
-        The gradients of x, weight and bias.
-    """
+    """The gradients of `forward`."""
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
     grad_x = torch.empty_like(x)

@@ -106,26 +106,12 @@ def unfuse_norms(model: nn.Module) -> None:
 
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
-    """The activations that a model's swapped norms compute.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Activations by the name of the norm; "none" for a norm alone.
-    """
+    """The activations that a model's swapped norms compute."""
     return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
-    """Find the BatchNorm2d layers of a model that can be fused, and the activations behind them.
-
-    Args:
-        model: Any model.
-
-    Returns:
-        Norms in the order of the graph, each with the activation that can be fused with it.
-    """
+    """Find the BatchNorm2d layers of a model that can be fused, and the activations behind them."""
     if not any(_is_norm(module) for module in model.modules()):
         return []
     found = _on_graph(model)
@@ -308,17 +294,7 @@ def _runs_fused(six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
 
 
 def why_stock(shape: NormShape, layout: Layout, device: torch.device, dtype: str) -> str:
-    """Why a fused norm runs on torch's operations, before it runs; loads the kernels where it does not.
-
-    Args:
-        shape: Of the norm.
-        layout: Of its input.
-        device: Of its input.
-        dtype: Of its input, by name.
-
-    Returns:
-        A reason in words; empty where it runs on the kernels.
-    """
+    """Why a fused norm runs on torch's operations, before it runs; loads the kernels where it does not."""
     if not wanted():
         return "HYBRIDPAR_KERNELS is off"
     if (device.type, layout, dtype) != ("cpu", Layout.CHANNELS_LAST, "float32"):

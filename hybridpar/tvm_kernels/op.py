@@ -176,11 +176,7 @@ def _stock_gradients(
 def _plan_of(
     choices: Choices, x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Pair, Pair, Pair]
 ) -> Plan | None:
-    """The plan of a call, made at the first of all equal calls; None where torch's own operation computes all of it.
-
-    Raises:
-        KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
-    """
+    """The plan of a call, made at the first of all equal calls; None where torch's own operation computes all of it."""
     wanted = (False, False, False)
     if torch.is_grad_enabled():
         wanted = (x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)

@@ -224,11 +224,7 @@ def find_operation(key: KernelKey) -> Operation | None:
 
 
 def operation_of(key: KernelKey) -> Operation:
-    """The operation of a key, on the key's kind of device.
-
-    Raises:
-        KernelsUnavailable: There is none.
-    """
+    """The operation of a key, on the key's kind of device."""
     found = find_operation(key)
     if found is None:
         raise KernelsUnavailable(f"there are no kernels of {key.op} for {key.device}")

@@ -30,32 +30,13 @@ _MOST_ERROR = 1e-2
 
 
 def most_error(direction: str, dtype: str = "float32", stock_error: float | None = None) -> float:
-    """The largest error that a kernel may have.
-
-    Args:
-        direction: What is computed, as `Operation.limits` has it.
-        dtype: Of all tensors.
-        stock_error: PyTorch's difference on the same data; None where it is not known.
-
-    Returns:
-        Largest difference from float64, relative to the largest value.
-    """
+    """The largest error that a kernel may have."""
     limit = next(one.limits[direction] for one in operations().values() if direction in one.limits)
     return min(_MOST_ERROR, max(limit + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
 
 
 def is_right(error: float | None, direction: str, dtype: str = "float32", stock_error: float | None = None) -> bool:
-    """Whether a kernel's result is precise enough to be used.
-
-    Args:
-        error: Largest difference from float64, relative to the largest value.
-        direction: What is computed, as `Operation.limits` has it.
-        dtype: Of all tensors.
-        stock_error: PyTorch's difference on the same data; None where it is not known.
-
-    Returns:
-        Whether it is; False for NaN, and where the error was never measured.
-    """
+    """Whether a kernel's result is precise enough to be used."""
     return error is not None and error <= most_error(direction, dtype, stock_error)
 
 
@@ -206,14 +187,7 @@ class KernelRecord(BaseModel):
 
 
 def why_unused(record: KernelRecord) -> str:
-    """Why a record of the right key is not used.
-
-    Args:
-        record: One that `Database.best` leaves out.
-
-    Returns:
-        A reason in words.
-    """
+    """Why a record of the right key is not used."""
     if record.current:
         return f"{record.doubt}; tune again"
     wanted = ", ".join(f"{name} {version}" for name, version in record.operation.versions)

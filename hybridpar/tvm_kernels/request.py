@@ -67,11 +67,7 @@ class TuneConfig:
 
     @property
     def seconds(self) -> float:
-        """The budget in seconds.
-
-        Raises:
-            UsageError: It is no time.
-        """
+        """The budget in seconds."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", self.budget.strip().lower())
         seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
         if seconds <= 0:
@@ -82,11 +78,7 @@ class TuneConfig:
 
     @property
     def sample(self) -> tuple[int, int, int]:
-        """Channels, rows and columns of one sample.
-
-        Raises:
-            UsageError: It is no image.
-        """
+        """Channels, rows and columns of one sample."""
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", self.input):
             raise UsageError(
                 f"--input {self.input!r} is not an image", "An image is channels x rows x columns.", "Use 3x224x224."
@@ -95,11 +87,7 @@ class TuneConfig:
         return channels, rows, columns
 
     def check(self) -> None:
-        """Check what can be checked without model and machine.
-
-        Raises:
-            UsageError: A value is out of range, or options contradict each other.
-        """
+        """Check what can be checked without model and machine."""
         sources = [self.model is not None, self.shapes is not None, self.show is not None]
         if sum(sources) != 1:
             raise UsageError(

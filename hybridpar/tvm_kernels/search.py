@@ -235,16 +235,7 @@ def _known(database: Database, key: KernelKey, space: Sequence[Parameters]) -> l
 def weigh(
     counts: Mapping[KernelKey, int], seconds: float, measure: Callable[[KernelKey], float] | None = None
 ) -> dict[KernelKey, float]:
-    """Estimate how long keys take in a step.
-
-    Args:
-        counts: Keys of one operation, and how often each runs in a step.
-        seconds: For timing; what is left then is predicted.
-        measure: Milliseconds of one call of torch; None to predict all of them. On a GPU nothing is timed.
-
-    Returns:
-        By key, the largest first; milliseconds where torch was timed, else in the unit of the operation's `weight`.
-    """
+    """Estimate how long keys take in a step."""
     end = time.monotonic() + seconds
     weights = {key: operation_of(key).weight(key) for key in counts}
     measured: dict[KernelKey, float] = {}
@@ -263,14 +254,7 @@ def weigh(
 
 
 def torch_ms(key: KernelKey) -> float:
-    """Time one call of torch in the layout of the key.
-
-    Args:
-        key: What is computed, and where.
-
-    Returns:
-        Milliseconds, the shorter of two calls after a first one.
-    """
+    """Time one call of torch in the layout of the key."""
     with torch_threads(key.threads):
         call = operation_of(key).bench(key, 0).instead
         taken = []

@@ -36,15 +36,7 @@ Parameters = Mapping[str, int]
 
 
 def outside(shape: ConvShape, direction: Direction) -> str | None:
-    """Why there are no kernels for a convolution.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-
-    Returns:
-        A reason in words; None where there are kernels.
-    """
+    """Why there are no kernels for a convolution."""
     if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
         return "there are kernels for 2 to 31 taps a side only"
     if direction is Direction.INPUT_GRADIENT:
@@ -55,17 +47,7 @@ def outside(shape: ConvShape, direction: Direction) -> str | None:
 
 
 def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: Parameters) -> str | None:
-    """Why parameters make no kernel; nothing else may be compiled.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-        parameters: By name.
-
-    Returns:
-        A reason in words; None where they make a kernel.
-    """
+    """Why parameters make no kernel; nothing else may be compiled."""
     if layout is not Layout.CHANNELS_LAST:
         return "kernels for CPUs are for channels_last"
     if reason := outside(shape, direction):
@@ -131,17 +113,7 @@ def _gather_written_out(shape: ConvShape, direction: Direction, parameters: Para
 
 
 def candidates(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Parameters that fit the registers of a CPU and give each thread enough to do, for images in channels_last.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        threads: That will share the work.
-        machine: The CPU.
-
-    Yields:
-        Parameters by name.
-    """
+    """Parameters that fit the registers of a CPU and give each thread enough to do, for images in channels_last."""
     if outside(shape, direction) is not None:
         return
     if direction is Direction.WEIGHT_GRADIENT:
@@ -210,15 +182,7 @@ def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
 
 
 def neighbours(one: Parameters, among: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
-
-    Args:
-        one: A candidate; a parameter that is not named is 0.
-        among: The space.
-
-    Returns:
-        The candidates.
-    """
+    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows."""
     found = []
     steps = {name: sorted({other.get(name, 0) for other in among}) for name in {*one, *itertools.chain(*among)}}
     for other in among:
@@ -235,15 +199,7 @@ def neighbours(one: Parameters, among: list[dict[str, int]]) -> list[dict[str, i
 
 
 def nearest(wanted: Parameters, among: list[dict[str, int]]) -> dict[str, int]:
-    """The candidate that is most like some parameters, which may be of another shape, or of other vectors.
-
-    Args:
-        wanted: By name; what a candidate has besides does not count.
-        among: The space, which is not empty.
-
-    Returns:
-        One of the candidates.
-    """
+    """The candidate that is most like some parameters, which may be of another shape, or of other vectors."""
 
     def distance(one: dict[str, int]) -> float:
         return sum(abs(math.log2((one.get(name, 0) + 1) / (value + 1))) for name, value in wanted.items())

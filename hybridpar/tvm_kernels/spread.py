@@ -95,16 +95,7 @@ def _run_on_team(openmp: Any, run: Range, ranges: Sequence[tuple[int, int]]) -> 
 
 
 def run_ranges(run: Range, rows: int, threads: int) -> None:
-    """Call `run(begin, end)` for ranges that cover all rows, one range per thread, and wait until all have returned.
-
-    Args:
-        run: Computes rows from begin to before end; called on several threads at a time.
-        rows: Number of rows.
-        threads: Most threads to use, the calling one included.
-
-    Raises:
-        BaseException: What `run` raised, of the first range in which it did.
-    """
+    """Call `run(begin, end)` for ranges that cover all rows, one range per thread, and wait until all have returned."""
     parts = min(threads, rows)
     if parts <= 1:
         run(0, rows)

@@ -46,15 +46,7 @@ class Row:
 
 
 def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
-    """The best record of each key that was measured, operation by operation, in the order of shapes and directions.
-
-    Args:
-        database: The records.
-        only: Leave out what is not among these.
-
-    Returns:
-        A row for each.
-    """
+    """The best record of each key that was measured, operation by operation, in the order of shapes and directions."""
     directions = _directions()
 
     def order(key: KernelKey) -> tuple[Any, ...]:
@@ -88,14 +80,7 @@ def _directions() -> list[str]:
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """The rows as a table for the terminal.
-
-    Args:
-        rows: Of any operations.
-
-    Returns:
-        A table of rich.
-    """
+    """The rows as a table for the terminal."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -119,14 +104,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def summary_lines(rows: Sequence[Row]) -> list[str]:
-    """Geometric means of the ratios per direction; where the kernel is not used the ratio is 1.
-
-    Args:
-        rows: Of any operations.
-
-    Returns:
-        A line for each direction that occurs.
-    """
+    """Geometric means of the ratios per direction; where the kernel is not used the ratio is 1."""
     lines = []
     for direction in _directions():
         own = [row for row in rows if row.direction == direction]

@@ -76,11 +76,7 @@ class Tuned:
 
 
 class TuningStopped(KeyboardInterrupt):
-    """The user stopped the search.
-
-    Args:
-        results: What was measured until then, best first.
-    """
+    """The user stopped the search."""
 
     def __init__(self, results: list[Tuned]) -> None:
         super().__init__("stopped")
@@ -98,27 +94,7 @@ def tune(
     trials: int | None = None,
     only: Parameters | None = None,
 ) -> list[Tuned]:
-    """Search for the fastest kernel of one key.
-
-    Args:
-        key: What is to be computed, and where.
-        seconds: For all of it; at least one candidate is tried.
-        seed: Of the data and of the random part of the search.
-        on_progress: Called with each candidate that was measured and the best so far.
-        known: Parameters measured earlier, the most promising first, also of other shapes: see `first_candidates`.
-        builder: Builds candidates; None for one of this call's own.
-        trials: At most so many candidates; None for as many as there is time for.
-        only: Time but this candidate, for a short time, beside torch in the layout of the key; its machine code is kept
-            in the cache.
-
-    Returns:
-        All that were measured, best first: finalists before others. Empty where no kernel covers the key, or none could
-        be built.
-
-    Raises:
-        TuningStopped: On KeyboardInterrupt, with what there is.
-        KernelsUnavailable: Nothing at all can be built on this machine.
-    """
+    """Search for the fastest kernel of one key."""
     own = Builder(len(available_cores()), BUILD_TIMEOUT) if builder is None else nullcontext(builder)
     with torch_threads(key.threads), own as build:
         search = _Search(key, seed, build, on_progress, only)
@@ -134,18 +110,7 @@ def tune(
 def first_candidates(
     key: KernelKey, space: list[dict[str, int]], known: Sequence[Parameters] = (), count: int = 1
 ) -> list[dict[str, int]]:
-    """The candidates that are most likely to be fast, before anything is timed.
-
-    Args:
-        key: What is to be computed, and where.
-        space: All candidates.
-        known: Parameters measured earlier, the most promising first; those of other shapes need not be in the space.
-        count: At most so many.
-
-    Returns:
-        Those that are most like what is known, or like the operation's default where nothing is; none where the space
-        is empty.
-    """
+    """The candidates that are most likely to be fast, before anything is timed."""
     wanted = known[:count] or [operation_of(key).default(key)] if space else ()
     found = {_key_of(one): one for one in (nearest(parameters, space) for parameters in wanted)}
     return list(found.values())

@@ -53,15 +53,7 @@ class Diagnosis:
 
 
 def run_doctor(fresh: bool, as_json: bool) -> int:
-    """Examine this machine and print the result to standard output.
-
-    Args:
-        fresh: Measure devices and links again instead of using cached figures.
-        as_json: Print JSON.
-
-    Returns:
-        0 where training can run, 1 where it cannot.
-    """
+    """Examine this machine and print the result to standard output."""
     from rich.console import Console
 
     # FORCE_COLOR, common on build servers, would have rich take a file for a terminal.
@@ -77,14 +69,7 @@ def run_doctor(fresh: bool, as_json: bool) -> int:
 
 
 def diagnose(fresh: bool) -> Diagnosis:
-    """Look at software, tools and directories, and measure the devices and links.
-
-    Args:
-        fresh: Measure again instead of using cached figures.
-
-    Returns:
-        What was found; without a cluster where torch does not work or nothing could be measured.
-    """
+    """Look at software, tools and directories, and measure the devices and links."""
     findings = [*check_software(), *check_tools(), *check_places()]
     if any(finding.status == "failed" and finding.name == "torch" for finding in findings):
         return Diagnosis(tuple(findings), None, "")  # there is nothing to measure with
@@ -98,14 +83,7 @@ def diagnose(fresh: bool) -> Diagnosis:
 
 
 def cluster_findings(cluster: Cluster) -> list[Finding]:
-    """What was measured, as findings.
-
-    Args:
-        cluster: Devices, links, and the problems of measuring them.
-
-    Returns:
-        One finding for each; a missing link is `failed` if the default workers would use it, else a warning.
-    """
+    """What was measured, as findings."""
     devices = [Finding("devices", _device_name(device), "ok", _rates(device)) for device in cluster.devices]
     links = [
         Finding("links", f"{link.world_size} workers, {link.backend}", "ok", _link_rates(link))
@@ -153,14 +131,7 @@ def _use(cluster: Cluster) -> str:
 
 
 def to_json(diagnosis: Diagnosis) -> str:
-    """The diagnosis as indented JSON.
-
-    Args:
-        diagnosis: What was found.
-
-    Returns:
-        An object with the keys `ready`, `use`, `findings` and `cluster`.
-    """
+    """The diagnosis as indented JSON."""
     content = {
         "ready": diagnosis.ready,
         "use": diagnosis.use,
@@ -171,14 +142,7 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 
 def plain_lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis as plain text, for files and pipes.
-
-    Args:
-        diagnosis: What was found.
-
-    Returns:
-        One line per finding, with ASCII marks, and two lines that sum them up.
-    """
+    """The diagnosis as plain text, for files and pipes."""
     lines = []
     for finding in diagnosis.findings:
         fix = f" -> {finding.fix}" if finding.fix else ""

@@ -21,18 +21,7 @@ from hybridpar.schedule.actions import parse_action
 
 
 def run_hang(run: Path, as_json: bool) -> int:
-    """Print what each worker of a run is in, and what it did last.
-
-    Args:
-        run: Its directory.
-        as_json: Print all notes as JSON.
-
-    Returns:
-        0, the exit code.
-
-    Raises:
-        UsageError: No worker of it has left a record.
-    """
+    """Print what each worker of a run is in, and what it did last."""
     flights = load(run)
     if as_json:
         print(json.dumps([{"state": state_of(flight), **asdict(flight)} for flight in flights], indent=2))
@@ -42,14 +31,7 @@ def run_hang(run: Path, as_json: bool) -> int:
 
 
 def load(run: Path) -> list[Flight]:
-    """The records of the workers of the job that wrote last in a run directory.
-
-    Args:
-        run: The directory.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """The records of the workers of the job that wrote last in a run directory."""
     flights = read_flights(run / FOLDER)
     if not flights:
         raise UsageError(
@@ -63,11 +45,7 @@ def load(run: Path) -> list[Flight]:
 
 
 def state_of(flight: Flight) -> str:
-    """What became of a worker's process; empty where it goes on, or is another machine's.
-
-    Args:
-        flight: The record of the worker.
-    """
+    """What became of a worker's process; empty where it goes on, or is another machine's."""
     if flight.host != socket.gethostname():
         return ""
     fields = process_fields(flight.pid)
@@ -77,12 +55,7 @@ def state_of(flight: Flight) -> str:
 
 
 def text_lines(flights: Sequence[Flight], now: float) -> Iterator[str]:
-    """What workers are in, and what they did last, a line for each lane.
-
-    Args:
-        flights: Their records.
-        now: Seconds since the epoch.
-    """
+    """What workers are in, and what they did last, a line for each lane."""
     for flight in flights:
         yield f"worker {flight.rank}   process {flight.pid} on {flight.host} {state_of(flight)}".rstrip()
         width = max(map(len, flight.lanes), default=0)

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_plan(config: PlanRequest) -> int:
-    """Make a plan, print it, write what was asked for; returns the exit code.
-
-    Args:
-        config: Options of the run.
-
-    Raises:
-        HybridparError: The request cannot be met; the message says why and what to do.
-    """
+    """Make a plan, print it, write what was asked for; returns the exit code."""
     config.check()
     problem = read_problem(config)
     result = _partition(config, problem)
@@ -66,18 +59,7 @@ def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
 
 
 def build_to_measure(config: PlanRequest, *, whole: bool = False) -> torch.nn.Module:
-    """Build a model that is to be planned, on the meta device where it is large and can be built there.
-
-    Args:
-        config: Options of the run.
-        whole: It will be run as a whole, and needs memory in any case.
-
-    Returns:
-        The model, on the CPU if it has memory.
-
-    Raises:
-        UsageError: There is no such model.
-    """
+    """Build a model that is to be planned, on the meta device where it is large and can be built there."""
     from hybridpar.models import build_model, seed_everything
     from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel
 
@@ -92,15 +74,7 @@ def build_to_measure(config: PlanRequest, *, whole: bool = False) -> torch.nn.Mo
 
 
 def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
-    """Print the table of a plan, then some lines.
-
-    Args:
-        plan: The plan.
-        lines: What to print below it.
-
-    Raises:
-        UsageError: Standard output cannot be written.
-    """
+    """Print the table of a plan, then some lines."""
     from rich.console import Console
 
     from hybridpar.partition.table import print_partition
@@ -114,14 +88,7 @@ def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
 
 @contextmanager
 def printing(what: str) -> Iterator[None]:
-    """Write all that is printed inside of the block before it ends.
-
-    Args:
-        what: What to call it in an error.
-
-    Raises:
-        UsageError: Standard output cannot be written.
-    """
+    """Write all that is printed inside of the block before it ends."""
     try:
         yield
         sys.stdout.flush()
@@ -161,11 +128,7 @@ def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Mo
 
 
 class ProgressBar:
-    """A progress bar that names the step it is in, on standard error: what is printed is the table alone.
-
-    Args:
-        quiet: Show nothing, as on all workers of a job but one.
-    """
+    """A progress bar that names the step it is in, on standard error: what is printed is the table alone."""
 
     def __init__(self, quiet: bool = False) -> None:
         from rich.console import Console
@@ -195,18 +158,9 @@ class ProgressBar:
         self._progress.stop()
 
     def announce(self, line: str) -> None:
-        """Say what is being done.
-
-        Args:
-            line: What to say.
-        """
+        """Say what is being done."""
         self._progress.update(self._task, description=line)
 
     def advance(self, done: int, total: int) -> None:
-        """Say how far it is.
-
-        Args:
-            done: How much is done.
-            total: How many there are.
-        """
+        """Say how far it is."""
         self._progress.update(self._task, completed=done, total=total)

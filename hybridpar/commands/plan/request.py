@@ -128,11 +128,7 @@ class PlanRequest:
         return self.searches and self.cluster is None and self.inputs is None and self.measure
 
     def check(self) -> None:
-        """Check what can be checked without the model.
-
-        Raises:
-            UsageError: A value is out of range, or a file cannot be written; with the rule that it breaks.
-        """
+        """Check what can be checked without the model."""
         images = len(parse_shape(self.input)) == 3
         rules: list[tuple[str, object, bool, str, str]] = [
             ("--batch", self.batch, self.batch >= 1, "A micro-batch has at least one sample.", "--batch 4"),
@@ -209,17 +205,7 @@ class PlanRequest:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape of one sample from text like 3x224x224.
-
-    Args:
-        text: Numbers with x between them.
-
-    Returns:
-        The numbers.
-
-    Raises:
-        UsageError: The text is not a shape.
-    """
+    """The shape of one sample from text like 3x224x224."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
         raise UsageError(
             f"--input {text!r} is not a shape", "A shape is positive numbers with x between them.", "Use 3x224x224."
@@ -228,15 +214,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
-    """A number of bytes from text like 500MB; 1 MB is 10^6 bytes.
-
-    Args:
-        text: A number with a unit.
-        option: Names the option in an error.
-
-    Raises:
-        UsageError: The text is not a size.
-    """
+    """A number of bytes from text like 500MB; 1 MB is 10^6 bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
@@ -247,14 +225,7 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
 
 
 def parse_link(text: str | None) -> Link:
-    """A link from text like 1.2GB/s or 100MB/s@0.2ms.
-
-    Args:
-        text: Rate and latency; None for a link that costs nothing.
-
-    Raises:
-        UsageError: The text is not a link.
-    """
+    """A link from text like 1.2GB/s or 100MB/s@0.2ms."""
     from hybridpar.partition.cost import Link
 
     if text is None:
@@ -270,14 +241,7 @@ def parse_link(text: str | None) -> Link:
 
 
 def parse_workers(config: PlanRequest) -> tuple[Worker, ...]:
-    """The workers that --devices, --memory and --co-run describe; empty where no device is named.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: An entry is not a device.
-    """
+    """The workers that --devices, --memory and --co-run describe; empty where no device is named."""
     from hybridpar.partition.cost import Worker
 
     memory = parse_bytes(config.memory) if config.memory is not None else None
@@ -299,14 +263,7 @@ def parse_workers(config: PlanRequest) -> tuple[Worker, ...]:
 
 
 def read_problem(config: PlanRequest) -> Problem:
-    """What the options ask of a partition.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: An option cannot be read, or two of them contradict each other.
-    """
+    """What the options ask of a partition."""
     from hybridpar.partition.cost import Problem
 
     return Problem(

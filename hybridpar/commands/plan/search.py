@@ -51,18 +51,7 @@ ROUNDS = 15
 
 
 def run_search(request: PlanRequest) -> int:
-    """Search for a plan, run the best ones where that was asked for, print why, write what was asked for.
-
-    Args:
-        request: What the command line asks for. Where it is about the machine at hand, all workers of the job call
-            this, each with the same request.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        HybridparError: The request cannot be met; the message says why and what to do. On all workers.
-    """
+    """Search for a plan, run the best ones where that was asked for, print why, write what was asked for."""
     request.check()
     world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
     with closing(world), intra_op_threads(None):
@@ -181,18 +170,7 @@ def _run(
 def report(
     request: PlanRequest, inputs: PlannerInputs, answer: Answer, bar: ProgressBar, verified: Verified | None = None
 ) -> None:
-    """Write what was asked for, and print why.
-
-    Args:
-        request: What was asked for.
-        inputs: What the search read.
-        answer: What it found.
-        bar: Tells what is being done; it ends before anything is printed.
-        verified: What the finalists took, where they were run; the plan that is written is then its choice.
-
-    Raises:
-        HybridparError: A file or standard output cannot be written.
-    """
+    """Write what was asked for, and print why."""
     written, failed = [], None
     if request.output is not None:
         try:
@@ -252,11 +230,7 @@ def _print(
     written: list[str],
     verified: Verified | None,
 ) -> None:
-    """Print the report.
-
-    Raises:
-        UsageError: Standard output cannot be written.
-    """
+    """Print the report."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     sections = [
         ("what would help", asked),

@@ -32,22 +32,7 @@ FIRST_STEPS = 3
 
 
 class Trial:
-    """A plan that is ready to take steps. Making one is a collective over all workers of the job.
-
-    Attributes:
-        trainer: What runs it; None on workers that the plan does not use.
-
-    Args:
-        plan: The plan.
-        model: The model; it is copied.
-        images: All images of a step, the same on all workers.
-        targets: Their labels.
-        world: All workers of the job.
-        base: Options that the plan does not say.
-
-    Raises:
-        UsageError: The plan is a pipeline on a part of the workers.
-    """
+    """A plan that is ready to take steps. Making one is a collective over all workers of the job."""
 
     def __init__(
         self,
@@ -125,17 +110,7 @@ def time_plans(
     rounds: int,
     seconds: float | None = None,
 ) -> dict[str, list[float]]:
-    """Time plans in turns; a collective.
-
-    Args:
-        steps: One step of each, by name.
-        world: All workers of the job.
-        rounds: How often each takes a step.
-        seconds: Stop before the first round that would end later than this; at least three are taken.
-
-    Returns:
-        Milliseconds of the slowest worker in each round, by name.
-    """
+    """Time plans in turns; a collective."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     order, begin = list(steps), time.perf_counter()
     for done in range(rounds):
@@ -155,14 +130,7 @@ def time_plans(
 
 
 def random_batch(shape: Sequence[int], samples: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels, the same on all workers.
-
-    Args:
-        shape: Shape of one image.
-        samples: Number of samples.
-        classes: Number of labels.
-        device: The device.
-    """
+    """Images and labels, the same on all workers."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(samples, *shape, generator=generator)
     return images.to(device), torch.randint(0, classes, (samples,), generator=generator).to(device)

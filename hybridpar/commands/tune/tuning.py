@@ -38,18 +38,7 @@ from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
 
 
 def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
-    """Tune, or show what was tuned.
-
-    Args:
-        config: The request.
-        search: Tunes the keys.
-
-    Returns:
-        0; 130 where the user stopped it, and what was found is kept.
-
-    Raises:
-        HybridparError: The request cannot be met; the message says why and what to do.
-    """
+    """Tune, or show what was tuned."""
     config.check()
     if config.show is not None:
         _show(config, config.show, None)
@@ -82,15 +71,7 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
 
 
 def find_work(config: TuneConfig) -> Counter[KernelKey]:
-    """The convolutions that a request asks for in each direction, and how often each one runs in a step.
-
-    Args:
-        config: The options.
-
-    Raises:
-        UsageError: There is none, the model does not run on such an input, there are no kernels for the memory format,
-            or there is no GPU.
-    """
+    """The convolutions that a request asks for in each direction, and how often each one runs in a step."""
     work: Counter[KernelKey] = Counter()
     if config.shapes is not None:
         layout, where = _checked(config, Layout(config.layout)), _place(config, config.threads)
@@ -140,15 +121,7 @@ def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
 
 
 def parse_train_options(text: str) -> TrainConfig:
-    """Options of `hybridpar train` from one word.
-
-    Args:
-        text: The options as they would be typed.
-
-    Raises:
-        UsageError: They contradict each other.
-        SystemExit: They cannot be read; what is wrong has been printed.
-    """
+    """Options of `hybridpar train` from one word."""
     config = tyro.cli(
         TrainConfig, args=shlex.split(text), prog="hybridpar tune --for", config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -157,14 +130,7 @@ def parse_train_options(text: str) -> TrainConfig:
 
 
 def read_shapes(path: Path) -> list[ConvShape]:
-    """Shapes from a file with one per line; empty lines and what stands behind # do not count.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UsageError: The file cannot be read, a line is no shape, or there is none.
-    """
+    """Shapes from a file with one per line; empty lines and what stands behind # do not count."""
     lines = read_text(path, "the shapes in", UsageError, "Name a file of shapes.").splitlines()
     shapes: list[ConvShape] = []
     for number, line in enumerate(lines, 1):

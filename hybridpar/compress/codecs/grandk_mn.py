@@ -65,13 +65,7 @@ class GlobalRandomK(LargeTensorCodec):
 
 
 class QueueCoder(OuterCoder):
-    """Sends the next elements of a queue.
-
-    Args:
-        spec: The parameter.
-        rate: Share of its elements.
-        steps: Of each grid, ascending.
-    """
+    """Sends the next elements of a queue."""
 
     def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int]) -> None:
         turns = math.ceil(spec.count / share(rate, spec.count))

@@ -74,11 +74,7 @@ class Hylo(Codec):
         return len(shape) in (2, 4, 5) and math.prod(shape) > self.least
 
     def filters(self, shape: Sequence[int]) -> int:
-        """How many filters of a convolution are sent in a step.
-
-        Args:
-            shape: Of all of it.
-        """
+        """How many filters of a convolution are sent in a step."""
         share = min(max(math.pow(self.least / math.prod(shape), self.power), self.rate), 1.0)
         return max(math.ceil(share * shape[0]), math.ceil(shape[0] / (self.delay + 1)))
 
@@ -92,13 +88,7 @@ class Hylo(Codec):
 
 
 class FilterCoder(Coder):
-    """Sends the filters that all workers together find most important, and knows how long the others have waited.
-
-    Args:
-        spec: The parameter; a filter is what belongs to one index of its first dimension.
-        sent: How many filters are sent in a step.
-        delay: Most steps that a filter waits; `(delay + 1) * sent` is at least the number of filters.
-    """
+    """Sends the filters that all workers together find most important, and knows how long the others have waited."""
 
     def __init__(self, spec: TensorSpec, sent: int, delay: int) -> None:
         super().__init__(spec)
@@ -172,15 +162,6 @@ def choose(scores: Tensor, waited: Tensor, count: int, delay: int) -> Tensor:
     A filter that has waited w steps must go within the next delay - w steps after this one. All deadlines can be kept
     as long as, for every t, no more than (t + 1) count filters are due within t steps. So as many of the most urgent
     ones go now as would otherwise be too many; the rest is chosen by score.
-
-    Args:
-        scores: Of each filter, float64, equal on all workers.
-        waited: Steps since each was sent.
-        count: How many to choose.
-        delay: Most steps that a filter waits.
-
-    Returns:
-        Their numbers, ascending. Where scores are not finite, one of these filters is among them.
     """
     slack = delay - waited
     steps = torch.arange(delay + 1, device=slack.device)

@@ -79,21 +79,13 @@ class Signs:
 
 
 class RowSigns(Quantiser):
-    """A stripe of groups, each what belongs to an index of the first dimension, as [a0 of each][a1 of each][bits].
-
-    Args:
-        shape: Of the parameter.
-    """
+    """A stripe of groups, each what belongs to an index of the first dimension, as [a0 of each][a1 of each][bits]."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._rows = shape[0]
 
     def length(self, count: int) -> int:
-        """Values in a group.
-
-        Args:
-            count: Of the parameter.
-        """
+        """Values in a group."""
         return count // self._rows
 
     def view(self, flat: Tensor) -> Tensor:

@@ -70,11 +70,7 @@ class FactorProduct:
     right: Tensor
 
     def subtract_from(self, values: Tensor) -> None:
-        """Subtract the matrix.
-
-        Args:
-            values: As many, 1-D.
-        """
+        """Subtract the matrix."""
         matrix = values.view(self.left.shape[1], self.right.shape[1])
         if not kernels.powersgd_subtract(self.left, self.right, matrix):
             matrix.addmm_(self.left.t(), self.right, alpha=-1)
@@ -116,12 +112,7 @@ class PowerSgd(Codec):
 
 
 class LowRank(Coder):
-    """Approximates one parameter, as a matrix of its first dimension by the others.
-
-    Args:
-        spec: The parameter.
-        rank: Columns of the factors, at most the smaller side of the matrix.
-    """
+    """Approximates one parameter, as a matrix of its first dimension by the others."""
 
     def __init__(self, spec: TensorSpec, rank: int) -> None:
         self._rows, self._columns = spec.shape[0], math.prod(spec.shape[1:])
@@ -231,12 +222,6 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     """For each matrix one with orthonormal rows, whose first rows span what the first rows of that one span.
 
     Where a matrix is not finite, its result is not finite.
-
-    Args:
-        factors: Of shape (r, n) with r <= n, float32.
-
-    Returns:
-        New ones.
     """
     if _one_by_one(factors[0].device) or max(factor.shape[0] for factor in factors) > _FEW:
         return [torch.linalg.qr(factor.t()).Q.t().contiguous() for factor in factors]

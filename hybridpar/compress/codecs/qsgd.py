@@ -69,22 +69,12 @@ class Qsgd(LargeTensorCodec):
         return quantised_coder(spec, self.quantiser(noise), self.meet, noise)
 
     def quantiser(self, noise: Noise) -> BucketQuantiser:
-        """How a stripe becomes bytes.
-
-        Args:
-            noise: What it draws from.
-        """
+        """How a stripe becomes bytes."""
         return EvenLevels(2 ** (self.bits - 1) - 1, self.bucket, noise)
 
 
 class BucketQuantiser(Quantiser):
-    """A stripe as [norm of each bucket][codes]. Each code stands for a level, a fraction of its bucket's norm.
-
-    Args:
-        steps: Levels above zero; the last one is 1.
-        bucket: Consecutive elements that share a norm.
-        noise: What is drawn to round.
-    """
+    """A stripe as [norm of each bucket][codes]. Each code stands for a level, a fraction of its bucket's norm."""
 
     def __init__(self, steps: int, bucket: int, noise: Noise) -> None:
         self._steps = steps
@@ -93,19 +83,11 @@ class BucketQuantiser(Quantiser):
 
     @abstractmethod
     def place(self, ratios: Tensor) -> None:
-        """Replace fractions by their places among the levels: k at level k, and linear from there to the next.
-
-        Args:
-            ratios: 1-D float32 from 0 to 1.
-        """
+        """Replace fractions by their places among the levels: k at level k, and linear from there to the next."""
 
     @abstractmethod
     def level(self, codes: Tensor) -> None:
-        """Replace codes by the levels that they stand for.
-
-        Args:
-            codes: 1-D float32, whole numbers from minus to plus `steps`.
-        """
+        """Replace codes by the levels that they stand for."""
 
     @property
     def unit(self) -> int:

@@ -83,10 +83,6 @@ class LevelQuantiser(Quantiser):
 
     Where a gradient was not finite the scale is infinite: then codes may be anything, and no value decodes to a finite
     one.
-
-    Args:
-        steps: Whole steps from zero to the scale.
-        noise: What is drawn to round.
     """
 
     def __init__(self, steps: int, noise: Noise) -> None:

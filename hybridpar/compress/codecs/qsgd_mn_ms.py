@@ -54,14 +54,7 @@ class QsgdMultiScale(LargeTensorCodec):
 
 
 def read_levels(text: str) -> tuple[int, ...]:
-    """Steps of the grids that a text such as `4/8` names by their bits, coarsest first.
-
-    Args:
-        text: Bits of each grid, joined by slashes.
-
-    Raises:
-        UsageError: The text names no grids, or in another order.
-    """
+    """Steps of the grids that a text such as `4/8` names by their bits, coarsest first."""
     try:
         bits = [int(part) for part in text.split("/")]
     except ValueError:
@@ -78,11 +71,6 @@ class GridsCoder(ScaledCoder):
     """Agrees on a scale, then on a grid for each element, then adds codes.
 
     It has no error feedback of its own; where it is given a residual to keep it leaves v - C(v) there.
-
-    Args:
-        spec: The parameter.
-        steps: Of each grid from zero to the scale, ascending.
-        rounding: How values are rounded, see `hybridpar.compress.noise`.
     """
 
     def __init__(self, spec: TensorSpec, steps: Sequence[int], rounding: str = "random") -> None:

@@ -52,12 +52,7 @@ class SignSgd(LargeTensorCodec):
 
 
 class MajorityCoder(Coder):
-    """Votes on signs, stripe by stripe. A message is [level][bits].
-
-    Args:
-        spec: The parameter.
-        plain: Whether every sign counts 1; else levels follow the gradient.
-    """
+    """Votes on signs, stripe by stripe. A message is [level][bits]."""
 
     def __init__(self, spec: TensorSpec, plain: bool) -> None:
         self._plain = plain

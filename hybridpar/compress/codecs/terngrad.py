@@ -63,12 +63,7 @@ class TernGrad(LargeTensorCodec):
 
 
 class TernaryCoder(ScaledCoder):
-    """Agrees on a scale, then adds codes at the owners of stripes.
-
-    Args:
-        spec: The parameter.
-        clip: Largest element in root mean squares of the layer; 0 does not clip.
-    """
+    """Agrees on a scale, then adds codes at the owners of stripes."""
 
     def __init__(self, spec: TensorSpec, clip: float) -> None:
         self._stripes = cut_stripes(spec.count, _UNIT, spec.workers)

@@ -60,12 +60,7 @@ class TopK(LargeTensorCodec):
 
 
 class LargestCoder(Coder):
-    """Sends the largest elements of v.
-
-    Args:
-        spec: The parameter.
-        picks: How many elements, and how they are sent.
-    """
+    """Sends the largest elements of v."""
 
     def __init__(self, spec: TensorSpec, picks: Picks) -> None:
         self._picks = picks
@@ -94,10 +89,6 @@ class LargestOfBucketCoder(LargestCoder):
     """Sends the elements of v that are largest among those of all coders that write with it.
 
     Those whose elements travel among zeros, as that takes no more bytes, choose for themselves.
-
-    Args:
-        spec: The parameter.
-        picks: How many elements, and how they are sent.
     """
 
     def __init__(self, spec: TensorSpec, picks: Picks) -> None:

@@ -103,12 +103,7 @@ class TwoBit(LargeTensorCodec):
 
 
 class TernaryQuantiser(Quantiser):
-    """A stripe as [level][codes].
-
-    Args:
-        rule: What is sent.
-        device: Where the parameter is.
-    """
+    """A stripe as [level][codes]."""
 
     def __init__(self, rule: Threshold, device: torch.device) -> None:
         self._rule = rule

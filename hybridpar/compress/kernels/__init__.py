@@ -48,11 +48,7 @@ _loading = threading.Lock()
 
 @functools.cache
 def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
-    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU.
-
-    Args:
-        device: A CPU or a CUDA device.
-    """
+    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
     if device is None:
         with _loading:  # what another thread is building is waited for, and not built again
             return CpuKernels.load()
@@ -66,13 +62,6 @@ def prepare(codec: Codec, device: torch.device | None = None) -> bool:
 
     The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
     GPU. After that a file is read.
-
-    Args:
-        codec: Any codec; most need nothing.
-        device: Where gradients will be; None for a CPU.
-
-    Returns:
-        Whether the codec has kernels there.
     """
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
@@ -84,9 +73,6 @@ def prepare_aside(codecs: Iterable[Codec]) -> None:
     """Begin to build what codecs need on a CPU, on what time of its cores is left over; no collective.
 
     Who calls `prepare` afterwards waits for the rest of it.
-
-    Args:
-        codecs: Those that may be used.
     """
     if any("cpu" in codec.core.kernels for codec in codecs):
         threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
@@ -101,19 +87,7 @@ def _load_aside() -> None:
 def onebit_encode(
     values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
 ) -> bool:
-    """Encode groups, and leave what is not sent.
-
-    Args:
-        values: One group per row.
-        residual: Gives v, and is left as v - C(v).
-        lower: Where the lower levels go, one per group.
-        upper: Where the upper levels go.
-        packed: Where the bits go.
-        scratch: Memory to borrow, where values do not lie side by side.
-
-    Returns:
-        Whether a kernel did it; else nothing was changed.
-    """
+    """Encode groups, and leave what is not sent."""
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, *(() if _is_short(residual) else _halves(residual)))
     if kernels is None or (_is_short(residual) and not isinstance(kernels, CpuKernels)):
@@ -134,19 +108,7 @@ def onebit_encode(
 
 
 def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
-    """Set out = C(v) / divisor, or add that to it.
-
-    Args:
-        lower: Lower levels, one per group.
-        upper: Upper levels.
-        packed: The bits.
-        out: One group per row.
-        divisor: At least 1.
-        add: Whether to add.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out = C(v) / divisor, or add that to it."""
     kernels = _kernels(out)
     if kernels is None:
         return False
@@ -170,20 +132,7 @@ def twobit_encode(
     codes: Tensor,
     scratch: Scratch,
 ) -> bool:
-    """Encode values, and leave what is not sent.
-
-    Args:
-        values: 1-D.
-        residual: Gives v, and is left as v - C(v).
-        rule: The threshold, or 0; then it is the lesser of the mean magnitude times the second number, and the largest
-            times the third.
-        level: Where the level goes, one element.
-        codes: Where the codes go, whole words of 32 bits.
-        scratch: Memory to borrow, where values do not lie side by side.
-
-    Returns:
-        Whether a kernel did it; else nothing was changed.
-    """
+    """Encode values, and leave what is not sent."""
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, *_halves(residual))
     if kernels is None:
@@ -207,18 +156,7 @@ def twobit_encode(
 
 
 def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
-    """Set out = C(v) / divisor, or add that to it.
-
-    Args:
-        level: One element.
-        codes: Whole words of 32 bits.
-        out: 1-D.
-        divisor: At least 1.
-        add: Whether to add.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out = C(v) / divisor, or add that to it."""
     kernels = _kernels(out)
     if kernels is None:
         return False
@@ -235,15 +173,7 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add:
 
 
 def largest(values: Tensor, out: Tensor) -> bool:
-    """Set out to the largest magnitude, infinite where a value is not finite.
-
-    Args:
-        values: 1-D float32.
-        out: One element.
-
-    Returns:
-        Whether a kernel did it; else nothing was changed.
-    """
+    """Set out to the largest magnitude, infinite where a value is not finite."""
     kernels = _kernels(values, out)
     if kernels is None:
         return False
@@ -260,20 +190,7 @@ def largest(values: Tensor, out: Tensor) -> bool:
 def qsgd_encode(
     values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor, scratch: Scratch
 ) -> bool:
-    """Round values to codes of a grid, and pack them as code + steps.
-
-    Args:
-        values: 1-D.
-        scale: One element, at least as large as any value.
-        noise: Drawn for this message.
-        steps: Of the grid, from zero to the scale.
-        fields: Where codes lie.
-        words: What to fill.
-        scratch: Memory to borrow, where values do not lie side by side.
-
-    Returns:
-        Whether a kernel did it; else nothing was changed.
-    """
+    """Round values to codes of a grid, and pack them as code + steps."""
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, scale)
     if kernels is None or fields.in_words is None:
@@ -305,21 +222,7 @@ def qsgd_encode(
 def qsgd_read(
     words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch, *, add: bool
 ) -> bool:
-    """Set out = (code - zero) / unit * scale, or add that to it.
-
-    Args:
-        words: Packed codes.
-        scale: One element.
-        fields: Where codes lie.
-        zero: Code of the value 0.
-        unit: Code of the scale, above `zero`.
-        out: 1-D.
-        scratch: Memory to borrow.
-        add: Whether to add.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out = (code - zero) / unit * scale, or add that to it."""
     kernels = _kernels(scale, out)
     if kernels is None or fields.in_words is None:
         return False
@@ -341,17 +244,7 @@ def qsgd_read(
 
 
 def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor) -> bool:
-    """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels.
-
-    Args:
-        values: The gradient as a matrix.
-        residual: Gives v, and is left as v. What it owes is subtracted on the way.
-        right: A factor, a few rows as long as those of the matrix.
-        out: As many rows, as long as the matrix has rows.
-
-    Returns:
-        Whether a kernel did it; else nothing was changed.
-    """
+    """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels."""
     if not isinstance(residual, KeptResidual):
         return False
     kept, owed = residual.unsettled()
@@ -370,16 +263,7 @@ def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor
 
 
 def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
-    """Set out = left v, of what `powersgd_left` has left.
-
-    Args:
-        residual: Holds v.
-        left: A factor, a few rows as long as the matrix has rows.
-        out: As many rows, as long as those of the matrix.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out = left v, of what `powersgd_left` has left."""
     if not isinstance(residual, KeptResidual):
         return False
     kernels = _factor_kernels(left, out, residual.pending)
@@ -393,31 +277,12 @@ def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
 
 
 def powersgd_product(left: Tensor, right: Tensor, out: Tensor, scale: float) -> bool:
-    """Set out = scale * left^T right.
-
-    Args:
-        left: A factor, a few rows as long as the matrix has rows.
-        right: The other one, as many rows as long as those of the matrix.
-        out: The matrix.
-        scale: Any number.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out = scale * left^T right."""
     return _by_factors("powersgd_product", left, right, out, _streams(out), scale)
 
 
 def powersgd_subtract(left: Tensor, right: Tensor, out: Tensor) -> bool:
-    """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts.
-
-    Args:
-        left: A factor, a few rows as long as the matrix has rows.
-        right: The other one, as many rows as long as those of the matrix.
-        out: The matrix.
-
-    Returns:
-        Whether it was done.
-    """
+    """Set out -= left^T right, rounded as `powersgd_left` rounds what it subtracts."""
     return _by_factors("powersgd_subtract", left, right, out)
 
 

@@ -17,11 +17,7 @@ _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
 
 
 class CpuKernels:
-    """The kernels of this CPU.
-
-    Args:
-        functions: By name.
-    """
+    """The kernels of this CPU."""
 
     #: Values that a tensor may have.
     most_values = (1 << 63) - 1
@@ -36,14 +32,7 @@ class CpuKernels:
         return cls(functions) if functions else None
 
     def encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
-        """Call the one of several encoders that keeps what the residual does.
-
-        Args:
-            name: Of that which keeps nothing.
-            values: Gradient, in float32.
-            residual: What is kept and what will be.
-            arguments: What follows the addresses of these.
-        """
+        """Call the one of several encoders that keeps what the residual does."""
         if isinstance(residual, KeptResidual):
             kept, pending = residual.halves()
             way = "keep" if kept.dtype == torch.float32 else "short"

@@ -65,11 +65,7 @@ class Launch(Protocol):
 
 
 class CudaKernels:
-    """The kernels of one CUDA device.
-
-    Args:
-        functions: By name, those of `PARAMETERS`.
-    """
+    """The kernels of one CUDA device."""
 
     #: Values that a tensor may have.
     most_values = (1 << 31) - 1
@@ -79,60 +75,33 @@ class CudaKernels:
 
     @classmethod
     def load(cls, device: torch.device) -> CudaKernels | None:
-        """Built if need be; None where there are none.
-
-        Args:
-            device: A CUDA device.
-        """
+        """Built if need be; None where there are none."""
         functions = load_cuda_kernels("codec", SOURCE, PARAMETERS, device)
         return cls(functions) if functions else None
 
     def launch(self, kernel: str, blocks: int, *arguments: int | float | bytes) -> None:
-        """Launch a kernel on the current stream; of no blocks there is nothing to launch.
-
-        Args:
-            kernel: Its name.
-            blocks: Blocks of `THREADS` threads.
-            arguments: What `PARAMETERS` says.
-        """
+        """Launch a kernel on the current stream; of no blocks there is nothing to launch."""
         if blocks:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
 
 
 def halves(residual: Residual) -> tuple[int, int, float]:
-    """Addresses of what is kept and of what will be, and the factor of the former.
-
-    Args:
-        residual: Of a parameter.
-    """
+    """Addresses of what is kept and of what will be, and the factor of the former."""
     if isinstance(residual, KeptResidual):
         return residual.kept.data_ptr(), residual.pending.data_ptr(), residual.factor
     return 0, 0, 1.0
 
 
 def blocks_of(count: int, most: int | None = None) -> int:
-    """Blocks of threads that take four values at a time.
-
-    Args:
-        count: Values.
-        most: Blocks at most.
-    """
+    """Blocks of threads that take four values at a time."""
     return min(-(-count // (4 * THREADS)), MOST_BLOCKS if most is None else most)
 
 
 def word_blocks(words: int) -> int:
-    """Blocks of threads that take a word each.
-
-    Args:
-        words: How many there are.
-    """
+    """Blocks of threads that take a word each."""
     return min(-(-words // THREADS), MOST_BLOCKS)
 
 
 def memory_of(fields: Fields) -> str:
-    """What kernels for such words are called.
-
-    Args:
-        fields: How codes lie.
-    """
+    """What kernels for such words are called."""
     return str(8 * fields.word.itemsize) if fields.in_words is fields else "planes"

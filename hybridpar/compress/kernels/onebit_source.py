@@ -17,11 +17,7 @@ DECODE = ("lower", "upper", "bits", "out", "groups", "length", "stream")
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name.
-
-    Args:
-        w: What the functions are written with.
-    """
+    """The functions of this file by name."""
     return {
         "onebit_encode": w.function("onebit_encode", ENCODE, (), _encode(w, keeps=False)),
         "onebit_encode_keep": w.function("onebit_encode_keep", ENCODE, ("factor",), _encode(w, keeps=True)),

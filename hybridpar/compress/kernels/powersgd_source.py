@@ -27,11 +27,7 @@ ROWS = 4
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name.
-
-    Args:
-        w: What the functions are written with.
-    """
+    """The functions of this file by name."""
     functions: dict[str, Any] = {}
     for rank in RANKS:
         functions |= {

@@ -23,11 +23,7 @@ _WORDS = {"uint8": 8, "int32": 32, "int64": 64}
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name.
-
-    Args:
-        w: What the functions are written with.
-    """
+    """The functions of this file by name."""
     functions = {"qsgd_scale": w.function("qsgd_scale", ("values", "out", "count"), (), _scale(w))}
     for name, collect in (("qsgd_spread", False), ("qsgd_collect", True)):
         functions[name] = w.function(name, ("source", "target", "total", "width"), (), _turn(w, collect))

@@ -21,11 +21,7 @@ BLOCK = 1024
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """The functions of this file by name.
-
-    Args:
-        w: What the functions are written with.
-    """
+    """The functions of this file by name."""
     return {
         "twobit_encode": w.function("twobit_encode", ENCODE, RULE, _encode(w, keeps=False)),
         "twobit_encode_keep": w.function("twobit_encode_keep", ENCODE, (*RULE, "factor"), _encode(w, keeps=True)),

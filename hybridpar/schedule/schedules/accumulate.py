@@ -9,14 +9,7 @@ from hybridpar.schedule.schedules.base import ScheduleRequest, backwards, forwar
 
 @register_schedule("accumulate", "gradient accumulation: one stage, each micro-batch forward and at once backward")
 def accumulate(request: ScheduleRequest) -> Schedule:
-    """Forward and backward of one micro-batch after the other; one is in flight.
-
-    Args:
-        request: The layout, the number of micro-batches, and what was measured.
-
-    Raises:
-        ScheduleError: There are several stages or lanes.
-    """
+    """Forward and backward of one micro-batch after the other; one is in flight."""
     layout = request.layout
     if layout.stages != 1 or layout.lanes != 1:
         raise ScheduleError(

@@ -20,12 +20,6 @@ def gpipe(request: ScheduleRequest) -> Schedule:
 
     Huang et al., GPipe, NeurIPS 2019. The paper runs the backward passes in reverse; here they run in ascending order,
     so that gradients add up as in one process. With equal stages the time is the same.
-
-    Args:
-        request: The layout, the number of micro-batches, and what was measured.
-
-    Raises:
-        ScheduleError: A lane has no stage or several.
     """
     count, stages = request.micro_batches, one_stage_per_lane("gpipe", request.layout, "looped_bfs")
     rows = tuple((*forwards(stage, count), *backwards(stage, count)) for stage in stages)

@@ -30,9 +30,6 @@ def greedy(request: ScheduleRequest) -> Schedule:
     """The fastest of all fixed schedules that fit, and of the orders that list scheduling builds by several rules.
 
     Of equally fast ones the one that holds least is taken.
-
-    Args:
-        request: The layout, the number of micro-batches, and what was measured.
     """
     best, least = None, (math.inf, math.inf)
     seen: set[tuple[tuple[Action, ...], ...]] = set()

@@ -20,12 +20,6 @@ def interleaved(request: ScheduleRequest) -> Schedule:
     lane; lane p does (v - 1) * round + 2 * (P - 1 - p) forward passes before its first backward pass. The paper wants M
     to be a multiple of P and makes rounds of P. Here any M works: there are max(1, M // P) rounds, and their sizes
     differ by one at most. A round smaller than P could lock the lanes, so only a single one may be.
-
-    Args:
-        request: The layout, the number of micro-batches, and what was measured.
-
-    Raises:
-        ScheduleError: The stages are not dealt out round and round.
     """
     layout, count = request.layout, request.micro_batches
     require_loop("interleaved", layout)
@@ -44,15 +38,7 @@ def interleaved(request: ScheduleRequest) -> Schedule:
 
 
 def require_loop(name: str, layout: Layout) -> None:
-    """Refuse layouts that do not deal stages out to lanes round and round.
-
-    Args:
-        name: The schedule that is asked for.
-        layout: Where stages run.
-
-    Raises:
-        ScheduleError: Some stage is on another lane than its number modulo the lanes, or the lanes' numbers differ.
-    """
+    """Refuse layouts that do not deal stages out to lanes round and round."""
     wanted = tuple(stage % layout.lanes for stage in range(layout.stages))
     if layout.lane_of != wanted or layout.stages % layout.lanes:
         raise ScheduleError(

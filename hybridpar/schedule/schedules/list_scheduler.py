@@ -22,12 +22,7 @@ Rule = Callable[["ListScheduler", Action], tuple[Any, ...]]
 
 
 class ListScheduler:
-    """Builds one schedule for a request.
-
-    Args:
-        request: The layout, the times and the link.
-        rule: Which of the actions that could start now a lane takes.
-    """
+    """Builds one schedule for a request."""
 
     def __init__(self, request: ScheduleRequest, rule: Rule) -> None:
         layout = self._layout = request.layout
@@ -55,11 +50,7 @@ class ListScheduler:
         self.path_ms = self._longest_paths()
 
     def run(self, name: str) -> Schedule:
-        """The schedule.
-
-        Args:
-            name: How to call it.
-        """
+        """The schedule."""
         rows: list[list[Action]] = [[] for _ in self._stages_of]
         while True:
             for lane, row in enumerate(rows):
@@ -78,11 +69,7 @@ class ListScheduler:
                     self._arrived[action] += 1
 
     def feeds_idle_lane(self, action: Action) -> bool:
-        """Whether a lane that has nothing to do waits for a forward pass.
-
-        Args:
-            action: One that could start now.
-        """
+        """Whether a lane that has nothing to do waits for a forward pass."""
         if action.kind is not Kind.FORWARD:
             return False
         lanes = {self._layout.lane_of[edge.target] for edge in self._out_of[action.stage]}

@@ -25,12 +25,6 @@ def one_forward_one_backward(request: ScheduleRequest) -> Schedule:
     So min(M, S-s) micro-batches are in flight on it. Narayanan et al., PipeDream, SOSP 2019; in the form with a flush
     at the end of each step of Narayanan et al., SC 2021 (arXiv:2104.04473), section 2.2. Any number of micro-batches
     works; with fewer than stages the pipeline never fills.
-
-    Args:
-        request: The layout, the number of micro-batches, and what was measured.
-
-    Raises:
-        ScheduleError: A lane has no stage or several.
     """
     count, stages = request.micro_batches, one_stage_per_lane("1f1b", request.layout, "interleaved")
     rows = tuple(in_turns(forwards(stage, count), backwards(stage, count), len(stages) - 1 - stage) for stage in stages)
@@ -38,12 +32,6 @@ def one_forward_one_backward(request: ScheduleRequest) -> Schedule:
 
 
 def in_turns(first: list[Action], second: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Two lists of equal length merged one by one, the first `ahead` actions ahead of the second.
-
-    Args:
-        first: Actions that come first of each pair.
-        second: As many others.
-        ahead: How many of `first` come before the first of `second`.
-    """
+    """Two lists of equal length merged one by one, the first `ahead` actions ahead of the second."""
     pairs = zip(first[ahead:], second, strict=False)
     return (*first[:ahead], *chain.from_iterable(pairs), *second[max(0, len(first) - ahead) :])

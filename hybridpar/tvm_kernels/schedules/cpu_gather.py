@@ -34,17 +34,7 @@ WRITTEN_OUT = True
 
 
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
-    """The functions of one kernel: `prepare` turns the weights, `rows` computes strips.
-
-    Args:
-        w: Writes them.
-        shape: As `ConvShape.text`.
-        direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll, stream and perhaps sweep.
-
-    Returns:
-        Functions of TIR by name.
-    """
+    """The functions of one kernel: `prepare` turns the weights, `rows` computes strips."""
     kernel = Gather(w, ConvShape.parse(shape), Direction(direction), parameters)
     return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
 
@@ -57,14 +47,7 @@ def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) 
 
 
 class Gather(ConvWriter):
-    """Writes one kernel.
-
-    Args:
-        w: Writes statements.
-        shape: The convolution.
-        direction: Forward or input gradient.
-        parameters: As `hybridpar.tvm_kernels.space` describes them.
-    """
+    """Writes one kernel."""
 
     def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
         super().__init__(w, shape, direction, parameters["lanes"])
@@ -78,15 +61,7 @@ class Gather(ConvWriter):
         self.inner = interior(self.vertical, self.tile_rows) if parameters["unroll"] else None
 
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory.
-
-        Args:
-            second: Address of the weights.
-            third: Address of the bias, or 0.
-            scratch: Address of the scratch memory.
-            begin: First block of `PREPARED` channels.
-            end: Block behind the last one.
-        """
+        """Write the transpose of the weights, from (C, K) to (K, C), and the bias behind it into scratch memory."""
         w, t, channels = self.w, self.t, self.shape.channels
         weights, turned, bias = self._views(second, scratch, third)
         with t.serial(begin, end) as block:
@@ -103,15 +78,7 @@ class Gather(ConvWriter):
                     )
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Compute strips of output rows.
-
-        Args:
-            first: Address of the image, or of the output's gradient.
-            out: Address of the result.
-            scratch: Address of what `prepare` wrote.
-            begin: First strip, counted over all images.
-            end: Strip behind the last one.
-        """
+        """Compute strips of output rows."""
         w, t = self.w, self.t
         if not self.stream:
             self._strips(first, out, scratch, begin, end)
@@ -304,12 +271,6 @@ def past_the_caches(lanes: int) -> str:
     """Functions in LLVM IR: a store of whole cache lines past the caches, and a fence to call after the last of them.
 
     The memory must be aligned to cache lines, as torch allocates it.
-
-    Args:
-        lanes: Values of a vector.
-
-    Returns:
-        LLVM IR that defines `hp_past{lanes}` and `hp_past_fence`.
     """
     values = f"<{lanes} x float>"
     return f"""

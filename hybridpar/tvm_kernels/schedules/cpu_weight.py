@@ -26,17 +26,7 @@ WRITTEN_OUT = True
 
 
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
-    """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up.
-
-    Args:
-        w: Writes them.
-        shape: As `ConvShape.text`.
-        direction: The weight gradient.
-        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts, groups and perhaps sweep.
-
-    Returns:
-        Functions of TIR by name.
-    """
+    """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up."""
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
     kernel = Weight(w, ConvShape.parse(shape), parameters)
     return functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
@@ -51,13 +41,7 @@ def work(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) 
 
 
 class Weight(ConvWriter):
-    """Writes one kernel.
-
-    Args:
-        w: Writes statements.
-        shape: The convolution.
-        parameters: As `hybridpar.tvm_kernels.space` describes them.
-    """
+    """Writes one kernel."""
 
     def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
         super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters["lanes"])
@@ -72,15 +56,7 @@ class Weight(ConvWriter):
         self.pitch = self.blocks * self.lanes
 
     def rows(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Write the sums of parts into scratch memory.
-
-        Args:
-            first: Address of the image.
-            second: Address of the output's gradient.
-            scratch: Address of the scratch memory.
-            begin: First group of channels, counted within parts.
-            end: Group behind the last one.
-        """
+        """Write the sums of parts into scratch memory."""
         w, t = self.w, self.t
         self.input, self.gradient, self.sums = self._views(first, second, scratch)
         strips = -(-self.vertical.out // self.strip)
@@ -107,14 +83,7 @@ class Weight(ConvWriter):
                     self._strip(image, top, bottom, block, own)
 
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
-        """Add the sums of all parts.
-
-        Args:
-            out: Address of the weights' gradient.
-            scratch: Address of the sums.
-            begin: First block of lanes.
-            end: Block behind the last one.
-        """
+        """Add the sums of all parts."""
         w, t, lanes = self.w, self.t, self.lanes
         sums, result = self._views(scratch, out)
         total = w.local(lanes, "float32")

@@ -23,19 +23,7 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 def define(
     w: CudaWriter, shape: str, direction: str, layout: str, dtype: str, parameters: dict[str, int]
 ) -> dict[str, Any]:
-    """The kernel `rows`.
-
-    Args:
-        w: Writes it.
-        shape: As `ConvShape.text`.
-        direction: Forward or input gradient.
-        layout: Of the images.
-        dtype: Of all tensors.
-        parameters: As `Tile` has them.
-
-    Returns:
-        The kernel of TIR by name.
-    """
+    """The kernel `rows`."""
     tile = Tile(ConvShape.parse(shape), Direction(direction), Layout(layout), dtype, parameters)
     stored = STORED[dtype]
     pointers = dict.fromkeys(("first", "second", "third", "out"), stored)

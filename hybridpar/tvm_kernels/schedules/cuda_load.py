@@ -19,13 +19,7 @@ BATCH = 8
 
 
 class Places:
-    """The place of a thread in its block's tile: its unit of `vector` channels, its column and its row.
-
-    Args:
-        w: Writes statements.
-        tile: The block's tile.
-        thread: Number of the thread.
-    """
+    """The place of a thread in its block's tile: its unit of `vector` channels, its column and its row."""
 
     def __init__(self, w: CudaWriter, tile: Tile, thread: Any) -> None:
         own, t = tile.parameters, w.t
@@ -41,12 +35,7 @@ class Places:
 
 
 class TileWriter:
-    """Base class of the schedules for GPUs: what a thread reads of its tile in shared memory.
-
-    Args:
-        w: Writes statements.
-        tile: The block's tile.
-    """
+    """Base class of the schedules for GPUs: what a thread reads of its tile in shared memory."""
 
     shared: Any
 
@@ -78,16 +67,7 @@ class TileWriter:
 
 
 def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, origin: tuple[Any, Any, Any, Any]) -> None:
-    """Load an image's tile into shared memory.
-
-    Args:
-        w: Writes statements.
-        tile: The block's tile.
-        image: Memory of the images.
-        into: Shared memory, `tile.input_elements`.
-        thread: Number of the thread.
-        origin: Image, first unit of channels, row and column, the last two negative in the padding.
-    """
+    """Load an image's tile into shared memory."""
     t = w.t
     down, across = tile.vertical, tile.horizontal
     number, first_unit, top, left = origin
@@ -137,19 +117,7 @@ def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, ori
 
 
 def image_unit(tile: Tile, number: Any, unit: Any, row: Any, column: Any, size: tuple[int, int]) -> Any:
-    """The number of a unit of `vector` elements in the images, in the order of memory.
-
-    Args:
-        tile: The block's tile.
-        number: Of the image.
-        unit: Of channels.
-        row: In the image.
-        column: In the image.
-        size: Rows and columns of an image.
-
-    Returns:
-        The number, an expression of TIR.
-    """
+    """The number of a unit of `vector` elements in the images, in the order of memory."""
     if tile.last:
         units = tile.shape.channels // tile.vector
         return ((number * size[0] + row) * size[1] + column) * units + unit
@@ -157,17 +125,7 @@ def image_unit(tile: Tile, number: Any, unit: Any, row: Any, column: Any, size: 
 
 
 def shared_unit(tile: Tile, unit: Any, row: Any, spot: Any) -> Any:
-    """The number of a unit of `vector` elements in the tile in shared memory.
-
-    Args:
-        tile: The block's tile.
-        unit: Of channels, in the tile.
-        row: In the tile.
-        spot: Place in the row; columns of one phase lie side by side.
-
-    Returns:
-        The number, an expression of TIR, or an int where all arguments are.
-    """
+    """The number of a unit of `vector` elements in the tile in shared memory."""
     if tile.last:
         return (row * tile.pitch + spot) * tile.parameters["threads_c"] + unit
     return (unit * tile.vertical.reach + row) * tile.pitch + spot

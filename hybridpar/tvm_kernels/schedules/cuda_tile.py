@@ -107,14 +107,7 @@ class Side:
         return self.along.shift(self.register) // self.phases
 
     def place(self, offset: int) -> int:
-        """Where an element lies, from where the thread's first one does.
-
-        Args:
-            offset: Input elements from the first one of the thread.
-
-        Returns:
-            Places in shared memory from that of the first one.
-        """
+        """Where an element lies, from where the thread's first one does."""
         return offset % self.phases * self.per_phase + offset // self.phases
 
 

@@ -27,19 +27,7 @@ MERGE_THREADS, MERGE_PARTS = 32, 8
 def define(
     w: CudaWriter, shape: str, direction: str, layout: str, dtype: str, parameters: dict[str, int]
 ) -> dict[str, Any]:
-    """The kernels `rows` and `merge`.
-
-    Args:
-        w: Writes them.
-        shape: As `ConvShape.text`.
-        direction: The weight gradient.
-        layout: Of the images.
-        dtype: Of all tensors.
-        parameters: As `Tile` has them.
-
-    Returns:
-        Kernels of TIR by name.
-    """
+    """The kernels `rows` and `merge`."""
     tile = Tile(ConvShape.parse(shape), Direction(direction), Layout(layout), dtype, parameters)
     writes = _Weight(w, tile)
     stored = STORED[dtype]

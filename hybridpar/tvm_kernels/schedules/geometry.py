@@ -60,14 +60,7 @@ class Axis:
     transposed: bool
 
     def unbounded(self, out: int) -> Taps:
-        """The taps of an output element, those that meet the padding included.
-
-        Args:
-            out: Index of the output element.
-
-        Returns:
-            Pairs of tap and input element; elements below 0 or from `size` on lie in the padding.
-        """
+        """The taps of an output element, those that meet the padding included."""
         if not self.transposed:
             first = out * self.stride - self.padding
             return tuple((tap, first + tap * self.dilation) for tap in range(self.taps))
@@ -75,14 +68,7 @@ class Axis:
         return tuple((tap, place // self.stride) for tap, place in places if place % self.stride == 0)
 
     def bounded(self, out: int) -> Taps:
-        """The taps of an output element that meet the input.
-
-        Args:
-            out: Index of the output element.
-
-        Returns:
-            Pairs of tap and input element.
-        """
+        """The taps of an output element that meet the input."""
         return tuple((tap, place) for tap, place in self.unbounded(out) if 0 <= place < self.size)
 
     @property
@@ -91,15 +77,7 @@ class Axis:
         return self.stride if self.transposed else 1
 
     def end(self, out: Any, t: Any) -> Any:
-        """The input element behind the last one that the output elements before `out` use.
-
-        Args:
-            out: Index of an output element, as an expression of TIR.
-            t: TIR's statements.
-
-        Returns:
-            An expression, from 0 to `size`.
-        """
+        """The input element behind the last one that the output elements before `out` use."""
         if self.transposed:
             last = t.floordiv(out - 1 + self.padding, t.int64(self.stride))
         else:
@@ -107,14 +85,7 @@ class Axis:
         return t.max(t.min(last + 1, t.int64(self.size)), t.int64(0))
 
     def shift(self, tile: int) -> int:
-        """Input elements from the start of one tile to the start of the next.
-
-        Args:
-            tile: Output elements of a tile.
-
-        Returns:
-            Number of elements.
-        """
+        """Input elements from the start of one tile to the start of the next."""
         return tile // self.stride if self.transposed else tile * self.stride
 
 
@@ -139,16 +110,7 @@ class Span:
 
 
 def axis(shape: ConvShape, direction: Direction, which: int) -> Axis:
-    """The rows or columns of a convolution; those of the weight gradient are those of the forward pass.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        which: 0 for rows, 1 for columns.
-
-    Returns:
-        The axis.
-    """
+    """The rows or columns of a convolution; those of the weight gradient are those of the forward pass."""
     image = (shape.height, shape.width)[which]
     result = (shape.out_height, shape.out_width)[which]
     transposed = direction is Direction.INPUT_GRADIENT
@@ -159,15 +121,7 @@ def axis(shape: ConvShape, direction: Direction, which: int) -> Axis:
 
 @functools.lru_cache(1024)
 def spans(along: Axis, tile: int) -> tuple[Span, ...]:
-    """Divide an axis into tiles, the last one narrower where it must be; whole runs without a border are one span.
-
-    Args:
-        along: The axis.
-        tile: Elements of a tile, a multiple of `along.whole`.
-
-    Returns:
-        Spans in order.
-    """
+    """Divide an axis into tiles, the last one narrower where it must be; whole runs without a border are one span."""
     found: list[Span] = []
     previous = False
     for start in range(0, along.out, tile):
@@ -184,15 +138,7 @@ def spans(along: Axis, tile: int) -> tuple[Span, ...]:
 
 @functools.lru_cache(1024)
 def interior(along: Axis, tile: int) -> Span | None:
-    """The longest run of whole tiles that do not touch the padding.
-
-    Args:
-        along: The axis.
-        tile: Elements of a tile, a multiple of `along.whole`.
-
-    Returns:
-        The run; None where every tile touches the padding.
-    """
+    """The longest run of whole tiles that do not touch the padding."""
     inner = [
         one
         for one in spans(along, tile)
@@ -203,14 +149,7 @@ def interior(along: Axis, tile: int) -> Span | None:
 
 @functools.lru_cache(4096)
 def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-    """Groups taps by the input element that they read.
-
-    Args:
-        taps: Taps of each output element.
-
-    Returns:
-        Input elements in order, each with the pairs of output element and tap that use it.
-    """
+    """Groups taps by the input element that they read."""
     uses: dict[int, list[tuple[int, int]]] = {}
     for out, own in enumerate(taps):
         for tap, place in own:
@@ -219,46 +158,18 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
 
 
 def functions_of(w: Writer, bodies: dict[str, Callable[..., None]]) -> dict[str, Any]:
-    """The functions of a kernel for CPUs, as `define` of a schedule returns them.
-
-    Args:
-        w: Writes them.
-        bodies: Write the statements of each; called with `ARGUMENTS` by name.
-
-    Returns:
-        Functions of TIR by name.
-    """
+    """The functions of a kernel for CPUs, as `define` of a schedule returns them."""
     return {name: w.function(name, ARGUMENTS, (), body, helpers=False) for name, body in bodies.items()}
 
 
 def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
-    """One share of a range that starts at 0 and is divided as evenly as possible.
-
-    Args:
-        w: Writes the bounds.
-        number: Which share.
-        total: End of the range.
-        parts: Number of shares.
-
-    Returns:
-        Begin and end of the share.
-    """
+    """One share of a range that starts at 0 and is divided as evenly as possible."""
     low, high = (w.keep(w.t.floordiv((number + one) * total, w.t.int64(parts))) for one in (0, 1))
     return low, high
 
 
 def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tuple[Any, int]]:
-    """Divides a range into pieces: whole ones in a loop around what the caller writes next, then a shorter one.
-
-    Args:
-        w: Writes the loop.
-        size: End of the range, which starts at 0.
-        step: Size of a whole piece.
-        loop: Write the loop also where there is one whole piece.
-
-    Yields:
-        Begin and size of a piece.
-    """
+    """Divides a range into pieces: whole ones in a loop around what the caller writes next, then a shorter one."""
     whole, rest = divmod(size, step)
     if whole == 1 and not loop:
         yield w.t.int64(0), step
@@ -270,14 +181,7 @@ def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tupl
 
 
 class ConvWriter:
-    """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values.
-
-    Args:
-        w: Writes statements.
-        shape: The convolution.
-        direction: Which of its three directions.
-        lanes: Values of a vector.
-    """
+    """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values."""
 
     def __init__(self, w: Writer, shape: ConvShape, direction: Direction, lanes: int) -> None:
         self.w, self.t = w, w.t

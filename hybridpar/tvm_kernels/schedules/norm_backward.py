@@ -18,14 +18,7 @@ BACKWARD = ("x", "grad_y", "table", "grad_x", "grad_weight", "grad_bias", "scrat
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """One function for each activation.
-
-    Args:
-        w: Writes them.
-
-    Returns:
-        Functions of TIR by name.
-    """
+    """One function for each activation."""
     names = {activation: f"norm_backward_{activation}" for activation in norm_rows.ACTIVATIONS}
     return {name: w.function(name, BACKWARD, (), _backward(w, one)) for one, name in names.items()}
 

@@ -15,14 +15,7 @@ FORWARD = ("x", "weight", "bias", "running_mean", "running_var", "y", "table", "
 
 
 def define(w: Writer) -> dict[str, Any]:
-    """One function for each activation.
-
-    Args:
-        w: Writes them.
-
-    Returns:
-        Functions of TIR by name.
-    """
+    """One function for each activation."""
     names = {activation: f"norm_forward_{activation}" for activation in norm_rows.ACTIVATIONS}
     return {name: w.function(name, FORWARD, ("eps", "momentum"), _forward(w, one)) for one, name in names.items()}
 

@@ -59,26 +59,12 @@ Put = Callable[[Any, Any], None]
 
 
 def define(_writer: Writer) -> dict[str, Any]:
-    """Defines no function: this file is one of the sources so that kernels are built anew when it changes.
-
-    Args:
-        _writer: Not used.
-
-    Returns:
-        An empty dictionary.
-    """
+    """Defines no function: this file is one of the sources so that kernels are built anew when it changes."""
     return {}
 
 
 class Extent:
-    """How the rows of a call are grouped, and where in scratch memory their sums are.
-
-    Args:
-        w: Writes statements.
-        scratch: Address of the scratch memory.
-        table: Address of the table of statistics.
-        numbers: The arguments named in `EXTENT`, by name.
-    """
+    """How the rows of a call are grouped, and where in scratch memory their sums are."""
 
     def __init__(self, w: Writer, scratch: Any, table: Any, numbers: dict[str, Any]) -> None:
         self.w, self.t, self.table = w, w.t, w.view(table, "float32")
@@ -96,25 +82,11 @@ class Extent:
         self.joined = w.keep(self.segments * SEGMENT * self.width)
 
     def phase(self, bit: int) -> Any:
-        """Whether a bit of the call's `phases` is set.
-
-        Args:
-            bit: `REDUCE`, `JOIN`, `APPLY`, `FIXED` or `TRACK`.
-
-        Returns:
-            A condition.
-        """
+        """Whether a bit of the call's `phases` is set."""
         return (self.phases & bit) != 0
 
     def sums(self, segment: Any) -> Any:
-        """Index of the two rows of sums of a segment among the doubles of scratch memory.
-
-        Args:
-            segment: Number of the segment.
-
-        Returns:
-            The index.
-        """
+        """Index of the two rows of sums of a segment among the doubles of scratch memory."""
         return segment * SEGMENT * self.width
 
     def work(self) -> Any:
@@ -122,35 +94,17 @@ class Extent:
         return self.w.keep((self.begin * SEGMENT + 2) * self.width * 2)
 
     def bounds(self, segment: Any) -> tuple[Any, Any]:
-        """The wide rows of a segment.
-
-        Args:
-            segment: Number of the segment.
-
-        Returns:
-            The first row, and the one behind the last.
-        """
+        """The wide rows of a segment."""
         first = self.w.keep(segment * self.length)
         return first, self.w.keep(self.t.min(first + self.length, self.wide))
 
     def columns(self, body: Callable[[Any], None]) -> None:
-        """Write a loop over the vectors of a wide row.
-
-        Args:
-            body: Writes the statements for the vector at a column.
-        """
+        """Write a loop over the vectors of a wide row."""
         with self.t.serial(0, self.width // LANES) as block:
             body(self.w.keep(block * LANES))
 
     def walk(self, start: Any, stop: Any, count: int, body: Callable[[Any, Sequence[Any]], None]) -> None:
-        """Write loops over the vectors of some wide rows, several rows at a time.
-
-        Args:
-            start: First row.
-            stop: Row behind the last one.
-            count: Rows at a time.
-            body: Writes the statements for a column and the places of its vectors.
-        """
+        """Write loops over the vectors of some wide rows, several rows at a time."""
         t, w = self.t, self.w
         groups = w.keep((stop - start) // count)
         with t.serial(0, groups) as group:
@@ -162,26 +116,14 @@ class Extent:
                 self.columns(lambda column: body(column, [row + column]))
 
     def fetch(self, memory: Any, column: Any, places: Sequence[Any]) -> None:
-        """Fetch a part of what a walk reads after its rows of now, in the order in which it lies in memory.
-
-        Args:
-            memory: What is read.
-            column: Of the vectors that are read now.
-            places: Of these vectors.
-        """
+        """Fetch a part of what a walk reads after its rows of now, in the order in which it lies in memory."""
         count = len(places)
         first = self.w.keep(places[0] + count * self.width + (count - 1) * column)
         for step in range(count):
             self.w.prefetch(memory, first + LANES * step)
 
     def chunks(self, first: Any, last: Any, body: Callable[[Any, Any], None]) -> None:
-        """Write a loop over the chunks of some wide rows.
-
-        Args:
-            first: First row.
-            last: Row behind the last one.
-            body: Writes the statements for the rows from one to before another.
-        """
+        """Write a loop over the chunks of some wide rows."""
         t, w = self.t, self.w
         count = w.keep((last - first + CHUNK - 1) // CHUNK)
         with t.serial(0, count) as step:
@@ -189,20 +131,12 @@ class Extent:
             body(start, w.keep(t.min(start + CHUNK, last)))
 
     def backwards(self, body: Callable[[Any], None]) -> None:
-        """Write a loop over the segments of this call, the last one first.
-
-        Args:
-            body: Writes the statements for the number of a segment.
-        """
+        """Write a loop over the segments of this call, the last one first."""
         with self.t.serial(0, self.end - self.begin) as step:
             body(self.w.keep(self.end - 1 - step))
 
     def over_segments(self, value: Callable[[Any, Any, Any], Any]) -> None:
-        """Set the joined row to a sum over segments.
-
-        Args:
-            value: What a segment adds, given the place of its sums, its number of rows and the column.
-        """
+        """Set the joined row to a sum over segments."""
         t, w = self.t, self.w
         total, first = w.local(LANES, "float64"), w.at(t.int64(0))
 
@@ -217,13 +151,7 @@ class Extent:
         self.columns(column)
 
     def per_channel(self, total: Any, channel: Any, left: Callable[[Any], Any]) -> None:
-        """Sum a channel over its columns of the joined row and over the rows left over.
-
-        Args:
-            total: Gets the sum in its first element.
-            channel: The channel.
-            left: What the value at a place of a row left over adds.
-        """
+        """Sum a channel over its columns of the joined row and over the rows left over."""
         t, w = self.t, self.w
         zero = t.int64(0)
         w.store(total, zero, t.float64(0))
@@ -233,12 +161,8 @@ class Extent:
             w.store(total, zero, total[zero] + left((self.tail + row) * self.channels + channel))
 
     def apply(self, result: Any, put: Put, make: Callable[[Any, Sequence[Any], Put, bool], None]) -> None:
-        """Write the result of the segments of this call, and of the rows left over if the last segment is among them.
-
-        Args:
-            result: Memory of the result.
-            put: Stores a vector.
-            make: Writes the values at some places: column, places, how to store, and whether they are whole vectors.
+        """Write the result of the segments of this call, and of the rows left over if the last segment
+        is among them.
         """
         t, w = self.t, self.w
         first, last = w.keep(self.begin * self.length), w.keep(t.min(self.end * self.length, self.wide))
@@ -252,28 +176,13 @@ class Extent:
         w.when(self.end == self.segments, left)
 
     def terms(self, column: Any, wide: bool) -> list[Any]:
-        """Mean, scale and shift, from the table.
-
-        Args:
-            column: Of a wide row.
-            wide: Whether to take a vector of columns that begins there.
-
-        Returns:
-            Mean, scale and shift.
-        """
+        """Mean, scale and shift, from the table."""
         places = [self.width * number + column for number in (MEAN, SCALE, SHIFT)]
         return [self.w.keep(self.table[self.w.at(place) if wide else place]) for place in places]
 
 
 def added(values: Iterable[Any]) -> Any:
-    """The sum of some values, by a tree: the sum so far, which memory holds, then waits for one addition only.
-
-    Args:
-        values: As many as a power of two.
-
-    Returns:
-        The sum.
-    """
+    """The sum of some values, by a tree: the sum so far, which memory holds, then waits for one addition only."""
     left = list(values)
     while len(left) > 1:
         left = [one + other for one, other in zip(left[::2], left[1::2], strict=True)]
@@ -281,14 +190,7 @@ def added(values: Iterable[Any]) -> Any:
 
 
 def write_out(w: Writer, memory: Any, stream: Any, write: Callable[[Put], None]) -> None:
-    """Write statements twice: with stores to the caches, and with stores past them.
-
-    Args:
-        w: Writes statements.
-        memory: What is stored to.
-        stream: Argument of the function: 1 for past the caches.
-        write: Writes the statements, given how to store a vector.
-    """
+    """Write statements twice: with stores to the caches, and with stores past them."""
     w.past_caches(stream != 0, lambda past: write(lambda place, value: w.put(memory, place, value, past=past)))
 
 
@@ -301,17 +203,7 @@ def _sigmoid(w: Writer, z: Any, wide: bool) -> Any:
 
 
 def activate(w: Writer, activation: str, z: Any, wide: bool) -> Any:
-    """The activation of a value; NaN stays NaN.
-
-    Args:
-        w: Writes statements.
-        activation: One of `ACTIVATIONS`.
-        z: A value, or a vector.
-        wide: Whether it is a vector.
-
-    Returns:
-        A value, or a vector.
-    """
+    """The activation of a value; NaN stays NaN."""
     zero, six = _constant(w, 0, wide), _constant(w, 6, wide)
     select = w.t.Select
     z = w.keep(z)
@@ -325,18 +217,7 @@ def activate(w: Writer, activation: str, z: Any, wide: bool) -> Any:
 
 
 def slope_of(w: Writer, activation: str, z: Any, gradient: Any, wide: bool) -> Any:
-    """The derivative of the activation at z, times a gradient; at NaN, relu passes it on and relu6 does not.
-
-    Args:
-        w: Writes statements.
-        activation: One of `ACTIVATIONS`.
-        z: A value, or a vector.
-        gradient: Of the activation's result.
-        wide: Whether they are vectors.
-
-    Returns:
-        A value, or a vector.
-    """
+    """The derivative of the activation at z, times a gradient; at NaN, relu passes it on and relu6 does not."""
     zero, six, one = (_constant(w, value, wide) for value in (0, 6, 1))
     select = w.t.Select
     if activation == "none":
