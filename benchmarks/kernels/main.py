@@ -14,7 +14,6 @@ TABLES: tuple[tuple[str, ...], ...] = (
     ("depthwise",),
     ("norms",),
     ("training", "--database", "runs/kernels/training.jsonl"),
-    ("overhead", "--model", "mobilenet_v2", "--records", "runs/kernels/training.jsonl"),
     ("depthwise", "--threads", "2"),
     ("depthwise", "--random", "6", "--seconds", "20"),
 )
