@@ -14,10 +14,9 @@ from benchmarks.rig.paired import Paired
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, norm_swap
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
 from tests.small_nets import separable
-from tests.tvm_kernels.standin import NormStandIn, all_records, record_of, tuned
+from tests.tvm_kernels.standin import NormStandIn, all_records, tuned
 
 SHAPE = NormShape(4 * 64, 8, "relu")
 
@@ -80,12 +79,6 @@ def test_what_runs_on_kernels_is_counted_too(monkeypatch: pytest.MonkeyPatch) ->
         assert made.calls["backward"] == {SHAPE: 1}
     finally:
         use_choices(before)
-
-
-def test_what_records_promise() -> None:
-    record = record_of("4x8x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST, ms=1.0, stock_ms=3.0)
-    other = KernelKey(Direction.FORWARD, ConvShape.parse("4x9x8x8 k3x3 s1x1 p1x1 d1x1"), Layout.CHANNELS_LAST, 1, "x")
-    assert training.promised(Database("", [record]), {record.key: 2, other: 1}) == (pytest.approx(4.0), 2)
 
 
 class Wrong(nn.Module):

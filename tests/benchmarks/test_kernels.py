@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import depthwise, overhead
+from benchmarks.kernels import depthwise
 from benchmarks.kernels.depthwise import Row, named_shapes, operations, report
-from benchmarks.kernels.roofline import measure_speed
 from benchmarks.rig.records import append_dicts
-from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels import Database
-from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import all_records, tuned
@@ -84,20 +81,3 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(depthwise, "cpu_fingerprint", lambda: "another CPU")
     assert depthwise.main(options) == 0
     assert searched == [3]
-
-
-def test_overheads_are_of_the_directions_that_are_named() -> None:
-    shape = ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1")
-    slower = Database("", all_records(shape, Layout.CHANNELS_LAST, stock_ms=0.5, layout_ms=0.4))
-    for directions in overhead.CHOSEN.values():
-        chosen = overhead.winning(slower, directions)
-        assert {record.direction for record in chosen.records} == set(directions)
-        assert all(record.wins for record in chosen.records)
-
-
-def test_speed_is_measured() -> None:
-    with Builder() as builder:
-        speed = measure_speed(builder, Machine(4, 16))
-    assert speed.multiply_adds > 1e8
-    assert all(rate > 1e7 for _, rate in speed.copies)
-    assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)

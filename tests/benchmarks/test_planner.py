@@ -8,12 +8,10 @@ import time
 import pytest
 
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
-from benchmarks.planner.main import Options, main
 from benchmarks.planner.predicted import Running, _visit, error_row
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
 from hybridpar.comm.world import World
-from hybridpar.errors import UsageError
 from hybridpar.plan import ModelInfo, trivial_plan
 from tests.planner.small import ALL_RATES, cluster, inputs
 
@@ -93,8 +91,3 @@ def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeyp
     assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
     lengths = iter([0.5] * 30 + [0.1] * 10 + [0.3] * 10 + [0.2] * 10)
     assert _visit(Running(step, step, interval=10), World(), rounds=4) == pytest.approx(200)
-
-
-def test_a_model_that_no_table_has_is_refused():
-    with pytest.raises(UsageError, match="no model 'resnet19'"):
-        main(Options(models=("resnet19",)))

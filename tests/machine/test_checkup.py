@@ -145,16 +145,6 @@ def test_tools(monkeypatch):
     assert found["network namespaces"].fix == "sudo dnf install -y iproute2"
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_network_namespaces_need_linux_and_root(monkeypatch, platform):
-    monkeypatch.setattr(checkup.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checkup, "_may_administer", lambda: False)
-    monkeypatch.setattr(sys, "platform", platform)
-    found = checkup._network_finding()
-    assert found.status == "absent"
-    assert ("root" if platform == "linux" else "only on Linux") in found.value
-
-
 @pytest.mark.parametrize(
     ("capabilities", "may"),
     [("000001ffffffffff", True), ("0000000000000000", False), ("0000000000001000", False), ("0000000000201000", True)],

@@ -1,7 +1,7 @@
 """Plays a written order of arrivals through real shards, in one process and without a clock.
 
-Learners are simulated, the shards are real. An order says who pushes next, whose message is lost or doubled, and who
-dies.
+Learners are simulated, the shards are real. An order says who pushes next, and whose message is lost or
+doubled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import Policy, parse_codec
-from hybridpar.errors import UsageError
 from hybridpar.server.encoding import PushDecoder, PushEncoder
 from hybridpar.server.rules import Rules
 from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
@@ -36,10 +35,6 @@ class Happening(Enum):
     UNHEARD = "unheard"
     #: It arrives twice.
     DOUBLED = "doubled"
-    #: The learner dies before it pushes.
-    DIES = "dies"
-    #: A learner takes part from here on, with the weights of now.
-    JOINS = "joins"
 
 
 @dataclass(frozen=True)
@@ -124,10 +119,6 @@ class Simulation:
             whole[places] = part
         return whole
 
-    def ages(self) -> list[int]:
-        """For each learner how many updates of the first shard its weights are old."""
-        return [self.shards[0].clock - learner.clocks[0] for learner in self._learners.values()]
-
     def play(self, schedule: Iterable[Arrival]) -> None:
         """Play a schedule.
 
@@ -135,39 +126,21 @@ class Simulation:
             schedule: The order of arrivals.
 
         Raises:
-            UsageError: A learner is to push that has not been answered.
-            SyncError: As for `Shard.push` and `Shard.leave`.
+            SyncError: As for `Shard.push`.
         """
         for arrival in schedule:
             self.happen(arrival)
 
-    def happen(self, arrival: Arrival) -> list[int]:
-        """Play one line.
-
-        Args:
-            arrival: Whose push, and what happens to it.
-
-        Returns:
-            Learners that may compute on.
-
-        Raises:
-            UsageError: The learner cannot do that now.
-        """
+    def happen(self, arrival: Arrival) -> None:
+        """Play one line: whose push, and what happens to it."""
         number, what = arrival.learner, arrival.what
-        if what is Happening.JOINS:
-            self._join(number)
-            return [number]
-        if what is Happening.DIES:
-            del self._learners[number]
-            return self._hear([(k, answer) for k, shard in enumerate(self.shards) for answer in shard.leave(number)])
         learner = self._learners[number]
-        if learner.waits:
-            raise UsageError(f"learner {number} is to push, and waits for shard {min(learner.waits)}")
+        assert not learner.waits, f"learner {number} is to push, and waits for shard {min(learner.waits)}"
         messages, gradient = self._compute(number, learner)
         if what is Happening.LOST:
             for encoder in learner.encoders:
                 encoder.rollback()
-            return [number]
+            return
         learner.sequence += 1
         learner.waits = set(range(len(self.shards)))
         self.computed += gradient
@@ -179,7 +152,7 @@ class Simulation:
             if what in (Happening.UNHEARD, Happening.DOUBLED):
                 answers += self._push(k, number, learner, messages[k])
             heard += [(k, answer) for answer in answers]
-        return self._hear(heard)
+        self._hear(heard)
 
     def _join(self, number: int) -> None:
         encoders = [PushEncoder(self._policy, shard.stripe) for shard in self.shards]
@@ -209,9 +182,8 @@ class Simulation:
             self.received[self._places[k]] += decoded
         return shard.push(Push(number, learner.sequence, learner.clocks[k]), decoded)
 
-    def _hear(self, answers: Sequence[tuple[int, Answer]]) -> list[int]:
+    def _hear(self, answers: Sequence[tuple[int, Answer]]) -> None:
         """Learners take their answers, and the weights of the moment."""
-        free = []
         for k, answer in answers:
             learner = self._learners[answer.learner]
             if k not in learner.waits:
@@ -221,9 +193,6 @@ class Simulation:
             learner.encoders[k].commit()
             learner.clocks[k] = answer.clock
             learner.weights[self._places[k]] = self.shards[k].values
-            if not learner.waits:
-                free.append(answer.learner)
-        return free
 
 
 def round_robin(learners: int, pushes: int) -> Iterator[Arrival]:

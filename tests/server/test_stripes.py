@@ -63,9 +63,3 @@ def test_more_shards_than_parameters_is_a_mistake():
 def test_what_servers_do_not_hold_is_named():
     with pytest.raises(UsageError, match=r"weight.*float64"):
         described_parameters(torch.nn.Linear(2, 2).double())
-
-
-def test_frozen_parameters_stay_with_the_workers():
-    model = torch.nn.Linear(2, 2)
-    model.weight.requires_grad_(False)
-    assert [name for name, _, _ in described_parameters(model)] == ["bias"]
