@@ -74,17 +74,6 @@ def test_the_first_candidate_is_like_what_is_known() -> None:
     assert first_candidates(CONV, [], [known]) == []
 
 
-def test_what_another_cpu_knows_of_the_very_shape_comes_first() -> None:
-    other = ConvShape.parse("4x16x9x9 k5x5 s1x1 p2x2 d1x1")
-    batch = ConvShape.parse("4x16x9x9 k3x3 s1x1 p1x1 d1x1")
-    told = [(other, 0.1, 4), (batch, 0.1, 5), (SHAPE, 1.0, 6)]
-    records = [
-        record_of(one, Direction.FORWARD, Layout.CHANNELS_LAST, device="x", parameters={"tile": tile}, ms=ms)
-        for one, ms, tile in told
-    ]
-    assert search._known(Database("", records), CONV, []) == [{"tile": 6}, {"tile": 5}, {"tile": 4}]
-
-
 def quick_tuner(*given: Any, only: dict[str, int] | None, **_: Any) -> list[Tuned]:
     noise = 0.9 if given[0].direction is Direction.FORWARD else 0.1
     return [Tuned(only or {}, 1.0, 1.1, 1e-7, final=True, noise=noise)]

@@ -130,12 +130,6 @@ def test_what_was_measured_on_such_a_gpu_with_the_dtype_is_chosen() -> None:
     assert [choices.decide(key).kernel for key in others] == [None] * 3
 
 
-def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
-    choices = Choices(Database("a test's", []), StandIn())
-    assert choices.decide(key_of(Direction.FORWARD, "bfloat16")).kernel is None
-
-
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = next(candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER))
     contents = "hybridpar.tvm_kernels.kernel.contents_of"

@@ -195,18 +195,6 @@ def test_copies_and_pickles_are_plain() -> None:
         same(copied, torch.randn(2, 3, 9, 9), fuse_norms)
 
 
-def test_one_node_each_in_a_graph() -> None:
-    model = Pairs()
-    fuse_norms(model)
-    graph = torch.fx.Tracer().trace(model)
-    assert [str(node.target) for node in graph.nodes if node.op == "call_module"] == [
-        *("a.0", "a.1", "a.2", "b.0", "b.1", "b.2"),
-    ]
-    stage = torch.fx.GraphModule(model, graph)
-    x = torch.randn(2, 3, 9, 9)
-    torch.testing.assert_close(stage(x), model(x))
-
-
 def test_compiled() -> None:
     model = Pairs(nn.ReLU)
     fuse_norms(model)

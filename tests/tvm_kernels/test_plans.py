@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -76,34 +75,6 @@ def test_modes_that_two_threads_leave_out_of_turn_cost_nothing_later(monkeypatch
     with tuned(all_records(SHAPE)), torch.no_grad():
         depthwise_conv2d(*operands(), None, 1, 1)
         assert len(in_use().plans) == 1
-
-
-def transposed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.detach().transpose(2, 3).contiguous().transpose(2, 3), weight
-
-
-def doubled(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.detach().double(), weight.detach().double()
-
-
-def strided(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.cat([weight, weight], 3).detach()[..., :3]
-
-
-def smaller(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x[:1].detach(), weight
-
-
-@pytest.mark.parametrize("change", [transposed, doubled, strided, smaller])
-def test_what_no_kernel_can_read_runs_on_torch(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-    with tuned(all_records(SHAPE)) as kernels:
-        depthwise_conv2d(*operands(), None, 1, 1)
-        x, weight = change(*operands())
-        found = depthwise_conv2d(x, weight, None, 1, 1)
-    assert kernels.calls[Direction.FORWARD] == 1
-    right = functional.conv2d(x, weight, None, 1, 1, groups=SHAPE.channels)
-    assert torch.equal(found, right)
-    assert found.stride() == right.stride()
 
 
 def test_threads_and_records_make_other_plans() -> None:

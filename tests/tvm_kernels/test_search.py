@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import pytest
-import torch
 from rich.console import Console
 
 from hybridpar.errors import UsageError
@@ -15,7 +14,7 @@ from hybridpar.tvm_kernels import search
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, torch_ms, weigh
+from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, weigh
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
@@ -112,12 +111,6 @@ def test_what_was_not_measured_is_predicted_from_its_like(monkeypatch):
     assert found[forward[0]] == pytest.approx(3.5, rel=0.1), "half of the images"
 
 
-def test_torch_is_timed_with_the_threads_of_the_key():
-    threads = torch.get_num_threads()
-    assert torch_ms(KEYS[0]) > 0
-    assert torch.get_num_threads() == threads
-
-
 def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch):
     shipped = [
         record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, device="a like one", parameters={"tile": 5}),
@@ -179,13 +172,6 @@ def test_what_no_second_measurement_confirmed_is_not_recorded(tmp_path, caplog):
 def test_no_kernel_is_no_error(tmp_path):
     report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True), weigher=weighed)
     assert (report.tuned, report.empty) == (0, 6)
-
-
-def test_a_budget_for_one_search_is_not_spent_on_weighing(tmp_path):
-    tuner = Tuner()
-    report = search_all(KEYS, tmp_path / "k.jsonl", search._LEAST_SECONDS, tuner=tuner, weigher=weighed)
-    assert report.tuned + report.left == len(KEYS)
-    assert tuner.asked[0] == KEYS[0]
 
 
 def test_a_budget_for_nothing_is_refused(tmp_path):

@@ -9,7 +9,6 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from hybridpar.tvm_kernels import measure
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench, reference
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image, make_kernels
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint, this_machine
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -193,17 +192,6 @@ def test_small_phases_start_no_threads(direction: Direction, builder: Builder, m
     assert len(variant.phases) == 2
 
 
-def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1, "stream": 0}
-    records = [record_of(SHAPE, Direction.FORWARD, LAST, parameters=own | {"strip": strip}) for strip in (3, 9)]
-    for kernel in make_kernels(records):
-        assert isinstance(kernel, TunedKernel)
-        assert ConvBench(SHAPE, Direction.FORWARD, LAST).error(kernel) < 1e-5
-    monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("it is there already"))
-    assert all(isinstance(kernel, TunedKernel) for kernel in make_kernels([*records, records[0]]))
-
-
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
@@ -327,10 +315,6 @@ def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monk
     assert found.stock_ms / found.ms == pytest.approx(0.7), "two that agree on the same tensors are no confirmation"
     assert not found.clear
     assert len({id(bench) for bench in asked}) == 2
-
-
-def test_a_single_pair_is_kept() -> None:
-    assert summarize_pairs([(0.001, 0.002)]).pairs == 1
 
 
 @pytest.mark.parametrize(
