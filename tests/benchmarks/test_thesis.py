@@ -32,7 +32,6 @@ from hybridpar.config import DataConfig
 from hybridpar.data import cut_epoch, load_dataset
 from hybridpar.errors import UsageError
 from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting(
@@ -196,25 +195,6 @@ def test_peer_and_hybridpar_train_the_same() -> None:
     assert peer.accuracy() == ours.accuracy()
     assert not ours.captured
     ours.close()
-
-
-def train_on_rank(world: World) -> tuple[Tensor, Tensor, float]:
-    task = make_task(world)
-    together = Peer(DDP, task, world)
-    alone = Peer(ONE, task, world)
-    for epoch in range(2):
-        together.epoch(epoch)
-        alone.epoch(epoch)
-    return weights(together._model), (weights(alone._model) if world.is_main else torch.zeros(0)), alone.accuracy()
-
-
-def test_ddp_trains_on_the_samples_of_one_device() -> None:
-    (first, alone, accuracy), (second, _, elsewhere) = run_ranks(train_on_rank, 2)
-    assert torch.equal(first, second)
-    # BatchNorm sees half a batch on each worker, so equal only in what it was fed.
-    assert torch.nn.functional.cosine_similarity(first, alone, dim=0) > 0.99
-    assert 0 <= accuracy <= 1
-    assert elsewhere == 0.0
 
 
 def test_the_fastest_layout_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,17 +300,6 @@ def test_of_an_error_in_the_users_code_only_that_code_is_shown():
     assert "Traceback" in whole
 
 
-@pytest.mark.parametrize("says", [False, True])
-def test_the_first_signal_is_answered_at_once(capfd, says):
-    stop = StopRequest(says)
-    try:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        stop.release()
-    assert capfd.readouterr().err == says * "stopping after this step, and saving; a second Ctrl-C stops at once\n"
-
-
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]

@@ -28,12 +28,6 @@ GUARD = 64
 
 
 @pytest.fixture(scope="module")
-def builder() -> Iterator[Builder]:
-    with Builder(1) as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
 def session() -> Session:
     return Session()
 

@@ -7,7 +7,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -34,12 +34,6 @@ from tests.tvm_kernels.standin import record_of
 LAST = Layout.CHANNELS_LAST
 SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
 FORWARD = KernelKey(Direction.FORWARD, SHAPE, LAST, 1, cpu_fingerprint())
-
-
-@pytest.fixture(scope="module")
-def builder() -> Iterator[Builder]:
-    with Builder(1) as own:
-        yield own
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -289,16 +283,6 @@ def test_tensors_take_turns_so_that_none_is_in_a_cache(direction: Direction) -> 
     assert [[own[place] for place in read] for own in asked[:count]] == [
         [own[place] for place in read] for own in asked[count:]
     ]
-
-
-def test_torch_takes_the_turn_behind_a_kernels() -> None:
-    bench = ConvBench(SHAPE, Direction.FORWARD, LAST)
-    seen: list[int] = []
-    calls = [lambda place=place: seen.append(place) for place in range(len(bench.operands(LAST)))]
-    one, other = bench.in_turn(calls), bench.in_turn(calls)
-    for call in (one, other, one):
-        call()
-    assert seen == [0, 1, 2]
 
 
 def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
