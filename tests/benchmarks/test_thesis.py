@@ -1,4 +1,4 @@
-"""Tests the benchmark of the thesis, without its GPUs: methods, layouts, comparisons, and how a job goes on.
+"""Tests the benchmark of the thesis, without its GPUs: methods, rounds, and what its command prints.
 
 The benchmark itself runs for hours on machines that the tests do not have.
 """
@@ -21,7 +21,7 @@ from benchmarks.rig.table import check_csv
 from benchmarks.thesis import __main__ as command
 from benchmarks.thesis import cells
 from benchmarks.thesis.cells import DDP, METHODS, ONE, OURS, Job, Place, Setting
-from benchmarks.thesis.ours import Ours, StageLayout, choose, layouts
+from benchmarks.thesis.ours import Ours, StageLayout, choose
 from benchmarks.thesis.peers import Peer
 from benchmarks.thesis.report import print_report
 from benchmarks.thesis.rounds import Meeting, foreign_loads, keep_quiet, train_in_turn
@@ -91,17 +91,6 @@ def test_every_method_runs_or_says_why_not() -> None:
     assert reasons[cells.DATA_PARALLEL] == "nn.DataParallel needs two GPUs"
 
 
-@pytest.mark.parametrize(
-    ("workers", "expected"),
-    [(1, {(1, 1), (2, 1), (4, 1)}), (2, {(1, 2), (2, 1)}), (3, {(1, 3)}), (8, {(1, 8), (2, 4), (4, 2)})],
-)
-def test_layouts_use_all_devices(workers: int, expected: set[tuple[int, int]]) -> None:
-    found = layouts(workers, 128)
-    assert {(layout.stages, layout.replicas) for layout in found} == expected
-    assert all(layout.micro_batches >= layout.stages for layout in found)
-    assert len(layouts(workers, 128, graphs=True)) == 2 * len(found)
-
-
 @given(some.integers(40, 400), some.integers(16, 40), some.integers(1, 8), some.integers(1, 8))
 def test_whole_steps_are_whole_for_every_method(samples: int, batch: int, parts: int, more: int) -> None:
     most = max(parts, more)
@@ -111,29 +100,11 @@ def test_whole_steps_are_whole_for_every_method(samples: int, batch: int, parts:
     assert samples // batch - 1 <= steps <= samples // batch
 
 
-def test_a_method_that_comes_late_is_compared_too() -> None:
-    methods = [ONE, DDP, cells.DDP_COMPILED, cells.DDP_GRAPH, OURS]
-    assert cells.needed([cells.DDP_COMPILED], methods, PLACE) == [ONE, cells.DDP_COMPILED, OURS]
-    assert cells.needed([OURS], methods, PLACE) == [ONE, DDP, cells.DDP_COMPILED, OURS]
-    assert cells.comparisons([ONE, DDP, OURS], [DDP]) == [(DDP, ONE), (OURS, DDP)]
-
-
 def test_only_gpus_are_held_to_what_was_published() -> None:
     assert cells.target_of("resnet50", OURS, ONE, "cuda") == pytest.approx(1 / 2.44, abs=1e-6)
     assert cells.target_of("resnet50", OURS, ONE, "cpu") is None
     assert cells.target_of("resnet50", OURS, DDP, "cuda") is None
     assert cells.target_of("resnet50", DDP, ONE, "cuda") is None
-
-
-def test_what_is_done_is_known_by_code_place_setting_and_seed() -> None:
-    methods, rows = [ONE, OURS], make_rows()
-    assert cells.still_missing(rows, SETTING, PLACE, methods, [0]) == []
-    assert cells.still_missing(rows, SETTING, PLACE, methods, [0, 1]) == [(1, methods)]
-    assert cells.still_missing(rows, SETTING, PLACE, [*methods, DDP], [0]) == [(0, [DDP])]
-    for changed in ({"commit": "abc1235"}, {"code": "ba9876543210"}, {"name": "other CPU"}, {"workers": 3}):
-        assert cells.still_missing(rows, SETTING, replace(PLACE, **changed), methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
-    for other in ({"batch": 32}, {"lr": 0.1}, {"most_steps": None}, {"epochs": 30}):
-        assert cells.still_missing(rows, replace(SETTING, **other), PLACE, methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------ rounds

@@ -91,10 +91,7 @@ RECIPES = {
     "adam": {"optimizer": "adam", "lr": 0.01},
     "rmsprop": {"optimizer": "rmsprop", "lr": 0.001},
     "adafactor": {"optimizer": "adafactor", "lr": 0.01},
-    "rmsproptf": {"optimizer": "timm/rmsproptf", "lr": 0.001},
-    "lion": {"optimizer": "timm/lion", "lr": 0.001},
     "muon": {"optimizer": "timm/muon", "lr": 0.01},
-    "adan": {"optimizer": "timm/adan", "lr": 0.01},
     "lamb": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.3",)},
     "lamb clipped": {"optimizer": "timm/lamb", "lr": 0.01, "opt_arg": ("max_grad_norm=0.4",), "clip_norm": 0.5},
 }
@@ -301,19 +298,6 @@ def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
         worker.step(22)
         assert shard.clock == 5
         worker.close()
-
-
-def test_a_shard_that_dies_is_named_to_every_worker():
-    rules = Rules.asynchronous(2)
-    with serving(rules, 2, timeout=3) as served:
-        team, _ = train(served, rules, 2, 1, timeout=3)
-        server = served.servers[1]
-        served.kill(1)
-        server._listener.close()
-        for worker in team:
-            with pytest.raises(SyncError, match=r"shard 1 of 2 at .* is gone.*worker"):
-                [worker.step(number) for number in range(20)]
-            worker.close(graceful=False)
 
 
 def test_a_shard_that_is_silent_is_an_error_within_the_time_out():

@@ -36,13 +36,6 @@ def test_shards_of_a_real_model_are_even():
         assert max(counts) < 1.02 * total / shards
 
 
-def test_weight_decay_is_where_the_plain_run_has_it():
-    decays = {name: own for name, _, own in described_parameters(torchvision.models.resnet18())}
-    assert decays["conv1.weight"]
-    assert not decays["bn1.weight"]
-    assert not decays["fc.bias"]
-
-
 def test_pieces_are_views_of_the_models_own_memory():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 6, 3)).to(
         memory_format=torch.channels_last

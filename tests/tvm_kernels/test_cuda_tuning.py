@@ -172,22 +172,6 @@ def test_wavefronts_of_patterns_that_everybody_knows() -> None:
     assert wavefronts([16 * lane for lane in range(32)], 16) == 4
 
 
-def test_virtual_threads_take_bank_conflicts_away() -> None:
-    shape = ConvShape.parse("32x96x56x56 k3x3 s1x1 p1x1 d1x1")
-    own = {"vector": 1, "threads_c": 1, "threads_x": 32, "threads_y": 4, "virtual": 1, "columns": 1, "rows": 4}
-    own |= {"skew": 0, "hold": 1}
-
-    def tile_of(**changes: int) -> Tile:
-        return Tile(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own | changes)
-
-    assert bank_conflicts(tile_of(columns=2)) == 2 > bank_conflicts(tile_of(virtual=2)) == 1
-    # Sixteen bytes a cell and 2048 threads are what an SM has padded tile for.
-    tile = tile_of()
-    held = resident_blocks(tile, HOPPER)
-    assert held * tile.threads <= HOPPER.threads
-    assert held * tile.shared_bytes <= HOPPER.shared_bytes
-
-
 def test_the_space_holds_its_rules() -> None:
     for direction in Direction:
         for layout in Layout:

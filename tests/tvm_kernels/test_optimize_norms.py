@@ -15,7 +15,7 @@ from hybridpar.tvm_kernels.choice import use_choices
 from hybridpar.tvm_kernels.layers import NormLayer, tunable_layers
 from hybridpar.tvm_kernels.norm_swap import fused_norms, why_stock
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
-from tests.tvm_kernels.norms import images
+from tests.tvm_kernels.norms import images, step
 from tests.tvm_kernels.standin import NormStandIn
 
 FIRST, SECOND = NormShape(2 * 81, 8, "silu"), NormShape(2 * 81, 8, "none")
@@ -47,14 +47,6 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[NormStandIn]:
 
 def block() -> nn.Module:
     return Block().to(memory_format=torch.channels_last)
-
-
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Result, gradients and buffers."""
-    model.zero_grad()
-    y = model(x)
-    y.square().mean().backward()
-    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
 def test_norms_run_fused_where_they_are_large_enough(norms: NormStandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import pytest
-from rich.console import Console
 
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import search
@@ -16,7 +13,7 @@ from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, weigh
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.table import rows_of, summary_lines
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
 
@@ -213,15 +210,3 @@ def test_what_wins_in_its_own_layout_alone_flatters_nobody():
     rows = rows_of(Database("", [chosen, left]))
     assert [(row.ratio, row.runs) for row in rows] == [(0.5, "tuned"), (0.5, "stock")]
     assert summary_lines(rows) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]
-
-
-def test_rows_can_be_printed_and_read(tmp_path):
-    rows = rows_of(database())
-    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    console.print(table_of(rows))
-    text = console.export_text()
-    for part in ("stock_ms", "tuned_ms", "ratio", "error", "4.00x", "1.0e-07", "other versions"):
-        assert part in text
-    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["tuned_ms"] == 1.0
-    only = KernelKey(Direction.FORWARD, ConvShape.parse(SHAPES[1]), Layout.CHANNELS_LAST, 1, cpu_fingerprint())
-    assert [row.shape for row in rows_of(database(), {only})] == [SHAPES[1]]
