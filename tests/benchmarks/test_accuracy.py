@@ -4,16 +4,12 @@ The table decides which codec may be chosen.
 """
 
 import math
-import multiprocessing
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.sync import accuracy
 from benchmarks.sync.accuracy import FOLDS, Run, best_rates, difference, fold_of, report
 
@@ -71,37 +67,6 @@ def test_a_report_pairs_by_fold_and_seed(capsys: pytest.CaptureFixture[str]) -> 
     codec = [run("onebit", fold=fold, accuracy=91.0 + fold, ratio=30.0) for fold in reversed(range(5))]
     report([*base, *codec])
     assert "| `onebit` | 0.01 | 30.0x | 5 | 93.00 | +1.00 [+1.00, +1.00] | met |" in capsys.readouterr().out
-
-
-def test_what_is_there_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "rows.csv"
-    append_dicts(file, [asdict(run(accuracy=97.0))])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: _Here())
-    trained: list[Run] = []
-
-    def train(one: Run) -> Run:
-        trained.append(one)
-        return one
-
-    monkeypatch.setattr(accuracy, "train", train)
-    accuracy.train_all([run(), run(seed=2)], file, jobs=1)
-    assert [one.seed for one in trained] == [2]
-    assert [one.seed for one in read_records(Run, file)] == [1, 2]
-
-
-class _Here:
-    """A pool of this process."""
-
-    def Pool(self, _jobs: int) -> "_Here":
-        return self
-
-    def __enter__(self) -> "_Here":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    imap_unordered = staticmethod(map)
 
 
 @pytest.fixture

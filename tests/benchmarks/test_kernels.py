@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernels import depthwise
-from benchmarks.kernels.depthwise import Row, named_shapes, operations, report
+from benchmarks.kernels.depthwise import Row, operations, report
 from benchmarks.kernels.roofline import measure_speed
-from benchmarks.rig.records import append_dicts
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -29,15 +25,6 @@ def row(**values: Any) -> Row:
         **{"error": 1e-6, "rounds": 20, "loaded": False, **values},
     }
     return Row(**filled)
-
-
-def test_seventeen_shapes_are_listed_and_random_ones_are_always_the_same() -> None:
-    listed = list(named_shapes(8, 0))
-    assert len(listed) == len({shape for _, shape in listed}) == 17
-    assert dict(listed)["mb96_112s2"] == ConvShape.parse("8x96x112x112 k3x3 s2x2 p1x1 d1x1")
-    drawn = list(named_shapes(8, 6))
-    assert drawn == list(named_shapes(8, 6))
-    assert not {shape for _, shape in drawn} & {shape for _, shape in listed}
 
 
 @pytest.mark.parametrize("on_kernels", [True, False])
@@ -66,23 +53,6 @@ def test_the_report_takes_geometric_means_by_setting(capsys: pytest.CaptureFixtu
     assert lines[2].split(" | ")[5:] == ["1 of 2", "4.00", "2.20", "2.00", "71%", "1.5 |"]
     assert lines[3].split(" | ")[6] == "1.30"
     assert lines[3].endswith("1.4 |")
-
-
-def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depthwise, "same_allocator", lambda: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(depthwise, "LISTED", (("mb", 32, 112, 3, 1),))
-    searched: list[int] = []
-    monkeypatch.setattr(depthwise, "search_all", lambda keys, *_, **__: searched.append(len(keys)))
-    table = tmp_path / "depthwise.csv"
-    for direction in Direction:
-        append_dicts(table, [asdict(row(direction=direction.value))])
-    options = depthwise.Options(batches=(8,), output=table, records=tmp_path / "r.jsonl", tune_only=True)
-    assert depthwise.main(options) == 0
-    assert searched == []
-    monkeypatch.setattr(depthwise, "cpu_fingerprint", lambda: "another CPU")
-    assert depthwise.main(options) == 0
-    assert searched == [3]
 
 
 def test_speed_is_measured() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.outer.accuracy import RESULTS, Run, steps_to_target, table_of, wanted
 from benchmarks.outer.emulated import run_emulated
-from benchmarks.rig.records import append_dicts, read_records
+from benchmarks.rig.records import read_records
 from hybridpar.comm.world import World
 from hybridpar.planner.outer_steps import TABLE
 from hybridpar.sync.statistics import copy_of
@@ -78,12 +77,6 @@ def test_a_row_is_of_pairs_and_says_where_it_breaks():
     assert row.high == pytest.approx(mean + ratio - 1, abs=1e-3), "two standard errors more"
     (row,) = table_of([*base, slower[0], _run(seed=2, by_epoch="[0.0, 50.0]", accuracy=50.0)])
     assert (row.mean, row.high, row.holds) == (None, None, False)
-
-
-def test_rows_are_read_as_they_were_written(tmp_path):
-    append_dicts(tmp_path / "rows.csv", [asdict(_run())])
-    append_dicts(tmp_path / "rows.csv", [asdict(_run(seed=2))])
-    assert [one.seed for one in read_records(Run, tmp_path / "rows.csv")] == [1, 2]
 
 
 def test_no_run_is_wanted_twice_in_a_set():

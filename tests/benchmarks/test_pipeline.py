@@ -64,11 +64,6 @@ def test_a_sum_that_waits_though_it_is_ready_is_not_hidden() -> None:
     assert hidden(steps) == {1: (40.0, 40.0, 10.0)}
 
 
-def test_nothing_is_hideable_of_a_sum_that_is_ready_when_all_is_computed() -> None:
-    steps = _steps((0, "compute", "0B0", 0, 100), (0, "sync", "0SYNC0", 101, 131, 100))
-    assert hidden(steps) == {0: (30.0, 0.0, 0.0)}
-
-
 def test_a_sum_begins_when_its_last_replica_has_come() -> None:
     steps = _steps(
         (0, "compute", "0B0", 0, 100),

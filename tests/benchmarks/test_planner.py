@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
-from benchmarks.planner.main import Options, main
-from benchmarks.planner.predicted import Running, _visit, error_row
+from benchmarks.planner.predicted import error_row
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
-from hybridpar.comm.world import World
-from hybridpar.errors import UsageError
 from hybridpar.plan import ModelInfo, trivial_plan
 from tests.planner.small import ALL_RATES, cluster, inputs
 
@@ -80,21 +76,3 @@ def test_time_to_the_target_holds_planning_and_is_over_the_best_of_the_others(mo
     again = rows["speed-up over the best of DDP and its hooks, once the machine and the model have been measured"]
     assert again.value == pytest.approx((12 / 5.5 + 12 / 6) / 2)
     assert again.at_least is None
-
-
-def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeypatch):
-    clock, lengths = [0.0], iter([5.0, 1.0, 0.5, 0.1, 0.9, 0.2, 7.0, 7.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def step() -> None:
-        clock[0] += next(lengths)
-
-    assert _visit(Running(step, step), World(), rounds=4) == pytest.approx(550)
-    assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
-    lengths = iter([0.5] * 30 + [0.1] * 10 + [0.3] * 10 + [0.2] * 10)
-    assert _visit(Running(step, step, interval=10), World(), rounds=4) == pytest.approx(200)
-
-
-def test_a_model_that_no_table_has_is_refused():
-    with pytest.raises(UsageError, match="no model 'resnet19'"):
-        main(Options(models=("resnet19",)))

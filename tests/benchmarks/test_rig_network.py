@@ -17,7 +17,7 @@ from benchmarks.rig import network as network_module
 from benchmarks.rig.__main__ import Options, main
 from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
-from benchmarks.rig.network import INTERFACE, Network, bits_per_second, missing, sweep
+from benchmarks.rig.network import INTERFACE, Network, missing, sweep
 from hybridpar.errors import LaunchError, UsageError
 from tests.waiting import eventually, running
 
@@ -38,23 +38,10 @@ def dead_pid() -> int:
 # ---------------------------------------------------------------------------------------------------- without root
 
 
-@pytest.mark.parametrize(
-    ("rate", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("64kbit", 64e3), ("loopback", None)]
-)
-def test_rates(rate: str, bits: float | None) -> None:
-    assert bits_per_second(rate) == bits
-
-
-@pytest.mark.parametrize("rate", ["", "fast", "1", "gbit", "0mbit", "-1gbit", "1 gbit", "1gbps", "1gbit; reboot"])
+@pytest.mark.parametrize("rate", ["", "fast", "1", "0mbit", "-1gbit", "1gbit; reboot"])
 def test_what_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(UsageError, match="Try 1gbit"):
         Network(2, rate)
-
-
-@pytest.mark.parametrize(("ranks", "rate"), [(0, "loopback"), (1, "1gbit"), (65, "1gbit")])
-def test_numbers_of_ranks_that_make_no_network_are_refused(ranks: int, rate: str) -> None:
-    with pytest.raises(UsageError, match="64 ranks"):
-        Network(ranks, rate)
 
 
 def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +73,6 @@ def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(network_module, "_namespaces", lambda: [*kept, dead, recycled])
     monkeypatch.setattr(network_module, "_remove", removed.append)
     assert sweep() == removed == [dead, recycled]
-
-
-def test_handlers_are_restored() -> None:
-    with Network(2):
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_ranks_know_their_place_and_share_their_settings(tmp_path: Path) -> None:
@@ -197,59 +178,17 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None
 
 shaped = pytest.mark.skipif(bool(missing()), reason=missing() or "can shape links")
 
-# Rank 0 sends to rank 1, which times what arrives. No torch: the link is measured, nothing else.
-TRANSFER = """
-import os, socket, time
-size = int(os.environ["SIZE"])
-if os.environ["RANK"] == "1":
-    with socket.create_server(("10.77.0.2", 5000)) as server:
-        print("ready", flush=True)
-        connection, _ = server.accept()
-        first, left = None, size
-        while left:
-            left -= len(connection.recv(min(left, 1 << 20)))
-            first = first or time.perf_counter()
-        connection.sendall(str(time.perf_counter() - first).encode())
-else:
-    for _ in range(500):
-        try:
-            connection = socket.create_connection(("10.77.0.2", 5000))
-            break
-        except OSError:
-            time.sleep(0.02)
-    connection.sendall(bytes(size))
-    print(connection.recv(100).decode())
-"""
-
 
 @pytest.mark.root
 @shaped
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_link_carries_its_rate_and_counts_its_bytes(tmp_path: Path, ranks: int) -> None:
-    size, output = 4_000_000, tmp_path / "output"
-    with Network(ranks, "100mbit") as network:
-        before = network.tx_bytes(0)
-        with output.open("w") as file:
-            code = f"import os\nif int(os.environ['RANK']) < 2: exec({TRANSFER!r})"
-            launch(["-c", code], network, timeout=60, environment={"SIZE": str(size)}, stdout=file)
-        sent = network.tx_bytes(0) - before
-        assert network.tx_bytes(1) < size / 10
-    assert size <= sent <= 1.06 * size
-    # 1448 of the 1514 bytes of a frame are payload. The bucket lets the first 128 KiB pass at once.
-    rate = (size - 128 * 1024) * 8 / float(output.read_text()) * 1514 / 1448
-    assert 0.9e8 <= rate <= 1.1e8
-
-
-@pytest.mark.root
-@shaped
-def test_a_receiver_gets_no_more_than_its_own_link_carries(tmp_path: Path) -> None:
+def test_both_ends_of_every_cable_have_its_rate() -> None:
     with Network(3, "100mbit") as network:
-        bridge = network.command(0, [])[3].removesuffix("-r0") + "-bridge"
-        shown = subprocess.run(["tc", "-n", bridge, "qdisc", "show"], capture_output=True, text=True, check=True).stdout
-    for rank in range(3):
-        line = next(line for line in shown.splitlines() if f"dev port{rank} " in line)
-        assert "tbf" in line
-        assert "rate 100Mbit burst 128Kb" in line
+        ranks = [network.command(rank, [])[3] for rank in range(3)]
+        ends = [(ranks[0].removesuffix("-r0") + "-bridge", f"port{rank}") for rank in range(3)]
+        for namespace, device in [*ends, *((rank, INTERFACE) for rank in ranks)]:
+            shown = subprocess.check_output(["tc", "-n", namespace, "qdisc", "show", "dev", device], text=True)
+            assert "tbf" in shown
+            assert "rate 100Mbit burst 128Kb" in shown
 
 
 @pytest.mark.root
@@ -301,7 +240,7 @@ def test_a_network_that_could_not_be_finished_leaves_nothing(monkeypatch: pytest
 
 @pytest.mark.root
 @shaped
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, status: int) -> None:
     owner = start_owner("1gbit", tmp_path)
     pids = pids_in(tmp_path)

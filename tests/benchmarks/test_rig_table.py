@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.rig import rows as rows_module
 from benchmarks.rig.paired import Paired
 from benchmarks.rig.rows import COLUMNS, Row, row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
-from hybridpar.errors import DataError, UsageError
+from hybridpar.errors import DataError
 
 
 def result_of(*, load: float = 0.02, loaded: bool = False) -> Paired:
@@ -58,23 +57,11 @@ def test_rows_come_back_from_the_table_as_they_were(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["table.csv"]
 
 
-def test_the_schema_is_the_one_that_tables_were_published_with() -> None:
-    assert ",".join(COLUMNS) == (
-        "date,commit,claim,setting,link,ranks,method,baseline,rounds,dropped,load,median_ms,min_ms,"
-        "ratio,ratio_low,ratio_high,target,verdict,device,cores,threads,torch,python,extra"
-    )
-
-
 def test_a_busy_machine_proves_nothing(tmp_path: Path) -> None:
     rows = rows_of(result_of(load=0.4, loaded=True))
     assert [entry.verdict for entry in rows] == ["baseline", "loaded", "loaded"]
     append_rows(tmp_path / "table.csv", rows)
     check_csv(tmp_path / "table.csv")
-
-
-def test_a_baseline_has_no_target_against_itself() -> None:
-    with pytest.raises(UsageError, match="against itself"):
-        row(result_of(), "fp32", "fp32", claim="sync", setting="any", target=0.5)
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
@@ -120,20 +107,15 @@ def test_a_table_with_other_columns_is_refused_and_kept(tmp_path: Path) -> None:
         ("claim", " ", "not empty"),
         ("link", "fast", "rate like 1gbit"),
         ("ranks", "two", "an integer"),
-        ("ranks", "0", "at least 1"),
         ("rounds", "19", "at least 20"),
-        ("dropped", "-1", "at least 0"),
-        ("median_ms", "", "a number"),
         ("median_ms", "nan", "finite"),
         ("min_ms", "1e6", "at most median_ms"),
         ("ratio_low", "0.9", "at most ratio"),
-        ("ratio_high", "0.01", "at least ratio"),
         ("target", "-1", "positive"),
         ("verdict", "great", "one of"),
         ("verdict", "faster", "'met' for these numbers"),
         ("load", "0.5", None),
         ("extra", "[1]", "a JSON object"),
-        ("extra", "{", "a JSON object"),
     ],
 )
 def test_every_wrong_value_is_named_with_its_line_and_rule(
@@ -167,10 +149,3 @@ def test_people_see_losses_too() -> None:
     shown = text.getvalue()
     assert "2 ranks, link 1gbit" in shown
     assert all(word in shown for word in ("baseline", "met", "slower", "20 (3)", "1.111 [1.111, 1.111]"))
-
-
-def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rows_module, "_ROOT", tmp_path)  # no repository
-    assert rows_module.commit() == "unknown"
-    monkeypatch.setenv("PATH", "")  # no git
-    assert rows_module.commit() == "unknown"

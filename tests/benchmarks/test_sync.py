@@ -5,16 +5,11 @@ A full table takes an hour, so errors would be found late.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.rig.network import missing
-from benchmarks.sync import peers as peers_module
 from benchmarks.sync.main import CODECS, Options, main, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
-from benchmarks.sync.peers import PEERS, checkouts, missing_peers
 from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 
@@ -62,21 +57,3 @@ def test_places() -> None:
             place_of(wrong)
     with pytest.raises(UsageError, match="unknown codec 'onbit'"):
         main(Options(methods=("own:onbit",)))
-
-
-def test_peers_are_found_by_their_folders(tmp_path: Path) -> None:
-    assert checkouts(None) == checkouts(tmp_path) == {}
-    (tmp_path / "grace").mkdir()
-    assert checkouts(tmp_path) == {}, "an empty folder is no checkout"
-    (tmp_path / "grace" / "setup.py").touch()
-    found = checkouts(tmp_path)
-    assert found == {"grace": "unknown"}
-    assert set(missing_peers(list(PEERS), found, 2)) == {name for name in PEERS if not name.startswith("grace")}
-    assert "wrap" in missing_peers(["seed-qsgdmax6"], {"seed": "1"}, 3)["seed-qsgdmax6"]
-
-
-def test_importing_a_peer_leaves_the_path_as_it_was(tmp_path: Path) -> None:
-    before = list(sys.path)
-    with peers_module._importing(tmp_path):
-        assert sys.path[0] == str(tmp_path)
-    assert sys.path == before

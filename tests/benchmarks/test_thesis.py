@@ -1,17 +1,12 @@
-"""Tests the benchmark of the thesis, without its GPUs: methods, layouts, comparisons, and how a job goes on.
+"""Tests the benchmark of the thesis, without its GPUs: methods, rounds, and what its command prints.
 
 The benchmark itself runs for hours on machines that the tests do not have.
 """
 
 from __future__ import annotations
 
-import json
-import runpy
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +17,11 @@ from torch import Tensor
 
 from benchmarks.rig.paired import FOREIGN_LOAD, Paired
 from benchmarks.rig.rows import Row, row
-from benchmarks.rig.table import append_rows, check_csv
+from benchmarks.rig.table import check_csv
 from benchmarks.thesis import __main__ as command
 from benchmarks.thesis import cells
 from benchmarks.thesis.cells import DDP, METHODS, ONE, OURS, Job, Place, Setting
-from benchmarks.thesis.ours import Ours, StageLayout, choose, layouts
+from benchmarks.thesis.ours import Ours, StageLayout, choose
 from benchmarks.thesis.peers import Peer
 from benchmarks.thesis.report import print_report
 from benchmarks.thesis.rounds import Meeting, foreign_loads, keep_quiet, train_in_turn
@@ -37,7 +32,6 @@ from hybridpar.config import DataConfig
 from hybridpar.data import cut_epoch, load_dataset
 from hybridpar.errors import UsageError
 from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
-from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting(
@@ -97,25 +91,6 @@ def test_every_method_runs_or_says_why_not() -> None:
     assert reasons[cells.DATA_PARALLEL] == "nn.DataParallel needs two GPUs"
 
 
-@pytest.mark.parametrize(
-    ("workers", "expected"),
-    [(1, {(1, 1), (2, 1), (4, 1)}), (2, {(1, 2), (2, 1)}), (3, {(1, 3)}), (8, {(1, 8), (2, 4), (4, 2)})],
-)
-def test_layouts_use_all_devices(workers: int, expected: set[tuple[int, int]]) -> None:
-    found = layouts(workers, 128)
-    assert {(layout.stages, layout.replicas) for layout in found} == expected
-    assert all(layout.micro_batches >= layout.stages for layout in found)
-    assert len(layouts(workers, 128, graphs=True)) == 2 * len(found)
-
-
-def test_a_layout_leaves_two_samples_for_each_micro_batch() -> None:
-    assert [str(layout) for layout in layouts(2, 8)] == [
-        "1 stages x 2 replicas, 1 micro-batches",
-        "2 stages x 1 replicas, 2 micro-batches",
-        "2 stages x 1 replicas, 4 micro-batches",
-    ]
-
-
 @given(some.integers(40, 400), some.integers(16, 40), some.integers(1, 8), some.integers(1, 8))
 def test_whole_steps_are_whole_for_every_method(samples: int, batch: int, parts: int, more: int) -> None:
     most = max(parts, more)
@@ -125,50 +100,11 @@ def test_whole_steps_are_whole_for_every_method(samples: int, batch: int, parts:
     assert samples // batch - 1 <= steps <= samples // batch
 
 
-def test_ours_is_compared_with_everything_and_all_with_one_device() -> None:
-    measured = [ONE, DDP, OURS]
-    assert cells.comparisons(measured, measured) == [(ONE, ONE), (DDP, ONE), (OURS, ONE), (OURS, DDP)]
-    assert cells.comparisons([ONE, DDP], [DDP]) == [(DDP, ONE)]
-
-
-def test_a_method_that_comes_late_is_compared_too() -> None:
-    methods = [ONE, DDP, cells.DDP_COMPILED, cells.DDP_GRAPH, OURS]
-    assert cells.needed([cells.DDP_COMPILED], methods, PLACE) == [ONE, cells.DDP_COMPILED, OURS]
-    assert cells.needed([OURS], methods, PLACE) == [ONE, DDP, cells.DDP_COMPILED, OURS]
-    assert cells.comparisons([ONE, DDP, OURS], [DDP]) == [(DDP, ONE), (OURS, DDP)]
-
-
 def test_only_gpus_are_held_to_what_was_published() -> None:
     assert cells.target_of("resnet50", OURS, ONE, "cuda") == pytest.approx(1 / 2.44, abs=1e-6)
     assert cells.target_of("resnet50", OURS, ONE, "cpu") is None
     assert cells.target_of("resnet50", OURS, DDP, "cuda") is None
     assert cells.target_of("resnet50", DDP, ONE, "cuda") is None
-
-
-def test_what_is_done_is_known_by_code_place_setting_and_seed() -> None:
-    methods, rows = [ONE, OURS], make_rows()
-    assert cells.still_missing(rows, SETTING, PLACE, methods, [0]) == []
-    assert cells.still_missing(rows, SETTING, PLACE, methods, [0, 1]) == [(1, methods)]
-    assert cells.still_missing(rows, SETTING, PLACE, [*methods, DDP], [0]) == [(0, [DDP])]
-    for changed in ({"commit": "abc1235"}, {"code": "ba9876543210"}, {"name": "other CPU"}, {"workers": 3}):
-        assert cells.still_missing(rows, SETTING, replace(PLACE, **changed), methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
-    for other in ({"batch": 32}, {"lr": 0.1}, {"most_steps": None}, {"epochs": 30}):
-        assert cells.still_missing(rows, replace(SETTING, **other), PLACE, methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
-
-
-def test_a_job_reaches_the_workers_as_it_was() -> None:
-    job = Job(
-        setting=SETTING,
-        place=PLACE,
-        methods=[ONE, OURS],
-        missing=[(0, [ONE])],
-        output="table.csv",
-        cuda_graph=True,
-        probe_steps=3,
-    )
-    heard = Job.heard(json.loads(json.dumps(job.told())))
-    assert (heard.setting, heard.place) == (SETTING, PLACE)
-    assert heard.told() == json.loads(json.dumps(job.told()))
 
 
 # ------------------------------------------------------------------------ rounds
@@ -230,37 +166,6 @@ def test_peer_and_hybridpar_train_the_same() -> None:
     assert peer.accuracy() == ours.accuracy()
     assert not ours.captured
     ours.close()
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_layout_knows_whether_its_steps_were_captured(stages: int, captured: bool) -> None:
-    world = World()
-    ours = Ours(make_task(world), world, StageLayout(stages=stages, replicas=1, micro_batches=stages))
-    assert not ours.captured
-    ours.trainer.engine.graph = SimpleNamespace(captured=captured)
-    assert ours.captured == captured
-    ours.trainer.engine.graph = None
-    ours.close()
-
-
-def train_on_rank(world: World) -> tuple[Tensor, Tensor, float]:
-    task = make_task(world)
-    together = Peer(DDP, task, world)
-    alone = Peer(ONE, task, world)
-    for epoch in range(2):
-        together.epoch(epoch)
-        alone.epoch(epoch)
-    return weights(together._model), (weights(alone._model) if world.is_main else torch.zeros(0)), alone.accuracy()
-
-
-def test_ddp_trains_on_the_samples_of_one_device() -> None:
-    (first, alone, accuracy), (second, _, elsewhere) = run_ranks(train_on_rank, 2)
-    assert torch.equal(first, second)
-    # BatchNorm sees half a batch on each worker, so equal only in what it was fed.
-    assert torch.nn.functional.cosine_similarity(first, alone, dim=0) > 0.99
-    assert 0 <= accuracy <= 1
-    assert elsewhere == 0.0
 
 
 def test_the_fastest_layout_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,23 +322,6 @@ def test_the_report_shows_published_beside_measured() -> None:
     assert "DDP: not measured, needs two workers" in text
 
 
-@pytest.fixture
-def no_path() -> Iterator[None]:
-    before = list(sys.path)
-    yield
-    sys.path[:] = before
-
-
-@pytest.mark.usefixtures("no_path")
-def test_the_script_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr(command, "run", lambda arguments: seen.append(arguments) or 7)
-    monkeypatch.setattr(sys, "argv", ["train_resnet.py", "thesis", "--small"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(ROOT / "scripts/train_resnet.py"), run_name="__main__")
-    assert (seen, left.value.code) == ([["--small"]], 7)
-
-
 def test_the_committed_tables_are_valid_and_claim_nothing_for_a_cpu() -> None:
     tables = sorted((ROOT / "benchmarks/thesis/results").glob("*.csv"))
     assert tables
@@ -441,8 +329,3 @@ def test_the_committed_tables_are_valid_and_claim_nothing_for_a_cpu() -> None:
         for entry in check_csv(table):
             assert entry.claim == cells.CLAIM
             assert entry.extra["cuda"] or entry.target is None
-
-
-def test_rows_of_a_seed_survive_the_table(tmp_path: Path) -> None:
-    append_rows(tmp_path / "t.csv", make_rows())
-    assert cells.finished(check_csv(tmp_path / "t.csv"), SETTING, PLACE) == {(0, ONE), (0, OURS)}

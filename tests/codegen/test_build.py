@@ -199,11 +199,10 @@ def test_a_source_that_does_not_compile(tmp_path: Path, caplog: pytest.LogCaptur
     assert "no such kernel" in fails(bad, caplog)
 
 
-@pytest.mark.parametrize("word", ["off", "0", "No"])
 def test_switched_off(
-    word: str, source: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", word)
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     assert load_kernels("tiny", [source]) is None
     assert "HYBRIDPAR_KERNELS" in caplog.text
     assert not builds

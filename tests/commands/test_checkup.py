@@ -145,26 +145,6 @@ def test_tools(monkeypatch):
     assert found["network namespaces"].fix == "sudo dnf install -y iproute2"
 
 
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_network_namespaces_need_linux_and_root(monkeypatch, platform):
-    monkeypatch.setattr(checkup.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checkup, "_may_administer", lambda: False)
-    monkeypatch.setattr(sys, "platform", platform)
-    found = checkup._network_finding()
-    assert found.status == "absent"
-    assert ("root" if platform == "linux" else "only on Linux") in found.value
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "may"),
-    [("000001ffffffffff", True), ("0000000000000000", False), ("0000000000001000", False), ("0000000000201000", True)],
-)
-def test_root_without_capabilities_may_not(tmp_path, capabilities, may):
-    status = tmp_path / "status"
-    status.write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
-    assert checkup._may_administer(status) == may
-
-
 @pytest.fixture
 def places(monkeypatch, tmp_path):
     """Findings of `check_places` by name, run in a directory of its own."""

@@ -65,19 +65,13 @@ def test_the_key_follows_what_matters():
     ("change", "told"),
     [
         (("devices = 4", "devices = 0"), "hosts.0.devices is 0"),
-        (("count = 2", "count = -1"), "hosts.0.count is -1"),
-        (("throughput = 8.0", "throughput = 0"), "hosts.0.throughput is 0"),
         (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput is inf"),
         (('memory = "24GB"', 'memory = "24GB/s"'), "write 24GB"),
-        (('memory = "24GB"', "memory = 0"), "hosts.0.memory is 0"),
         (('bandwidth = "12GB/s"', 'bandwidth = "fast"'), "not a rate; write 12GB/s or 1Gbit/s"),
-        (('bandwidth = "12GB/s"', "bandwidth = -1"), "inside.bandwidth is -1"),
         (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms is -0.1"),
         (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce is 1.2"),
         (("all_reduce = 0.9", "all_reduced = 0.9"), "unknown key between.efficiency.all_reduced"),
-        (("throughput", "thruput"), "unknown key hosts.0.thruput"),
         (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind is 'tpu'"),
-        (("[inside]", "[outside]"), "unknown key outside"),
     ],
 )
 def test_an_impossible_value_is_one_error_that_names_the_place(tmp_path, change, told):
@@ -86,11 +80,6 @@ def test_an_impossible_value_is_one_error_that_names_the_place(tmp_path, change,
         read_cluster_file(write(tmp_path, TEXT.replace(*change, 1)))
     assert told in caught.value.what
     assert caught.value.fix
-
-
-def test_a_misspelt_key_is_answered_with_the_nearest():
-    with pytest.raises(UsageError, match="throughput"):
-        parse_cluster({"hosts": [{"thruput": 1.0}]})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +186,6 @@ def test_rates_are_read_in_any_way_that_numbers_are_written(said, bandwidth):
         ('"24GB"', f'"{"9" * 3_000}GB"', "hosts.0.memory is '999"),
         ('"24GB"', str(10**19), "hosts.0.memory"),
         ("count = 2", f"count = {'9' * 3_900}", "too many digits"),
-        ("count = 2", "count = 99999999999", "at most 131,072"),
         ("count = 2", f"count = {'[' * 3_000}", "deep|not TOML"),
         ("count = 2", f"{'k' * 3_000} = 2", "unknown key hosts.0.kkk"),
         ("count = 2", "x" * 20_000, "a line has more than"),

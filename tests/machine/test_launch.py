@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.errors import DataError, SyncError, nearest
+from hybridpar.errors import DataError, nearest
 from hybridpar.machine import launch
 from hybridpar.machine.launch import StopRequest, error_text, failure_recorded, record_failure, report_verdict
 from hybridpar.train.checkpoint import load_checkpoint
@@ -187,23 +187,6 @@ def test_an_error_of_all_workers_is_told_once(start, tmp_path):
     assert not job.members()
 
 
-def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
-    program = (
-        "import sys; from hybridpar.machine.supervise import launch_workers; "
-        "sys.exit(launch_workers(sys.argv[1:], 2, restarts=0))"
-    )
-    job = start(
-        small_arguments(tmp_path / "job", "--checkpoint-every=2"),
-        launcher=("-c", program),
-        SMALL_NET_FAULT="KILL@1:4",
-    )
-    code, _, error = job.finish()
-    assert code == 1
-    assert "error: worker 1 was killed by signal 9\n" in error
-    assert load_checkpoint(tmp_path / "job").step == 2
-    assert not job.members()
-
-
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -240,18 +223,6 @@ def test_the_first_verdict_stands(verdict, capsys):
     assert list(verdict.parent.glob("verdict.json")) == [verdict]
 
 
-def test_a_lost_peer_is_worth_a_restart_and_no_verdict(verdict):
-    assert not record_failure(SyncError("a peer has died"), debug=False)
-    assert not record_failure(KeyboardInterrupt(), debug=False)
-    assert not failure_recorded()
-
-
-def test_without_a_launcher_of_ours_there_is_no_verdict(monkeypatch):
-    monkeypatch.delenv(launch.VERDICT_VARIABLE, raising=False)
-    assert not record_failure(DataError("x"), debug=False)
-    assert not failure_recorded()
-
-
 def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
     def fail(error: Exception) -> Exception:
         try:
@@ -285,9 +256,7 @@ def test_torchrun_passes_a_second_ctrl_c_on_as_sigterm(monkeypatch):
     ("variables", "told", "expected"),
     [
         ({}, None, "interrupted\n"),
-        ({"RANK": "0"}, None, "interrupted\n"),
         ({"RANK": "1"}, None, ""),
-        ({launch.VERDICT_VARIABLE: "verdict.json"}, None, ""),
         ({launch.VERDICT_VARIABLE: "verdict.json"}, False, "interrupted\n"),
         ({launch.VERDICT_VARIABLE: "verdict.json"}, True, ""),
     ],
@@ -331,17 +300,6 @@ def test_of_an_error_in_the_users_code_only_that_code_is_shown():
     assert "Traceback" in whole
 
 
-@pytest.mark.parametrize("says", [False, True])
-def test_the_first_signal_is_answered_at_once(capfd, says):
-    stop = StopRequest(says)
-    try:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        stop.release()
-    assert capfd.readouterr().err == says * "stopping after this step, and saving; a second Ctrl-C stops at once\n"
-
-
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
@@ -357,18 +315,6 @@ def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
     finally:
         stop.release()
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [({}, False), ({"RANK": "0"}, False), ({"RANK": "0", "WORLD_SIZE": "1"}, True), ({"WORLD_SIZE": "2"}, False)],
-)
-def test_a_worker_knows_that_it_was_launched(monkeypatch, environment, expected):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert launch.in_job() is expected
 
 
 def test_ctrl_c_while_importing_ends_the_process_where_a_callback_would_swallow_it():

@@ -17,10 +17,9 @@ import pytest
 
 from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
-from hybridpar.commands.train import without_options
 from hybridpar.errors import UsageError
-from hybridpar.machine.node import VERDICT_MARK, children_of
-from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script, torchrun_arguments
+from hybridpar.machine.node import VERDICT_MARK
+from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, small_arguments, train_rank
 from tests.waiting import eventually
@@ -57,13 +56,10 @@ def test_hosts_are_in_the_order_in_which_torchrun_numbers_them(tmp_path):
     [
         ("", "names no host"),
         ("a\na slots=2\n", "names a twice"),
-        ("a\nb slots=0\n", "line 2: slots=0"),
         ("a slots=two\n", "line 1: slots=two"),
         ("a port=70000\n", "port=70000"),
         ("a gpus=4\n", "gpus=4"),
-        ("a address=\n", "address="),
         ("-oProxyCommand=x\n", "no name of a host"),
-        ("a;b\n", "no name of a host"),
     ],
 )
 def test_what_is_no_hosts_file_is_refused(tmp_path, text, said):
@@ -90,11 +86,6 @@ def test_the_lines_are_printed(tmp_path, capsys):
         assert line[line.index("--rdzv-endpoint") + 1] == "a:29500"
         assert line[line.index("hybridpar") + 1 :] == [*TRAIN, "--run-dir", "my runs"]
     assert first[first.index("--rdzv-id") + 1] == second[second.index("--rdzv-id") + 1]
-
-
-def test_options_are_taken_out_in_both_spellings():
-    given = ["train", "m", "--hosts=x", "--lr", "0.1", "--launch", "ssh", "--slurm", "--workers"]
-    assert without_options(given, ("hosts", "launch", "slurm")) == ["train", "m", "--lr", "0.1"]
 
 
 @pytest.mark.parametrize(
@@ -211,21 +202,6 @@ def test_a_signal_goes_to_all_hosts_as_a_word(fake_ssh, tmp_path, capfd):
     assert sorted(notes.read_text().splitlines()) == ["a: INT", "b: INT"]
     assert "stopped on 2 hosts" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_children_are_found():
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        assert child.pid in children_of(os.getpid())
-    finally:
-        child.kill()
-        child.wait()
-    assert child.pid not in children_of(os.getpid())
-
-
-def test_torchrun_gets_what_was_asked_for():
-    words = torchrun_arguments(TWO, 1, 3, "job", TRAIN)
-    assert words[words.index("--nproc-per-node") + 1] == "3"
 
 
 # ------------------------------------------------------------------------------------------------------ the whole way

@@ -48,10 +48,6 @@ def test_it_stops_where_results_never_agree() -> None:
     assert (results, noise) == ([1.0, 2.0, 3.0, 4.0], 3.0)
 
 
-def test_no_number_is_no_agreement() -> None:
-    assert len(repeat_until_steady(lambda: 1.0, lambda _: math.nan, 0.1)[0]) == 3
-
-
 def test_no_measurement_is_begun_when_the_time_is_up() -> None:
     clock = count(step=4.0)
     values = count(1.0)

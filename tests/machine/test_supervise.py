@@ -54,11 +54,6 @@ def starts(place: Path) -> list[str]:
     return sorted((place / "starts").read_text().split())
 
 
-def test_all_end_well(tmp_path):
-    assert launch(tmp_path, "{}") == 0
-    assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
-
-
 def test_a_worker_that_nobody_waits_for_is_replaced_alone(tmp_path, capfd):
     assert launch(tmp_path, '{"1:0": "dies", "0:0": "lags", "2:0": "lags"}') == 0
     assert starts(tmp_path) == ["0:0:0", "1:0:0", "1:1:1", "2:0:0"]

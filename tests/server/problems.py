@@ -61,10 +61,6 @@ class DigitsGradient:
         #: The weights at the start, 1-D.
         self.start = torch.cat([own.detach().view(-1) for own in self.model.parameters()])
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(own.shape) for name, own in self.model.named_parameters()}
-
     def put(self, weights: Tensor) -> None:
         torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
 

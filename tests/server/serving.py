@@ -48,7 +48,7 @@ class Clock:
 
 
 class Net(nn.Module):
-    """A little of everything; the part `spare` is used only where asked for."""
+    """A little of everything; the part `spare` is not used."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -56,11 +56,10 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm2d(width)
         self.spare = nn.Linear(10, 10)
         self.head = nn.Linear(width * 36, 10)
-        self.uses_spare = False
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
-        return self.spare(out) if self.uses_spare else out
+        return out
 
 
 def images(seed: int, count: int = 4) -> tuple[Tensor, Tensor]:

@@ -144,29 +144,12 @@ def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_no
     assert bool((shard.values[2:] < 1).all())
 
 
-def test_a_push_that_comes_twice_counts_once_and_is_answered_twice():
-    shard = small_shard(Rules.asynchronous(2))
-    push(shard, 0, 1, 0)
-    before = shard.values.clone()
-    (again,) = push(shard, 0, 1, 0)
-    assert (again.repeated, again.applied, again.clock) == (True, True, 1)
-    assert torch.equal(shard.values, before)
-    assert (shard.clock, shard.taken, shard.histogram.total) == (1, 1, 1)
-
-
 def test_a_push_that_comes_twice_into_a_barrier_counts_once():
     shard = small_shard(Rules.synchronous(2))
     assert push(shard, 0, 1, 0) == push(shard, 0, 1, 0) == []
     answers = push(shard, 1, 1, 0)
     assert [one.learner for one in answers] == [0, 1]
     assert torch.allclose(shard.values, -0.1 * ONES)
-
-
-def test_a_lost_push_leaves_a_gap_and_nothing_else():
-    shard = small_shard(Rules.asynchronous(2))
-    push(shard, 0, 1, 0)
-    assert [one.applied for one in push(shard, 0, 3, 1)] == [True]
-    assert shard.clock == 2
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
@@ -210,13 +193,6 @@ def test_who_joins_late_does_not_hold_up_the_others():
     assert push(shard, 0, 7, shard.clock) == []
 
 
-def test_a_barrier_cannot_do_without_a_learner():
-    shard = small_shard(Rules.synchronous(2))
-    push(shard, 0, 1, 0)
-    with pytest.raises(SyncError, match="worker 1 is gone"):
-        shard.leave(1)
-
-
 def test_pushes_past_the_limit_change_nothing():
     shard = small_shard(Rules.asynchronous(2), limit=2)
     push(shard, 0, 1, 0), push(shard, 1, 1, 0)
@@ -250,23 +226,6 @@ def test_the_mean_staleness_is_lambda_minus_1_over_c_in_every_order(learners, sp
         clocks[learner] = answer.clock
     on_the_way = sum(shard.clock - clock for clock in clocks)
     assert shard.histogram.sum + on_the_way == shard.clock * (learners - 1)
-
-
-@pytest.mark.parametrize(
-    ("learners", "collect", "mean", "most"),
-    [(30, 30, 29 / 30, 1), (30, 2, 14.5, 15), (30, 1, 29.0, 29), (8, 8, 7 / 8, 1), (8, 2, 3.5, 4), (8, 1, 7.0, 7)],
-)
-def test_staleness_of_equally_fast_learners(learners, collect, mean, most):
-    shard = small_shard(Rules.soft(learners, learners // collect), count=1)
-    clocks = [0] * learners
-    for number in range(learners * 40):
-        learner = number % learners
-        (answer,) = push(shard, learner, number // learners + 1, clocks[learner], torch.zeros(1))
-        clocks[learner] = answer.clock
-        if number == learners - 1:
-            shard.histogram.counts.clear()  # all learners began with fresh weights
-    assert shard.histogram.mean == pytest.approx(mean)
-    assert shard.histogram.most == most
 
 
 def test_the_state_goes_on_as_if_nothing_had_happened():

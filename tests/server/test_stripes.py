@@ -36,13 +36,6 @@ def test_shards_of_a_real_model_are_even():
         assert max(counts) < 1.02 * total / shards
 
 
-def test_weight_decay_is_where_the_plain_run_has_it():
-    decays = {name: own for name, _, own in described_parameters(torchvision.models.resnet18())}
-    assert decays["conv1.weight"]
-    assert not decays["bn1.weight"]
-    assert not decays["fc.bias"]
-
-
 def test_pieces_are_views_of_the_models_own_memory():
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 6, 3)).to(
         memory_format=torch.channels_last
@@ -63,9 +56,3 @@ def test_more_shards_than_parameters_is_a_mistake():
 def test_what_servers_do_not_hold_is_named():
     with pytest.raises(UsageError, match=r"weight.*float64"):
         described_parameters(torch.nn.Linear(2, 2).double())
-
-
-def test_frozen_parameters_stay_with_the_workers():
-    model = torch.nn.Linear(2, 2)
-    model.weight.requires_grad_(False)
-    assert [name for name, _, _ in described_parameters(model)] == ["bias"]

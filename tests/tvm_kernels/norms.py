@@ -1,9 +1,9 @@
-"""Reference for BatchNorm with an activation: results and gradients in float64, computed by torch."""
+"""A training step, and float64 results and gradients of BatchNorm with an activation, computed by torch."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
@@ -38,3 +38,11 @@ def truth(
 def error(found: Tensor, true: Tensor) -> float:
     """The largest, relative to the largest value."""
     return float((found.double() - true.double()).abs().max() / true.double().abs().max().clamp(min=1e-30))
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Result, gradients, and buffers, after a training step's forward and backward."""
+    model.zero_grad()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), *model.buffers()]

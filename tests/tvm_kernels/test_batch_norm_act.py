@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridpar.tvm_kernels import batch_norm_act as module
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act as norm_act
 from hybridpar.tvm_kernels.batch_norm_act import kernels_fit
@@ -248,7 +247,3 @@ def test_bytes_kept_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
         norm_act(x, None, None, None, None, True, 0.1, EPS, "silu")
     assert sorted(kept) == [6 * 16, x.numel()]
-
-
-def test_names_are_torchs_own() -> None:
-    assert tuple(module.STOCK) == ACTIVATIONS

@@ -21,7 +21,7 @@ from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.swap import optimize
-from hybridpar.tvm_kernels.tuner import Tuned, first_candidates
+from hybridpar.tvm_kernels.tuner import Tuned
 from tests.tvm_kernels.standin import record_of
 
 OTHER = "a CPU that nobody tuned for"
@@ -59,30 +59,6 @@ def test_kernels_are_confirmed_once_and_recorded_for_this_cpu(monkeypatch: pytes
     assert all(isinstance(one, TunedKernel) for one in make_kernels(records))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it was done before"))
     assert confirm_kernels(dict.fromkeys(keys, 3), found) == ""
-
-
-def test_the_first_candidate_is_like_what_is_known() -> None:
-    operation = operation_of(CONV)
-    space = operation.space(CONV)
-    (default,) = first_candidates(CONV, space)
-    assert default in space
-    known = next(one for one in space if one != default)
-    assert first_candidates(CONV, space, [known]) == [known]
-    elsewhere = {**known, "strip": 10 * known["strip"]}
-    assert first_candidates(CONV, space, [elsewhere])[0].keys() == known.keys(), "of a higher image"
-    assert len(first_candidates(CONV, space, [known, known, space[-1]], 3)) == 2
-    assert first_candidates(CONV, [], [known]) == []
-
-
-def test_what_another_cpu_knows_of_the_very_shape_comes_first() -> None:
-    other = ConvShape.parse("4x16x9x9 k5x5 s1x1 p2x2 d1x1")
-    batch = ConvShape.parse("4x16x9x9 k3x3 s1x1 p1x1 d1x1")
-    told = [(other, 0.1, 4), (batch, 0.1, 5), (SHAPE, 1.0, 6)]
-    records = [
-        record_of(one, Direction.FORWARD, Layout.CHANNELS_LAST, device="x", parameters={"tile": tile}, ms=ms)
-        for one, ms, tile in told
-    ]
-    assert search._known(Database("", records), CONV, []) == [{"tile": 6}, {"tile": 5}, {"tile": 4}]
 
 
 def quick_tuner(*given: Any, only: dict[str, int] | None, **_: Any) -> list[Tuned]:

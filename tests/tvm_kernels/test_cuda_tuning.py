@@ -130,12 +130,6 @@ def test_what_was_measured_on_such_a_gpu_with_the_dtype_is_chosen() -> None:
     assert [choices.decide(key).kernel for key in others] == [None] * 3
 
 
-def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
-    choices = Choices(Database("a test's", []), StandIn())
-    assert choices.decide(key_of(Direction.FORWARD, "bfloat16")).kernel is None
-
-
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = next(candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER))
     contents = "hybridpar.tvm_kernels.kernel.contents_of"
@@ -176,22 +170,6 @@ def test_wavefronts_of_patterns_that_everybody_knows() -> None:
     assert [wavefronts([4 * step * lane for lane in range(32)], 4) for step in (2, 3, 8, 32)] == [2, 1, 8, 32]
     assert wavefronts([2 * lane for lane in range(32)], 2) == 1, "two lanes share a word"
     assert wavefronts([16 * lane for lane in range(32)], 16) == 4
-
-
-def test_virtual_threads_take_bank_conflicts_away() -> None:
-    shape = ConvShape.parse("32x96x56x56 k3x3 s1x1 p1x1 d1x1")
-    own = {"vector": 1, "threads_c": 1, "threads_x": 32, "threads_y": 4, "virtual": 1, "columns": 1, "rows": 4}
-    own |= {"skew": 0, "hold": 1}
-
-    def tile_of(**changes: int) -> Tile:
-        return Tile(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own | changes)
-
-    assert bank_conflicts(tile_of(columns=2)) == 2 > bank_conflicts(tile_of(virtual=2)) == 1
-    # Sixteen bytes a cell and 2048 threads are what an SM has padded tile for.
-    tile = tile_of()
-    held = resident_blocks(tile, HOPPER)
-    assert held * tile.threads <= HOPPER.threads
-    assert held * tile.shared_bytes <= HOPPER.shared_bytes
 
 
 def test_the_space_holds_its_rules() -> None:

@@ -21,7 +21,6 @@ from hybridpar.tvm_kernels.database import (
     read_database,
     user_database,
 )
-from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.tvm_kernels.standin import all_records, record_of
 
@@ -49,6 +48,7 @@ def test_what_is_not_known_here_is_no_damage(tmp_path, caplog):
         read = read_database(file)
     assert (len(read), read.damaged, read.other_versions) == (1, 0, 1)
     assert len(caplog.records) == 1
+    assert "tune again" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
@@ -70,16 +70,12 @@ def test_a_line_that_was_cut_off_loses_itself_alone(tmp_path, cut):
         b"\xff\xfe\x00garbage",
         b"[1, 2, 3]",
         b"[" * 100_000,
-        b'{"version": 1}',
         ONE.line().replace('"forward"', '"sideways"').encode(),
-        ONE.line().replace(SHAPE, "8x96").encode(),
         ONE.line().replace(SHAPE, "8x96x2x2 k31x31 s1x1 p1x1 d1x1").encode(),
         ONE.line().replace('"ms": 1.0', '"ms": -1.0').encode(),
-        ONE.line().replace('"ms": 1.0', '"ms": NaN').encode(),
         ONE.line().replace('"tile": 2', '"tile": [2]').encode(),
         ONE.line().replace('"threads": 1', '"threads": 0').encode(),
         ONE.line().replace('"depthwise_conv2d"', "7").encode(),
-        ONE.line().replace('"ms": 1.0', '"ms": null').encode(),
     ],
 )
 def test_garbage_is_counted(tmp_path, line, caplog):
@@ -92,16 +88,6 @@ def test_garbage_is_counted(tmp_path, line, caplog):
         read = read_database(file)
     assert (len(read), read.damaged) == (7, 1)
     assert [record.getMessage() for record in caplog.records] == [f"{file}: 1 line(s) are damaged and were skipped"]
-
-
-def test_records_of_a_later_version_are_left_with_a_hint(tmp_path, caplog):
-    file = tmp_path / "k.jsonl"
-    append_records(file, [ONE])
-    with file.open("a") as out:
-        out.write(json.dumps({"version": 2, "operation": "all new"}) + "\n")
-    read = read_database(file)
-    assert (len(read), read.damaged, read.other_versions) == (1, 0, 1)
-    assert "tune again" in caplog.text
 
 
 def test_times_of_other_versions_are_not_believed(tmp_path, caplog):
@@ -129,11 +115,6 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
     with pytest.raises(UsageError, match="hybridpar tune") as caught:
         read_database(file)
     assert str(file) in caught.value.what
-
-
-def test_an_empty_file_is_an_empty_database(tmp_path):
-    (tmp_path / "k.jsonl").touch()
-    assert len(read_database(tmp_path / "k.jsonl")) == 0
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -184,11 +165,6 @@ def test_a_damaged_database_of_the_user_costs_one_line(monkeypatch, tmp_path, ca
     assert "is not a kernel database" in caplog.text
 
 
-def test_nothing_in_a_record_is_code():
-    text = ONE.line().replace('"tile": 2', '"tile": "__import__(\'os\')"')
-    assert KernelRecord.model_validate_json(text).parameters == {"tile": "__import__('os')"}
-
-
 # ----------------------------------------------------------------------------------------------- the one rule
 
 
@@ -196,10 +172,8 @@ def test_nothing_in_a_record_is_code():
     ("fields", "why"),
     [
         ({"error": 3e-2}, "its error is 3.0e-02, and at most"),
-        ({"error": 3e-2, "stock_error": 1.0}, "and at most 1.0e-02"),
         ({"error": 3e-3, "stock_error": 1e-5}, "its error is 3.0e-03"),
         ({"error": math.nan}, "its error is nan"),
-        ({"error": math.inf}, "its error is inf"),
         ({"error": None}, "its error is unknown"),
         ({"noise": 1.04}, "its measurements lay 104 % apart, within which lies its gain of 2.00x"),
         ({"noise": 0.96, "ms": 3.0}, "its measurements lay 96 % apart, and at most 25 %"),

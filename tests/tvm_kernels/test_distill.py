@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import (
-    Database,
     append_records,
-    packaged_records,
     parse_records,
     read_database,
 )
@@ -93,16 +90,6 @@ def test_the_packaged_database_is_small_and_sound():
         shape = ConvShape.parse(record.shape)
         assert reject(shape, record.direction, record.layout, record.parameters) is None  # type: ignore[arg-type]
         assert record.wins
-
-
-def test_packaged_times_of_another_device_are_never_believed(monkeypatch):
-    shipped = records(0.1, device="a like one")
-    monkeypatch.setattr("hybridpar.tvm_kernels.database.parse_records", lambda *_: Database("", shipped))
-    choices = Choices(Database("", packaged_records()))
-    (here,) = records(0.1)[:1]
-    decision = choices.decide(here.key)
-    assert decision.kernel is None
-    assert "a like one" in decision.why
 
 
 def test_the_script_writes_what_it_says(tmp_path):

@@ -110,19 +110,6 @@ def test_what_a_machine_says_of_its_caches_decides_nothing(host: Host) -> None:
     assert threads_per_worker(1, available_cores()) <= host.cores
 
 
-@pytest.mark.parametrize("host", ["xeon-vm"], indirect=True)
-def test_a_virtual_machine_with_the_cache_of_its_host_decides_as_any_other(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del host
-    on_vm = [decisions(shape) for shape in (LARGE, SMALL)]
-    read = MACHINES["desktop"].read
-    monkeypatch.setattr(Path, "read_text", lambda path, *_, **__: read(path))
-    build.cpu_info.cache_clear()
-    machine.this_machine.cache_clear()
-    assert [decisions(shape) for shape in (LARGE, SMALL)] == on_vm
-
-
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("text", ["2x8x16x16", "8x32x56x56", "8x96x112x112", "32x96x112x112"])
 def test_a_benchs_memory_is_bounded(text: str, direction: Direction) -> None:

@@ -16,7 +16,7 @@ from hybridpar.errors import UsageError
 from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import norm_swap
 from hybridpar.tvm_kernels.norm_swap import NormPair, find_norms, fuse_norms, unfuse_norms
-from tests.tvm_kernels.norms import error, images
+from tests.tvm_kernels.norms import error, images, step
 
 
 class Pairs(nn.Module):
@@ -42,14 +42,6 @@ class Shared(nn.Module):
         y = self.relu(self.norm(self.conv(x)))
         result: Tensor = self.relu(y - 1)
         return result
-
-
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Result, gradients, and buffers, after a training step's forward and backward."""
-    model.zero_grad()
-    y = model(x)
-    y.square().mean().backward()
-    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
 def same(model: nn.Module, x: Tensor, change: Callable[[nn.Module], object], tolerance: float = 1e-5) -> nn.Module:
@@ -193,18 +185,6 @@ def test_copies_and_pickles_are_plain() -> None:
         assert type(copied.a[2]) is nn.SiLU
         assert "_fused" not in vars(copied.a[1])
         same(copied, torch.randn(2, 3, 9, 9), fuse_norms)
-
-
-def test_one_node_each_in_a_graph() -> None:
-    model = Pairs()
-    fuse_norms(model)
-    graph = torch.fx.Tracer().trace(model)
-    assert [str(node.target) for node in graph.nodes if node.op == "call_module"] == [
-        *("a.0", "a.1", "a.2", "b.0", "b.1", "b.2"),
-    ]
-    stage = torch.fx.GraphModule(model, graph)
-    x = torch.randn(2, 3, 9, 9)
-    torch.testing.assert_close(stage(x), model(x))
 
 
 def test_compiled() -> None:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
-from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -138,7 +136,6 @@ def views(x: Tensor) -> dict[str, Tensor]:
         "half of the channels": wide[:, : x.shape[1]],
         "half of the rows": tall[:, :, : x.shape[2]],
         "transposed": x.transpose(2, 3).contiguous().transpose(2, 3),
-        "expanded": x[:1].expand(x.shape[0], -1, -1, -1),
     }
 
 
@@ -165,14 +162,6 @@ def test_the_layout_of_the_result_is_that_of_torch_whatever_the_weights_say(layo
     for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
         assert mine.stride() == torchs.stride()
     assert kernels.calls[Direction.FORWARD] == (layout is LAST)
-
-
-def test_misaligned_tensors_reach_only_kernels_that_take_them():
-    case = Case(SHAPES[0], LAST)
-    for align, times in ((4, 1), (64, 0)):
-        with tuned(all_records(SHAPES[0]), StandIn(align=align)) as kernels, torch.no_grad():
-            depthwise_conv2d(views(case.x)["one element behind"], case.weight, None, *case.numbers)
-        assert kernels.calls[Direction.FORWARD] == times
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -307,16 +296,6 @@ def test_exported_and_traced_it_is_torchs_own():
         torch.testing.assert_close(one, net(x))
 
 
-@pytest.mark.parametrize("tuned_one", [None, *Direction])
-def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
-    case = Case(SHAPES[0], LAST)
-    records = [record for record in all_records(SHAPES[0]) if record.direction is tuned_one]
-    with tuned(records):
-        out = depthwise_conv2d(case.x.requires_grad_(), case.weight.requires_grad_(), None, *case.numbers)
-    assert out.grad_fn is not None
-    assert (out.grad_fn.name() == "ConvolutionBackward0") == (tuned_one is None)
-
-
 def test_autocast_is_that_of_torch():
     case = Case(SHAPES[0], LAST)
     case.gradient = case.gradient.bfloat16()
@@ -398,23 +377,6 @@ def test_kernels_that_are_not_there_are_not_noticed(reason, monkeypatch):
     with tuned(records, StandIn(broken=reason == "broken")) as kernels:
         close(case.result(depthwise_conv2d), case.truth)
     assert not any(kernels.calls.values())
-
-
-def test_choices_are_given_back():
-    before = active_choices()
-    mine = Choices(Database())
-    assert use_choices(mine) is before
-    assert use_choices(before) is mine
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("count", [1, 2])
-def test_some_directions_run_on_kernels(shape, count):
-    case = Case(shape, LAST)
-    chosen = [one for one in list(Direction)[:count] if outside(case.shape, one) is None]
-    with tuned([one for one in all_records(shape) if one.direction in chosen]) as kernels:
-        close(case.result(depthwise_conv2d), case.truth)
-    assert kernels.calls == dict.fromkeys(Direction, 0) | dict.fromkeys(chosen, 1)
 
 
 @pytest.mark.parametrize(("kept", "calls"), [([], 1), ([Direction.INPUT_GRADIENT], 1), (list(Direction)[1:], 0)])

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.models import model_fingerprint
 from hybridpar.partition.trace import trace_model
-from hybridpar.sync.batchnorm import BatchNormPool
-from hybridpar.tvm_kernels import Database, norm_kernels, norm_swap, optimize, restore
+from hybridpar.tvm_kernels import Database, norm_kernels, norm_swap, optimize
 from hybridpar.tvm_kernels.choice import use_choices
 from hybridpar.tvm_kernels.layers import NormLayer, tunable_layers
 from hybridpar.tvm_kernels.norm_swap import fused_norms, why_stock
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
-from tests.tvm_kernels.norms import images
+from tests.tvm_kernels.norms import images, step
 from tests.tvm_kernels.standin import NormStandIn
 
 FIRST, SECOND = NormShape(2 * 81, 8, "silu"), NormShape(2 * 81, 8, "none")
@@ -50,14 +47,6 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> Iterator[NormStandIn]:
 
 def block() -> nn.Module:
     return Block().to(memory_format=torch.channels_last)
-
-
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Result, gradients and buffers."""
-    model.zero_grad()
-    y = model(x)
-    y.square().mean().backward()
-    return [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None), *model.buffers()]
 
 
 def test_norms_run_fused_where_they_are_large_enough(norms: NormStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,74 +89,6 @@ def test_where_kernels_cannot_it_is_torch(norms: NormStandIn) -> None:
     assert norms.calls["forward"].total() == count
 
 
-def test_evaluation_and_frozen_statistics(norms: NormStandIn) -> None:
-    model, x = block(), images(2, 3, 9, 9)
-    step(model, x)
-    for freeze in (lambda one: one.eval(), lambda one: one.train().norm.eval()):
-        freeze(model)
-        right = step(copy.deepcopy(model), x)
-        other = optimize(copy.deepcopy(model), Database())
-        for one, two in zip(step(other, x), right, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    assert norms.calls["backward"] == {FIRST: 2, SECOND: 2}
-
-
-def test_a_second_derivative_is_refused(norms: NormStandIn) -> None:
-    model, x = optimize(block(), Database()), images(2, 3, 9, 9).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
-
-
-def test_everything_stays_and_everything_comes_back(norms: NormStandIn) -> None:
-    model = block()
-    calls: list[str] = []
-    model.stem.register_forward_hook(lambda *_: calls.append("hook"))
-    classes = [type(module) for module in model.modules()]
-    own = [set(vars(module)) for module in model.modules()]
-    before = {name: (id(one), one.data_ptr()) for name, one in model.named_parameters()}
-    state, fingerprint, text = model.state_dict(), model_fingerprint(model), repr(model)
-    optimize(model, Database())
-    optimize(model, Database())
-    assert fused_norms(model) == {"stem.1": "silu", "norm": "none"}
-    assert {name: (id(one), one.data_ptr()) for name, one in model.named_parameters()} == before
-    assert list(model.state_dict()) == list(state)
-    assert model_fingerprint(model) == fingerprint
-    assert repr(model).replace("DepthwiseConv2d", "Conv2d") == text
-    model.load_state_dict(state)
-    model(images(2, 3, 9, 9))
-    assert calls == ["hook"]
-    assert norms.calls["forward"] == {FIRST: 1, SECOND: 1}
-    assert restore(restore(model)) is model
-    assert [type(module) for module in model.modules()] == classes
-    assert [set(vars(module)) for module in model.modules()] == own
-
-
-def test_a_hook_that_would_see_what_is_no_more_keeps_its_layers(norms: NormStandIn) -> None:
-    seen: list[Tensor] = []
-    model, x = block(), images(2, 3, 9, 9)
-    hook = model.stem[1].register_forward_hook(lambda _, __, output: seen.append(output.clone()))
-    right = step(copy.deepcopy(model), x)
-    optimize(model, Database())
-    for one, two in zip(step(model, x), right, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(*seen)
-    hook.remove()
-    around = nn.Sequential(nn.Sequential(nn.BatchNorm2d(8)), nn.ReLU())
-    around[0].register_forward_hook(lambda *_: None)
-    assert fused_norms(optimize(around, Database())) == {"0.0": "none"}
-
-
-def test_a_swapped_model_can_be_saved_as_what_it_was(norms: NormStandIn) -> None:
-    model, x = optimize(block(), Database()).eval(), images(2, 3, 9, 9)
-    stored = io.BytesIO()
-    torch.save(model, stored)
-    stored.seek(0)
-    loaded = torch.load(stored, weights_only=False)
-    assert not fused_norms(loaded)
-    torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-5)
-
-
 def test_before_and_after_a_partition(norms: NormStandIn) -> None:
     x = images(2, 3, 9, 9)
     graphs = [trace_model(model, (x,)).graph for model in (block(), optimize(block(), Database()))]
@@ -183,23 +104,6 @@ def test_before_and_after_a_partition(norms: NormStandIn) -> None:
     assert norms.calls["backward"] == {FIRST: 1, SECOND: 1}
     alone = fx.GraphModule(block(), trace_model(block(), (x,)).graph)
     assert set(fused_norms(optimize(alone, Database()))) == {"stem.1", "norm"}
-
-
-def test_pooled_statistics_of_fused_norms(norms: NormStandIn) -> None:
-    plain = block()
-    fused = optimize(copy.deepcopy(plain), Database())
-    batches = [images(2, 3, 9, 9) for _ in range(3)]
-    for model in (plain, fused):
-        pool = BatchNormPool(model)
-        assert len(pool.layers) == 2
-        for batch in batches:
-            model(batch).square().mean().backward()
-            pool.fold()
-        pool.commit(pool.sums)
-        pool.release()
-    assert norms.calls["backward"] == {FIRST: 3, SECOND: 3}
-    for one, two in zip(plain.buffers(), fused.buffers(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 # -------------------------------------------------------------------------------------------- what there is to be tuned

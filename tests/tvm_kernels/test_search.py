@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import pytest
-import torch
-from rich.console import Console
 
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import search
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, torch_ms, weigh
+from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, weigh
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.table import rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.table import rows_of, summary_lines
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
 
@@ -112,12 +108,6 @@ def test_what_was_not_measured_is_predicted_from_its_like(monkeypatch):
     assert found[forward[0]] == pytest.approx(3.5, rel=0.1), "half of the images"
 
 
-def test_torch_is_timed_with_the_threads_of_the_key():
-    threads = torch.get_num_threads()
-    assert torch_ms(KEYS[0]) > 0
-    assert torch.get_num_threads() == threads
-
-
 def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch):
     shipped = [
         record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, device="a like one", parameters={"tile": 5}),
@@ -181,13 +171,6 @@ def test_no_kernel_is_no_error(tmp_path):
     assert (report.tuned, report.empty) == (0, 6)
 
 
-def test_a_budget_for_one_search_is_not_spent_on_weighing(tmp_path):
-    tuner = Tuner()
-    report = search_all(KEYS, tmp_path / "k.jsonl", search._LEAST_SECONDS, tuner=tuner, weigher=weighed)
-    assert report.tuned + report.left == len(KEYS)
-    assert tuner.asked[0] == KEYS[0]
-
-
 def test_a_budget_for_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="too short to try one candidate"):
         search_all(KEYS, tmp_path / "k.jsonl", 0.5, tuner=Tuner(), weigher=weighed)
@@ -227,15 +210,3 @@ def test_what_wins_in_its_own_layout_alone_flatters_nobody():
     rows = rows_of(Database("", [chosen, left]))
     assert [(row.ratio, row.runs) for row in rows] == [(0.5, "tuned"), (0.5, "stock")]
     assert summary_lines(rows) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]
-
-
-def test_rows_can_be_printed_and_read(tmp_path):
-    rows = rows_of(database())
-    console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))
-    console.print(table_of(rows))
-    text = console.export_text()
-    for part in ("stock_ms", "tuned_ms", "ratio", "error", "4.00x", "1.0e-07", "other versions"):
-        assert part in text
-    assert json.loads(json.dumps([asdict(row) for row in rows]))[0]["tuned_ms"] == 1.0
-    only = KernelKey(Direction.FORWARD, ConvShape.parse(SHAPES[1]), Layout.CHANNELS_LAST, 1, cpu_fingerprint())
-    assert [row.shape for row in rows_of(database(), {only})] == [SHAPES[1]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.kernels.roofline import multiply_adds
 from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import GATHER, WEIGHT, candidates, nearest, neighbours, outside, reject
 
@@ -95,13 +95,6 @@ def test_strips_are_swept_that_come_from_memory_and_stay_in_a_cache(direction: D
     assert reject(SHAPE, direction, LAST, {**plain, "sweep": 2})
 
 
-def test_lanes_never_pass_what_lies_side_by_side() -> None:
-    narrow = ConvShape.parse("1x5x9x6 k3x3 s1x1 p1x1 d1x1")
-    for direction, good in GOOD.items():
-        assert "lanes" in str(reject(narrow, direction, LAST, good))
-        assert {one["lanes"] for one in candidates(narrow, direction, 1, MACHINES[0])} == {4}
-
-
 def test_what_no_kernel_covers() -> None:
     both = ConvShape.parse("1x8x20x20 k3x3 s2x2 p1x1 d2x2")
     assert outside(both, Direction.INPUT_GRADIENT)
@@ -174,7 +167,3 @@ def test_both_directions_use_the_same_pairs(shape: ConvShape) -> None:
     assert pairs(Direction.FORWARD) == pairs(Direction.INPUT_GRADIENT)
     met = len(pairs(Direction.FORWARD))
     assert multiply_adds(shape) == met * met * shape.batch * shape.channels
-
-
-def test_inputs_know_their_uses() -> None:
-    assert by_input((((0, 4), (1, 5)), ((0, 5),))) == ((4, ((0, 0),)), (5, ((0, 1), (1, 0))))

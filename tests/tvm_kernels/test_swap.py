@@ -7,7 +7,6 @@ import io
 
 import pytest
 import torch
-import torchvision
 from torch import fx, nn
 
 from hybridpar.models import model_fingerprint
@@ -117,15 +116,6 @@ def test_a_file_is_read_and_reported(kernels, tmp_path, caplog):
     assert kernels.calls[Direction.FORWARD] == 1
 
 
-def test_a_traced_graph_has_one_node_for_each(kernels):
-    model = optimize(Block(), Database())
-    graph = fx.symbolic_trace(model)
-    swapped = [node for node in graph.graph.nodes if node.op == "call_function"]
-    assert [node.target.__name__ for node in swapped] == ["depthwise_conv2d"] * 3
-    x = torch.randn(1, 3, 24, 24)
-    assert torch.equal(graph(x), model(x))
-
-
 def test_units_of_a_partition_are_called_the_same_before_and_after(kernels):
     x = torch.randn(1, 3, 24, 24)
     plain, swapped = (trace_model(model, (x,)) for model in (Block(), optimize(Block(), Database())))
@@ -145,29 +135,6 @@ def test_parametrised_layers_are_left_alone(kernels):
     model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, groups=8)))
     optimize(model, Database())
     assert not any(isinstance(one, DepthwiseConv2d) for one in model.modules())
-
-
-@pytest.mark.parametrize(("name", "count"), [("mobilenet_v2", 17), ("efficientnet_b0", 16), ("convnext_tiny", 18)])
-def test_layers_of_known_models_are_found(name, count):
-    with torch.device("meta"):
-        model = torchvision.models.get_model(name)
-    model = model.to_empty(device="cpu")
-    found, _ = tunable_layers(model, (4, 3, 96, 96))
-    assert len(found) == count
-    assert {layer.layout for layer in found} == {Layout.CHANNELS_LAST}
-    assert all(layer.shape.batch == 4 and len(layer.needs) == 3 for layer in found)
-
-
-def test_looking_for_layers_changes_nothing():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3, groups=3), nn.BatchNorm2d(3), nn.Dropout())
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    random = torch.get_rng_state()
-    ((layer,), _) = tunable_layers(model, (2, 3, 9, 9), layout=Layout.CONTIGUOUS)
-    assert layer.needs == (Direction.FORWARD, Direction.WEIGHT_GRADIENT), "an image needs no gradient"
-    assert torch.equal(random, torch.get_rng_state())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, state[name])
-    assert not model[0]._forward_pre_hooks
 
 
 class Fickle(nn.Module):

@@ -7,9 +7,8 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from hybridpar.tvm_kernels import measure
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import COLD, ConvBench, reference
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image, make_kernels
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint, this_machine
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -35,12 +34,6 @@ from tests.tvm_kernels.standin import record_of
 LAST = Layout.CHANNELS_LAST
 SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
 FORWARD = KernelKey(Direction.FORWARD, SHAPE, LAST, 1, cpu_fingerprint())
-
-
-@pytest.fixture(scope="module")
-def builder() -> Iterator[Builder]:
-    with Builder(1) as own:
-        yield own
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -193,17 +186,6 @@ def test_small_phases_start_no_threads(direction: Direction, builder: Builder, m
     assert len(variant.phases) == 2
 
 
-def test_kernels_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1, "stream": 0}
-    records = [record_of(SHAPE, Direction.FORWARD, LAST, parameters=own | {"strip": strip}) for strip in (3, 9)]
-    for kernel in make_kernels(records):
-        assert isinstance(kernel, TunedKernel)
-        assert ConvBench(SHAPE, Direction.FORWARD, LAST).error(kernel) < 1e-5
-    monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("it is there already"))
-    assert all(isinstance(kernel, TunedKernel) for kernel in make_kernels([*records, records[0]]))
-
-
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
@@ -243,15 +225,6 @@ def test_comparisons_are_repeated_until_two_agree_and_the_worse_counts() -> None
     assert found.speedup == 1.3
     assert found.noise == pytest.approx(1.4 / 1.3 - 1)
     assert next(taken).speedup == 9.0, "no more were taken than were needed"
-
-
-def test_comparisons_that_never_agree_say_so() -> None:
-    taken = iter([timing_of(1.0), timing_of(2.0), timing_of(64.0)])
-    found = measure.steady_timing(lambda: next(taken))
-    assert (found.speedup, found.noise) == (1.0, pytest.approx(1.0))
-    disturbed = iter([timing_of(1.7, noise=0.8)] * 3)
-    assert measure.steady_timing(lambda: next(disturbed)).noise == 0.8
-    assert next(disturbed, None) is None, "each was disturbed, so all were taken"
 
 
 def test_noise_refuses_only_gains_that_lie_within_it() -> None:
@@ -303,16 +276,6 @@ def test_tensors_take_turns_so_that_none_is_in_a_cache(direction: Direction) -> 
     ]
 
 
-def test_torch_takes_the_turn_behind_a_kernels() -> None:
-    bench = ConvBench(SHAPE, Direction.FORWARD, LAST)
-    seen: list[int] = []
-    calls = [lambda place=place: seen.append(place) for place in range(len(bench.operands(LAST)))]
-    one, other = bench.in_turn(calls), bench.in_turn(calls)
-    for call in (one, other, one):
-        call()
-    assert seen == [0, 1, 2]
-
-
 def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ConvBench] = []
 
@@ -327,10 +290,6 @@ def test_a_gain_that_other_tensors_do_not_confirm_is_none(builder: Builder, monk
     assert found.stock_ms / found.ms == pytest.approx(0.7), "two that agree on the same tensors are no confirmation"
     assert not found.clear
     assert len({id(bench) for bench in asked}) == 2
-
-
-def test_a_single_pair_is_kept() -> None:
-    assert summarize_pairs([(0.001, 0.002)]).pairs == 1
 
 
 @pytest.mark.parametrize(
