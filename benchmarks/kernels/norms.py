@@ -38,7 +38,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.layers import tunable_layers
-from hybridpar.tvm_kernels.norm_swap import LEAST_VALUES
+from hybridpar.tvm_kernels.norm_swap import least_values
 from hybridpar.tvm_kernels.shapes import NormShape
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
@@ -120,7 +120,7 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
         one = found[shape]
         ratio = one.times.ratio("stock", "fused")
         stock, fused = one.times.median_ms("stock"), one.times.median_ms("fused")
-        chosen = ratio.median if shape.rows * shape.channels >= LEAST_VALUES else 1.0
+        chosen = ratio.median if shape.rows * shape.channels >= least_values() else 1.0
         stock_ms, fused_ms = stock_ms + often * stock, fused_ms + often * fused
         chosen_ms, floor_ms = chosen_ms + often * stock / chosen, floor_ms + often * one.floor_ms
         logs += often * math.log(chosen)

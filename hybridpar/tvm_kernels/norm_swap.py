@@ -31,8 +31,10 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
 
-#: Values of a tensor from which on the kernels are used; on smaller ones calls take most of the time.
+#: Values of a tensor from which on the kernels are used on one thread; on smaller ones calls take most of the time.
 LEAST_VALUES = 1 << 16
+#: How many times as many it takes where threads share the work, who are woken for each of its parts.
+SHARED = 8
 
 _KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
 
@@ -285,10 +287,15 @@ class _FusedForward(_Swapped):
         return output
 
 
+def least_values() -> int:
+    """Values of a tensor from which on the kernels are used, with the threads that torch has now."""
+    return LEAST_VALUES * (1 if torch.get_num_threads() == 1 else SHARED)
+
+
 def _runs_fused(six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
     """Whether kernels are to do it and can; compilers fuse torch's own operations."""
     x = six[0]
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.numel() < LEAST_VALUES or not kernels_fit(*six):
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.numel() < least_values() or not kernels_fit(*six):
         return False
     return not torch._C._are_functorch_transforms_active() and bool(norm_kernels.table())  # last, as loading takes time
 
@@ -299,8 +306,8 @@ def why_stock(shape: NormShape, layout: Layout, device: torch.device, dtype: str
         return "HYBRIDPAR_KERNELS is off"
     if (device.type, layout, dtype) != ("cpu", Layout.CHANNELS_LAST, "float32"):
         return "there are kernels for float32 in channels_last on a CPU alone"
-    if shape.rows * shape.channels < LEAST_VALUES:
-        return f"kernels gain nothing below {LEAST_VALUES:,} values"
+    if shape.rows * shape.channels < (least := least_values()):
+        return f"kernels gain nothing below {least:,} values"
     return "" if norm_kernels.table() else "there are no kernels here; see the log for why"
 
 

@@ -21,7 +21,7 @@ SHAPE = NormShape(4 * 64, 8, "relu")
 
 
 def test_a_network_is_the_sum_of_its_layers_as_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "LEAST_VALUES", 1024)
+    monkeypatch.setattr(norms, "least_values", lambda: 1024)
     slow, fast = NormShape(16, 8, "none"), NormShape(1024, 8, "relu6")
 
     def times(stock: float, fused: float, compiled: float, *, loaded: bool) -> Paired:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.codegen import build
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.tvm_kernels import machine, norm_kernels
+from hybridpar.tvm_kernels import machine, norm_kernels, norm_swap
 from hybridpar.tvm_kernels.conv_bench import ConvBench, turns
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import candidates
@@ -116,3 +116,10 @@ def test_a_benchs_memory_is_bounded(text: str, direction: Direction) -> None:
     shape = ConvShape.parse(f"{text} k3x3 s1x1 p1x1 d1x1")
     # A search has two benches; tensors of one layer that are larger than all of that cannot be helped.
     assert 2 * bench_bytes(shape, direction) <= max(1 << 30, 8 * shape.least_bytes)
+
+
+def test_threads_share_larger_norms_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert norm_swap.least_values() == 65_536
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert norm_swap.least_values() == 524_288
