@@ -85,7 +85,8 @@ class Trainer:
 
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
-            overwritten with those of rank 0. After `close` it is as trained, on every worker. Or a `DeferredModel`: then each worker holds its own stages only.
+            overwritten with those of rank 0. After `close` it is as trained, on every worker. Or a `DeferredModel`:
+            then each worker holds its own stages only.
         optimizer: Called once with the whole model, returns the optimizer; default: what `config` says. Its groups are
             then divided: each stage steps the parameters that it owns. Where a worker holds its own stages only, the
             other parameters are on the meta device.
