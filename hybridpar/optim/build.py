@@ -8,12 +8,16 @@ Also expands a recipe, such as `onebit-sgd`, into ordinary options and an optimi
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
+import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
 
 import torch
@@ -83,10 +87,9 @@ def build_optimizer(
     model: nn.Module,
     config: OptimizerConfig,
     scales: Mapping[str, float] | None = None,
-    no_decay: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer that options name, over `parameter_groups`."""
-    names = undecayed_names(model, config.no_decay) if no_decay is None else no_decay
+    names = undecayed_names(model, config.no_decay)
     groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.lr, scales=scales)
     return optimizer_by_name(groups, config)
 
@@ -120,6 +123,37 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             "It is made with --lr, --weight-decay, --momentum, --betas, --eps and --opt-arg, as far as it has them.",
             _fix(config.optimizer),
         ) from error
+
+
+def part_of(
+    optimizer: torch.optim.Optimizer, own: Collection[int], made: dict[int, Any] | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer of those parameters of another one whose ids are given, with their options and state, and its hooks.
+
+    Groups that have none of them are left out. An optimizer that wraps others shares what it shares with them.
+    """
+    made = {} if made is None else made
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            value = part_of(value, own, made)
+        elif name == "param_groups":
+            value = made.setdefault(id(value), [one for group in value if (one := _group_of(group, own))["params"]])
+        elif name == "state":
+            kept = {key: one for key, one in value.items() if not isinstance(key, torch.Tensor) or id(key) in own}
+            value = made.setdefault(id(value), defaultdict(dict, kept))
+        elif isinstance(value, random.Random):
+            value = copy.copy(value)
+        vars(part)[name] = value
+    vars(part).pop("step", None)  # a scheduler's wrapper, which would step the whole one
+    return part
+
+
+def _group_of(group: Mapping[str, Any], own: Collection[int]) -> dict[str, Any]:
+    """A group of parameters without those of others."""
+    is_own = [id(parameter) in own for parameter in group["params"]]
+    lists = {key: list(compress(group[key], is_own)) for key in ("params", "param_names") if key in group}
+    return copy.deepcopy({key: value for key, value in group.items() if key not in lists}) | lists
 
 
 def _fix(name: str) -> str:
@@ -338,20 +372,19 @@ def codec_text(config: TrainConfig, total_steps: int | None) -> str:
 
 
 def make_optimizer(
-    module: nn.Module,
+    model: nn.Module,
     config: TrainConfig,
     expanded: TrainConfig,
     *,
     replicas: int,
-    no_decay: Collection[str] | None = None,
     scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a model, or of a stage of it."""
-    names = undecayed_names(module, config.no_decay) if no_decay is None else no_decay
-    groups = parameter_groups(module, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
-    if config.recipe != "none" and replicas == 1:
-        return AdaGradSGD(groups, expanded.lr, _rule(config))
-    return optimizer_by_name(groups, expanded)
+    """The optimizer of a model."""
+    if config.recipe == "none" or replicas > 1:
+        return build_optimizer(model, expanded, scales)
+    names = undecayed_names(model, config.no_decay)
+    groups = parameter_groups(model, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
+    return AdaGradSGD(groups, expanded.lr, _rule(config))
 
 
 def _rule(config: TrainConfig) -> OwnerRule:

@@ -11,6 +11,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
+from hybridpar.models.deferred import like_tensor, places
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
@@ -314,13 +316,36 @@ class PipelineEngine:
         With `own_only` it stays in parts.
         """
         self.wait()
-        if self.grid is None or self.positions == 1 or self.options.own_only:
+        if not self.is_spread:
             return
         layout = self.options.layout(len(self._all_stages))
         ranks = self._first_ranks()
         with self.world.named_errors("collecting the model"):
             for stage in self._all_stages:
                 broadcast_state(module_of(stage), ranks[layout.home(stage.index)], self.world)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether every worker holds the whole model, and trains a part of it."""
+        return self.grid is not None and self.positions > 1 and not self.options.own_only
+
+    def leave_out(self) -> None:
+        """Put what only other workers train on the meta device: the values that it has here are old ones."""
+        if not self.is_spread:
+            return
+        own, others = (
+            {
+                id(tensor)
+                for stage in self._all_stages
+                if (stage.index in self.stages) == mine
+                for tensor in chain(module_of(stage).parameters(), module_of(stage).buffers())
+            }
+            for mine in (True, False)
+        )
+        made: dict[int, Tensor] = {}
+        for _, held, key in places(self.model):
+            if id(value := held[key]) in others - own:
+                held[key] = made.setdefault(id(value), like_tensor(value, value.detach().to("meta")))
 
     def gather_on_main(self, mine: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective."""

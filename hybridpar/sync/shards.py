@@ -37,15 +37,11 @@ def largest_share(sizes: Sequence[int], replicas: int) -> int:
     return max(loads)
 
 
-def keep_own(optimizer: torch.optim.Optimizer, module: nn.Module, replica: int, replicas: int) -> None:
-    """Leave an optimizer the parameters that a replica owns, and their state."""
+def owned(module: nn.Module, replica: int, replicas: int) -> set[int]:
+    """The ids of the parameters that a replica owns."""
     parameters = list(module.parameters())
-    owner = dict(zip(map(id, parameters), owners([one.numel() for one in parameters], replicas), strict=True))
-    for group in optimizer.param_groups:
-        group["params"] = [one for one in group["params"] if owner[id(one)] == replica]
-    for one in parameters:
-        if owner[id(one)] != replica:
-            optimizer.state.pop(one, None)
+    owner = owners([one.numel() for one in parameters], replicas)
+    return {id(one) for one, its in zip(parameters, owner, strict=True) if its == replica}
 
 
 class ParameterShards:

@@ -30,7 +30,14 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
+from hybridpar.optim.build import (
+    Rates,
+    fill_momentum,
+    load_optimizer_state,
+    optimizer_state,
+    part_of,
+    scaled_options,
+)
 from hybridpar.optim.ema import ModelAverage
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.partition.stage import Stage
@@ -45,7 +52,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
-from hybridpar.sync.shards import keep_own
+from hybridpar.sync.shards import owned
 from hybridpar.train.stages import pipeline_options
 
 if TYPE_CHECKING:
@@ -53,16 +60,6 @@ if TYPE_CHECKING:
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
-
-
-class NoOptimizer(torch.optim.Optimizer):
-    """Leaves parameters as they are and gradients in `.grad`, for somebody else who steps."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(list(module.parameters()), {"lr": 1.0})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class EngineParts:
         model: The whole model, on its device.
         plan: The plan of the run.
         stages: The stages of the model, as the plan cuts it; None where it is not cut.
-        optimizer: Called with each stage that this worker trains, or with the model.
+        optimizer: Called once, with the model.
         loss: Mean loss of outputs and targets.
         config: Options, without those that the plan says, and without a recipe.
         world: The workers.
@@ -109,6 +106,7 @@ class Engine:
         self._world = world
         self._lanes = parts.lanes
         self._factory = parts.optimizer
+        self._given: torch.optim.Optimizer | None = None  # what the factory made
         self._example = parts.example
         self.optimizers: list[torch.optim.Optimizer] = []
         self.averages: list[ModelAverage] = []
@@ -118,6 +116,7 @@ class Engine:
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
         self.pipeline = self._open_pipeline(world)
+        self._given = None  # it may hold state of parameters that others step
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
                 stage.run.loss_scale = scale.value
@@ -189,11 +188,11 @@ class Engine:
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
         return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
 
-    def _step_of(self, module: nn.Module) -> OptimizerStep | None:
-        """What steps the parameters of a stage or of the model; None where it has none."""
-        if self.plan.is_staged and not any(True for _ in module.parameters()):
-            return None
+    def _step_of(self, module: nn.Module) -> OptimizerStep:
+        """What steps the parameters of a stage or of the model."""
         optimizer = self._make_optimizer(module)
+        if optimizer is None:
+            return lambda factor, commit, pieces: None if pieces is None else pieces.materialise()
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
         self._rates.append(rates)
 
@@ -217,25 +216,27 @@ class Engine:
 
         return step
 
-    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        optimizer = self._factory(module)
-        own = {id(parameter) for parameter in module.parameters()}
-        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-            if not self.plan.is_staged:
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer of what this worker owns of a stage or of the model; None where nothing of that is stepped."""
+        if self._given is None:
+            self._given = self._factory(self.model)
+            known = {id(parameter) for parameter in self.model.parameters()}
+            if any(id(one) not in known for group in self._given.param_groups for one in group["params"]):
                 raise UsageError(
                     "the optimizer holds parameters that the model does not",
                     "Gradients are synchronised for the parameters of the model.",
                     "Make the optimizer from the model that the factory is given.",
                 )
-            raise UsageError(
-                "the optimizer of a stage holds parameters of other stages",
-                "Each stage is stepped on its own, as soon as its gradients are there.",
-                "Let the factory make the optimizer from the module that it is given, not from the whole model.",
-            )
-        replicas = self.plan.placement.replicas
-        if self.plan.sync.shard_optimizer and replicas > 1:
-            _check_shards(optimizer)
-            keep_own(optimizer, module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
+        optimizer, replicas = self._given, self.plan.placement.replicas
+        is_sharded = self.plan.sync.shard_optimizer and replicas > 1
+        if self.plan.is_staged or is_sharded:
+            _check_divisible(optimizer, "--shard-optimizer" if is_sharded else "a pipeline")
+            own = {id(parameter) for parameter in module.parameters()}
+            if is_sharded:
+                own = owned(module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
+            optimizer = part_of(optimizer, own)
+            if not optimizer.param_groups:
+                return None
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -363,6 +364,10 @@ class Engine:
             for stage in self.pipeline.stages.values():
                 average_buffers(stage.module, stage.replicas)
         self.pipeline.collect()
+
+    def collect(self) -> None:
+        """Make the model whole on every worker, with what each trains at present; a collective."""
+        self.synchronize_buffers()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -500,6 +505,24 @@ class Engine:
         """Number of the last step, on which the random operations of stages depend."""
         self.pipeline.executor.start_at(step)
 
+    def bring_back(self) -> None:
+        """Make the model whole before `close`, a collective; where that fails, `leave_out` what is not held here."""
+        if not self.pipeline.is_spread:
+            return
+        lanes = self._lanes
+        if lanes.closed or any(lane.failure is not None for lane in (lanes.caller, *lanes.others())):
+            self.leave_out()  # the others may be gone
+            return
+        try:
+            self.collect()
+        except BaseException:
+            self.leave_out()
+            raise
+
+    def leave_out(self) -> None:
+        """Put what only other workers train on the meta device; nobody is waited for."""
+        self.pipeline.leave_out()
+
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained."""
         for hook in self._hooks:
@@ -527,12 +550,12 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
     )
 
 
-def _check_shards(optimizer: torch.optim.Optimizer) -> None:
+def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:
     """Refuse to divide an optimizer that looks at all parameters together."""
     if optimizer.defaults.get("max_grad_norm") is not None:
         raise UsageError(
-            f"--shard-optimizer with {type(optimizer).__name__}, which clips by the norm of all gradients",
-            "Each replica steps a part of the parameters, and sees the gradients of that part.",
+            f"{what} with {type(optimizer).__name__}, which clips by the norm of all gradients",
+            "Each stage, or replica, steps the parameters that it owns, and sees the gradients of those.",
             "Use --opt-arg max_grad_norm=none, and --clip-norm 1 for the same limit.",
         )
 

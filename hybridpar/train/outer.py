@@ -288,6 +288,12 @@ class OuterEngine(Engine):
         if not self._differs:
             super().synchronize_buffers()
 
+    def collect(self) -> None:
+        """Make the model whole on every worker: parties on their own have that which they train."""
+        super().collect()
+        if self._differs:
+            self.pipeline.collect()
+
     @property
     def codecs(self) -> list[Compression]:
         """What compresses outer gradients, of each fragment."""
@@ -449,8 +455,8 @@ class OuterEngine(Engine):
 
     # One optimizer, moving average and loss scale, for steps together and alone.
 
-    def _step_of(self, module: nn.Module) -> OptimizerStep | None:
-        step: OptimizerStep | None = self._once("step", module, super()._step_of)
+    def _step_of(self, module: nn.Module) -> OptimizerStep:
+        step: OptimizerStep = self._once("step", module, super()._step_of)
         return step
 
     def _after_step_of(self, module: nn.Module) -> AfterStep:

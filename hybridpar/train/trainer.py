@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
-from hybridpar.optim.build import expand, make_optimizer, optimizer_state, undecayed_names
+from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
@@ -84,9 +85,11 @@ class Trainer:
 
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
-            overwritten with those of rank 0. Or a `DeferredModel`: then each worker holds its own stages only.
-        optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
-            what `config` says.
+            overwritten with those of rank 0. After `close` it is as trained, on every worker. Or a `DeferredModel`:
+            then each worker holds its own stages only.
+        optimizer: Called once with the whole model, returns the optimizer; default: what `config` says. Its groups are
+            then divided: each stage steps the parameters that it owns. Where a worker holds its own stages only, the
+            other parameters are on the meta device.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
             cross-entropy with the configured label smoothing, of auxiliary outputs, too: see
             `hybridpar.models.outputs`.
@@ -216,18 +219,15 @@ class Trainer:
         #: The learning rate of which every step's is a fraction.
         self.peak_rate = options.lr
 
-        # A stage does not know what the whole model says.
-        no_decay = undecayed_names(self.model, asked.no_decay)
-        scales = None
-        if asked.scales_rates:
-            scales = learning_rate_scales(self.model, asked.layer_decay, asked.head_lr_scale)
-
-        def make(module: nn.Module) -> torch.optim.Optimizer:
+        def make(model: nn.Module) -> torch.optim.Optimizer:
             if optimizer is not None:
-                made = optimizer(module)
+                made = optimizer(model)
                 self.peak_rate = float(made.param_groups[0]["lr"])
                 return made
-            return make_optimizer(module, asked, options, replicas=replicas, no_decay=no_decay, scales=scales)
+            scales = None
+            if asked.scales_rates:
+                scales = learning_rate_scales(model, asked.layer_decay, asked.head_lr_scale)
+            return make_optimizer(model, asked, options, replicas=replicas, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers
@@ -272,7 +272,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this worker; in a pipeline that of its first stage."""
+        """The optimizer of this worker; in a pipeline that of the first stage here that has trained parameters."""
         return self.engine.optimizers[0]
 
     # ------------------------------------------------------------------ a step
@@ -404,6 +404,17 @@ class Trainer:
             SyncError: A worker died or did not answer in time.
         """
         self.engine.wait()
+
+    def collect(self) -> None:
+        """Make `model` whole on every worker, as it is trained by now; a collective.
+
+        In a pipeline over several workers each has the present values of its own stages only, until this, `evaluate`,
+        `save` or the end of the training. A `DeferredModel` stays in parts.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        self.engine.collect()
 
     # -------------------------------------------------------------- evaluation
 
@@ -576,8 +587,16 @@ class Trainer:
         return extra
 
     def close(self) -> None:
-        """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""
-        self.__exit__(None, None, None)
+        """Make `model` whole on every worker, as `collect` does, and release hooks, lanes and, where the trainer joined
+        it, the job. Safe to call twice.
+
+        Where an error ends the training, a `with` block or what calls this while it handles one, no other worker is
+        waited for: parameters and buffers of `model` that only others train are then on the meta device.
+
+        Raises:
+            SyncError: A worker died or did not answer in time; the model is left as after another error.
+        """
+        self._end(None, whole=sys.exc_info()[1] is None)
 
     def __enter__(self) -> Trainer:
         return self
@@ -585,10 +604,19 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(error, whole=error is None)
+
+    def _end(self, error: BaseException | None, *, whole: bool) -> None:
         with contextlib.ExitStack() as rest:
             if self._owns_world:
                 rest.callback(self.world.close)
             rest.callback(self.engine.close)
             if self._owns_lanes:
+                rest.push(self.lanes)
+            if whole:
+                self.engine.bring_back()
+            else:  # others may be gone
+                self.engine.leave_out()
+            if self._owns_lanes and error is not None:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
-                self.lanes.__exit__(kind, error, trace)
+                self.lanes.__exit__(type(error), error, error.__traceback__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -322,20 +321,6 @@ class TestBadInput:
     def test_a_pipeline_needs_an_example(self) -> None:
         with pytest.raises(UsageError, match="without an example"):
             Trainer(blocks(), config=TrainConfig(stages=2))
-
-    def test_an_optimizer_over_the_whole_model(self) -> None:
-        model = blocks()
-        before = threading.active_count()
-        with pytest.raises(UsageError, match="holds parameters of other stages"):
-            Trainer(
-                model,
-                lambda stage: torch.optim.SGD(model.parameters(), lr=0.1),
-                config=TrainConfig(micro_batches=2),
-                plan=plan_of(model, 2),
-                example=EXAMPLE,
-                world=World(),
-            )
-        assert threading.active_count() == before
 
     def test_a_stage_to_recompute_that_is_not_there(self) -> None:
         with pytest.raises(UsageError, match="--recompute 2"):

@@ -1,0 +1,331 @@
+"""With stages, too, there is one optimizer and one model: the factory sees the whole, and the whole comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.models.deferred import DeferredModel
+from hybridpar.optim.build import part_of
+from tests.ranks import run_ranks
+
+Factory = Callable[[nn.Module], Optimizer]
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.c(self.b(self.a(x).relu()).relu()))
+        return out
+
+    def no_weight_decay(self) -> set[str]:
+        return {"b.weight"}
+
+
+def make(frozen: str = "", width: int = 16) -> Net:
+    torch.manual_seed(0)
+    net = Net(width)
+    for name, one in net.named_parameters():
+        one.requires_grad_(name[0] not in frozen)
+    return net
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
+
+
+def plain(net: Net, factory: Factory, steps: int = 3) -> dict[str, Tensor]:
+    """What a loop of stock PyTorch makes of a model."""
+    (x, y), optimizer = batch(), factory(net)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            (cross_entropy(net(inputs), targets) / 2).backward()
+        optimizer.step()
+    return dict(net.state_dict())
+
+
+def trainer_of(net: nn.Module | DeferredModel, factory: Factory | None, stages: int = 2, **more: Any) -> Trainer:
+    world = more.pop("world", None) or World()
+    config = TrainConfig(plan="none", stages=stages, micro_batches=2, **more)
+    return Trainer(net, factory, config=config, example=batch()[0][:4], world=world)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ---------------------------------------------------------------- one optimizer
+
+
+def trained_only(net: nn.Module) -> Optimizer:
+    return SGD([one for one in net.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+
+
+def by_name(net: Any) -> Optimizer:
+    exempt = net.no_weight_decay()
+    named = dict(net.named_parameters())
+    groups = [
+        {"params": [one for name, one in named.items() if name not in exempt], "weight_decay": 0.5},
+        {"params": [one for name, one in named.items() if name in exempt], "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=0.01)
+
+
+def by_place(net: nn.Module) -> Optimizer:
+    every = list(net.parameters())
+    return SGD([{"params": every[:-3]}, {"params": every[-3:], "lr": 0.01}], lr=0.1)
+
+
+def by_attribute(net: Any) -> Optimizer:
+    return SGD([{"params": net.head.parameters(), "lr": 0.3}, {"params": net.a.parameters()}], lr=0.1)
+
+
+def with_names(net: nn.Module) -> Optimizer:
+    return SGD(net.named_parameters(), lr=0.1, momentum=0.9)
+
+
+def with_state(net: nn.Module) -> Optimizer:
+    return Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.5)
+
+
+FACTORIES = (trained_only, by_name, by_place, by_attribute, with_names, with_state)
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("frozen", ["", "ab"])
+def test_a_factory_is_called_once_with_the_whole_model(factory: Factory, frozen: str) -> None:
+    net, calls = make(frozen), []
+
+    def counted(given: nn.Module) -> Optimizer:
+        calls.append(given)
+        return factory(given)
+
+    with trainer_of(net, counted, stages=3) as trainer:
+        for _ in range(3):
+            trainer.step(batch())
+        groups = [group for one in trainer.engine.optimizers for group in one.param_groups]
+    assert calls == [net]
+    assert all(len(group.get("param_names", group["params"])) == len(group["params"]) > 0 for group in groups)
+    assert_equal(dict(net.state_dict()), plain(make(frozen), factory))
+
+
+def by_each_worker(world: World, frozen: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    found = []
+    for factory in FACTORIES:
+        net = make(frozen)
+        with trainer_of(net, factory, world=world, **options) as trainer:
+            for _ in range(3):
+                trainer.step(batch())
+        found.append(dict(net.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("frozen", ["", "ab", "c"])
+def test_workers_divide_the_optimizer(frozen: str) -> None:
+    expected = [plain(make(frozen), factory) for factory in FACTORIES]
+    for found in run_ranks(by_each_worker, 2, frozen, {}):
+        for mine, right in zip(found, expected, strict=True):
+            assert_equal(mine, right)
+
+
+def test_replicas_divide_an_optimizer_that_they_share() -> None:
+    """Of the one trained parameter of a stage one replica is the owner, and the other steps nothing."""
+    options = {"stages": 2, "replicas": 2, "shard_optimizer": True, "clip_norm": 1e3}
+    expected = [plain(make("ab"), factory) for factory in FACTORIES]
+    for found in run_ranks(by_each_worker, 2, "ab", options):
+        for mine, right in zip(found, expected, strict=True):
+            assert_equal(mine, right)
+
+
+def with_meta(world: World, built_in: bool) -> list[tuple[list[str], float]]:
+    found = []
+    for deferred in (False, True):
+        torch.manual_seed(0)
+        model = DeferredModel(lambda: Net(96)) if deferred else Net(96)
+        factory = None if built_in else by_name
+        with trainer_of(model, factory, world=world, lr=0.1, optimizer="adamw", weight_decay=0.5) as trainer:
+            losses = [trainer.step(batch()).loss for _ in range(3)]
+            found.append((sorted(trainer.engine.stepped), losses[-1]))
+    return found
+
+
+@pytest.mark.parametrize("built_in", [True, False])
+def test_what_other_workers_hold_is_on_the_meta_device(built_in: bool) -> None:
+    first, second = run_ranks(with_meta, 2, built_in)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert sorted(first[0][0] + second[0][0]) == sorted(dict(Net().named_parameters()))
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
+        trainer_of(make(), lambda _: SGD(make().parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_not_divided() -> None:
+    pytest.importorskip("timm")
+    with pytest.raises(UsageError, match="a pipeline with Lamb, which clips by the norm of all gradients"):
+        trainer_of(make(), None, optimizer="timm/lamb")
+
+
+def go_on(world: World, directory: str, load: bool, steps: int) -> list[dict[str, Tensor]]:
+    net = make("ab")
+    with trainer_of(net, trained_only, world=world) as trainer:
+        if load:
+            trainer.load(directory)
+        for _ in range(steps):
+            trainer.step(batch())
+        trainer.save(directory)
+    return [dict(net.state_dict())]
+
+
+def test_a_checkpoint_knows_the_optimizer_by_name(tmp_path: Path) -> None:
+    run_ranks(go_on, 2, str(tmp_path), False, 2)
+    (found,) = go_on(World(), str(tmp_path), True, 1)
+    assert_equal(found, plain(make("ab"), trained_only, 3))
+
+
+@pytest.mark.parametrize("name", ["madgrad", "radam", "lookahead", "scheduled"])
+def test_a_part_of_an_optimizer_of_any_kind(name: str) -> None:
+    timm = pytest.importorskip("timm.optim")
+
+    def factory(net: nn.Module) -> Optimizer:
+        made: Optimizer
+        if name == "lookahead":
+            made = timm.Lookahead(AdamW(net.parameters(), lr=0.01), k=2)
+        elif name == "scheduled":
+            made = SGD(net.parameters(), lr=0.1)
+            torch.optim.lr_scheduler.StepLR(made, 100)
+        else:
+            made = timm.create_optimizer_v2(net.parameters(), name, lr=0.01)
+        return made
+
+    net = make()
+    with trainer_of(net, factory) as trainer:
+        for _ in range(4):
+            trainer.step(batch())
+    assert_equal(dict(net.state_dict()), plain(make(), factory, 4))
+
+
+def test_a_part_keeps_options_state_and_hooks() -> None:
+    net, told = make(), []
+    whole = SGD(net.named_parameters(), lr=0.1, momentum=0.9)
+    whole.register_step_post_hook(lambda optimizer, *_: told.append(optimizer))
+    whole.state[net.a.weight]["momentum_buffer"] = kept = torch.ones_like(net.a.weight)
+    whole.state[net.head.weight]["momentum_buffer"] = torch.ones_like(net.head.weight)
+    whole.draws = random.Random(1)  # type: ignore[attr-defined]  # as Kron of timm has
+    part = part_of(whole, {id(net.a.weight), id(net.a.bias)})
+    part.step()
+    assert told == [part]
+    assert list(part.state) == [net.a.weight]
+    assert part.state[net.a.weight]["momentum_buffer"] is kept
+    assert part.draws.random() == whole.draws.random()  # type: ignore[attr-defined]
+    assert part.param_groups[0]["param_names"] == ["a.weight", "a.bias"]
+    assert len(whole.param_groups[0]["params"]) == 8
+    part.param_groups[0]["lr"] = 0.5
+    assert whole.param_groups[0]["lr"] == 0.1
+
+
+# --------------------------------------------------------- the model comes back
+
+
+def after_training(world: World, way: str) -> tuple[list[dict[str, Tensor]], list[str], str]:
+    """What a worker sees inside, what it holds afterwards, what of that is on the meta device, and an error."""
+    net, inside, told = make(), [], ""
+    try:
+        with trainer_of(net, trained_only, world=world, stages=2, replicas=world.size // 2) as trainer:
+            for _ in range(3):
+                trainer.step(batch())
+            if way == "collect":
+                trainer.collect()
+                inside.append({name: one.clone() for name, one in net.state_dict().items()})
+            trainer.wait()
+            if way == "error" or (way == "error of another" and world.rank == 1):
+                raise KeyError("stop")
+    except (KeyError, SyncError) as error:
+        told = type(error).__name__
+        if way == "error of another":
+            world.close()  # as the end of its process does
+    on_meta = [name for name, one in net.named_parameters() if one.is_meta]
+    return [*inside, {name: one for name, one in net.state_dict().items() if not one.is_meta}], on_meta, told
+
+
+@pytest.mark.parametrize(("way", "size"), [("close", 2), ("collect", 2), ("close", 4)])
+def test_the_model_is_whole_on_every_worker(way: str, size: int) -> None:
+    expected = plain(make(), trained_only)
+    for states, on_meta, told in run_ranks(after_training, size, way):
+        assert (on_meta, told) == ([], "")
+        for state in states:
+            assert_equal(state, expected)
+
+
+def test_after_an_error_a_worker_holds_what_it_trains() -> None:
+    expected = plain(make(), trained_only)
+    first, second = run_ranks(after_training, 2, "error")
+    assert (first[2], second[2]) == ("KeyError", "KeyError")
+    assert sorted(first[1] + second[1]) == sorted(expected)
+    for (held,), on_meta, _ in (first, second):
+        assert on_meta
+        assert_equal(held, {name: one for name, one in expected.items() if name not in on_meta})
+
+
+def test_a_worker_whose_peer_ended_by_an_error() -> None:
+    first, second = run_ranks(after_training, 2, "error of another")
+    assert (first[2], second[2]) == ("SyncError", "KeyError")
+    assert first[1]
+    assert sorted(first[1] + second[1]) == sorted(dict(make().named_parameters()))
+
+
+def closed_by_hand(world: World) -> list[str]:
+    net = make()
+    trainer = trainer_of(net, trained_only, world=world)
+    try:
+        trainer.step(batch())
+        raise KeyError("stop")
+    except KeyError:
+        trainer.close()
+    trainer.close()
+    with pytest.raises(NotImplementedError, match="meta"):
+        torch.save({name: one.cpu() for name, one in net.state_dict().items()}, "")
+    return [name for name, one in net.named_parameters() if one.is_meta]
+
+
+def test_a_close_that_handles_an_error_waits_for_nobody() -> None:
+    first, second = run_ranks(closed_by_hand, 2)
+    assert sorted(first + second) == sorted(dict(make().named_parameters()))
+
+
+def parties(world: World) -> dict[str, Tensor]:
+    net = make()
+    with trainer_of(net, trained_only, world=world, stages=2, replicas=2, sync="outer:8") as trainer:
+        inputs, targets = batch()
+        party = world.rank % 2
+        for _ in range(3):
+            trainer.step((inputs + party, targets))
+    return dict(net.state_dict())
+
+
+def test_parties_on_their_own_have_the_model_that_they_train() -> None:
+    found = run_ranks(parties, 4)
+    for first, second in ((0, 2), (1, 3)):  # the workers of a replica
+        assert_equal(found[first], found[second])
+    assert_equal(found[0], plain(make(), trained_only))
+    assert not torch.equal(found[0]["a.weight"], found[1]["a.weight"])
