@@ -188,8 +188,6 @@ def make_deferred(
 
 
 def _prepare(model: nn.Module, config: TrainConfig, name: str, data: ImageData, device: torch.device) -> None:
-    if not model.training:
-        model.train()
     freeze(model, config.freeze)
     if config.batch_norm == "frozen":
         freeze_batch_norm(model)

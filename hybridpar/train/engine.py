@@ -187,9 +187,9 @@ class Engine:
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
         )
-        parameters = [one for stage in self.pipeline.stages.values() for one in stage.module.parameters()]
+        modules = [stage.module for stage in self.pipeline.stages.values()]
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
-        return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
+        return StepGraph(self, self._lanes, self.optimizers, modules, warm_ups)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep | None:
         """What steps the parameters of a stage or of the model; None where it has none."""

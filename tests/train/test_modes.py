@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.models import build_model
 from hybridpar.models.deferred import DeferredModel
 from tests.ranks import run_ranks
 
@@ -155,6 +156,11 @@ def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
             assert_same(net, twin)
             assert int(net[1].num_batches_tracked) == 2 * thawed  # type: ignore[arg-type]
     assert facts(net) == facts(twin)
+
+
+def test_a_factory_says_what_is_in_evaluation_mode_but_not_that_everything_is() -> None:
+    assert all(module.training for module in build_model(f"{__name__}:all_in_evaluation", 5).modules())
+    assert facts(build_model(f"{__name__}:part_in_evaluation", 5)) == facts(part_in_evaluation())
 
 
 def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
