@@ -229,17 +229,21 @@ def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: f
         if not model.training:
             model.train()
         trained = _trace_one_mode(model, inputs, whole)
-        mixed = [module for module in model.modules() if not module.training]
+        mixed = not all(module.training for module in model.modules())
         model.eval()
         # What training keeps whole stays whole, so that the graphs differ only where the model does.
         evaluated = _trace_one_mode(model, inputs, frozenset(trained.leaves))
+        constants = {**trained.constants, **_apart(evaluated, trained.constants)}
         same = _canonical(trained.graph) == _canonical(evaluated.graph)
         if same and mixed:  # what is in evaluation mode now may not always be
             for module in model.modules():
                 module.training = True
-            other = _trace_one_mode(model, inputs, frozenset(trained.leaves))
-            same = _canonical(trained.graph) == _canonical(other.graph)
-    constants = {**trained.constants, **_apart(evaluated, trained.constants)}
+            try:
+                other = _trace_one_mode(model, inputs, frozenset(trained.leaves))
+                _apart(other, trained.constants)
+                same = _canonical(trained.graph) == _canonical(other.graph)
+            except UsageError:  # only what is in evaluation mode lets it be traced
+                same = False
     return TracedModel(
         model,
         trained.graph,
