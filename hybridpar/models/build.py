@@ -63,7 +63,7 @@ def build_model(
         drop_path_rate: Stochastic depth (Huang et al. 2016) of the last block; None leaves it to the model.
 
     Returns:
-        The model, in training mode, on the CPU.
+        The model, in training mode, on the CPU. One that comes in training mode keeps the modes of its parts.
 
     Raises:
         UsageError: No such model, an argument that it does not take, the factory cannot be imported or fails, or
@@ -78,7 +78,7 @@ def build_model(
         model = build_torchvision_model(name, classes, given)
     if stem == "cifar":
         use_cifar_stem(model, name)
-    return model
+    return model if model.training else model.train()
 
 
 def require_trained(model: nn.Module, name: str) -> None:

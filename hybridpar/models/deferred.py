@@ -294,10 +294,13 @@ class DeferredModel:
         return sum(tensor.nbytes for tensor in self.module.state_dict().values())
 
     def whole(self) -> nn.Module:
-        """The whole model with its initial values, to measure it; it shares nothing with `module`."""
+        """The whole model with its initial values and the modes of `module`, to measure it; it shares nothing."""
         with same_random():
             restore_random_state(self._state)
-            return self._factory()
+            model = self._factory()
+        for twin, module in zip(model.modules(), self.module.modules(), strict=True):
+            twin.training = module.training
+        return model
 
     def _build(self, mode: _Deferring) -> nn.Module:
         try:

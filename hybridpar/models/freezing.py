@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError, nearest, shortened
 
 if TYPE_CHECKING:
     from torch import nn
-
-_Module = TypeVar("_Module", bound="nn.Module")
 
 
 def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool = True) -> list[str]:
@@ -21,14 +18,15 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool 
     A pattern is compared with the names of parameters and of modules, all of whose parameters it then names:
     `layer1`, `layer[12].*`, `*.bias`, `features.0`. `*` also stands for dots.
 
-    BatchNorm layers all of whose parameters are frozen, and those without parameters inside a module that is named, are
-    kept in evaluation mode: they normalise by their running statistics and do not move them, as is usual in
-    fine-tuning. Else the features of a frozen layer would go on changing with every batch.
+    BatchNorm layers all of whose parameters are named, and those without parameters inside a module that is named, are
+    put into evaluation mode: they normalise by their running statistics and do not move them, as is usual in
+    fine-tuning. Else the features of a frozen layer would go on changing with every batch. A later `model.train()`
+    ends that, as in any loop.
 
     Args:
         model: The model; changed in place.
         patterns: Patterns, or one text with commas between them.
-        batch_norm: Keep those BatchNorm layers in evaluation mode.
+        batch_norm: Put those BatchNorm layers into evaluation mode.
 
     Returns:
         Names of the parameters that are frozen by the patterns.
@@ -55,17 +53,16 @@ def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool 
             )
         frozen |= found
         inside.update(one for owner in named for one in modules[owner].modules())
-    for name in frozen:
-        parameters[name].requires_grad_(False)
+    named_parameters = {parameters[name].requires_grad_(False) for name in frozen}
     for layer in model.modules() if batch_norm else ():
         own = list(layer.parameters(recurse=False))
-        if isinstance(layer, _BatchNorm) and (not any(one.requires_grad for one in own) if own else layer in inside):
-            keep_in_evaluation(layer)
+        if isinstance(layer, _BatchNorm) and (named_parameters.issuperset(own) if own else layer in inside):
+            layer.eval()
     return sorted(frozen, key=list(parameters).index)
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
-    """Keep all BatchNorm layers in evaluation mode: they normalise by their running statistics, and keep them.
+    """Put all BatchNorm layers into evaluation mode: they normalise by their running statistics, and keep them.
 
     Scale and shift are trained, unless they are frozen too.
     """
@@ -73,15 +70,4 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
-            keep_in_evaluation(layer)
-
-
-def keep_in_evaluation(module: _Module) -> _Module:
-    """Put a module in evaluation mode, in which `train()` of the model leaves it; copies of it stay in it, too."""
-    module.eval()
-    vars(module)["train"] = partial(_stay, module)
-    return module
-
-
-def _stay(module: _Module, mode: bool = True) -> _Module:
-    return module
+            layer.eval()

@@ -95,6 +95,11 @@ class Stage(fx.GraphModule):
         self.training = root.training
 
     @property
+    def by_mode(self) -> bool:
+        """Whether modes of the model's modules made a difference to the graphs."""
+        return self._modes[True].graph is not self._modes[False].graph
+
+    @property
     def inputs(self) -> tuple[BorderTensor, ...]:
         """Tensors that the stage takes in its present mode."""
         return self._modes[self.training].inputs
@@ -107,10 +112,15 @@ class Stage(fx.GraphModule):
     def train(self, mode: bool = True) -> Stage:
         """Set the mode of the stage, of its modules, and of its graph."""
         super().train(mode)
-        wanted = self._modes[mode].graph
+        self.use_graph(mode)
+        return self
+
+    def use_graph(self, training: bool) -> None:
+        """Set the mode of the stage and of its graph; its modules, which are the model's, keep theirs."""
+        self.training = training
+        wanted = self._modes[training].graph
         if wanted is not self.graph:
             self.graph = wanted
-        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
         twin = cast(Stage, super().__deepcopy__(memo))

@@ -40,13 +40,15 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
     Restored are parameters, buffers, gradients, training flags, hooks, and Python attributes of the modules: numbers,
     tensors, arrays, random generators, and what lists, dicts, sets and objects of the user's own classes hold. Not
     restored is what Python cannot rewind: an iterator that `forward` advances, an open file, a global variable.
+
+    With `training` the model is as it trains, which is as it is if it is in training mode, or in evaluation mode.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
     with _restored(model, values=True), torch.random.fork_rng(devices=devices):
         for parameter, _ in gradients:
             parameter.grad = None
-        if training is not None:
+        if training is not None and not (training and model.training):
             model.train(training)
         try:
             yield

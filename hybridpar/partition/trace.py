@@ -30,6 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
+from hybridpar.models.modes import same_modes
 from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, counters_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
@@ -42,7 +43,7 @@ class TracedModel:
     Attributes:
         model: The model itself; stages are made of its modules and parameters.
         graph: The graph of a training step's forward pass.
-        eval_graph: The graph of evaluation where it is another one, else None.
+        eval_graph: The graph of evaluation where the modes of modules make a difference to it, else None.
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
@@ -58,6 +59,8 @@ class TracedModel:
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> TracedModel:
     """Trace a model for training and for evaluation, and compare the graphs with the model.
+
+    A model in training mode trains as it is: parts of it may be in evaluation mode, and stay there.
 
     Args:
         model: Any module; it is as before afterwards.
@@ -222,18 +225,25 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str]) -> TracedModel:
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.train()
+    with same_modes(model):
+        if not model.training:
+            model.train()
         trained = _trace_one_mode(model, inputs, whole)
+        mixed = not all(module.training for module in model.modules())
         model.eval()
         # What training keeps whole stays whole, so that the graphs differ only where the model does.
         evaluated = _trace_one_mode(model, inputs, frozenset(trained.leaves))
-    finally:
-        for module, flag in flags:
-            module.training = flag
-    constants = {**trained.constants, **_apart(evaluated, trained.constants)}
-    same = _canonical(trained.graph) == _canonical(evaluated.graph)
+        constants = {**trained.constants, **_apart(evaluated, trained.constants)}
+        same = _canonical(trained.graph) == _canonical(evaluated.graph)
+        if same and mixed:  # what is in evaluation mode now may not always be
+            for module in model.modules():
+                module.training = True
+            try:
+                other = _trace_one_mode(model, inputs, frozenset(trained.leaves))
+                _apart(other, trained.constants)
+                same = _canonical(trained.graph) == _canonical(other.graph)
+            except UsageError:  # only what is in evaluation mode lets it be traced
+                same = False
     return TracedModel(
         model,
         trained.graph,

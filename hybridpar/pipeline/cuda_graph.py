@@ -85,19 +85,20 @@ class StepGraph(Generic[_Issued]):
         engine: Captured[_Issued],
         lanes: Lanes,
         optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[nn.Parameter],
+        modules: Sequence[nn.Module],
         warm_ups: int = WARM_UPS,
     ) -> None:
         self._engine = engine
         self._lanes = lanes
         self._optimizers = optimizers
-        self._parameters = parameters
+        self._modules = list(dict.fromkeys(one for module in modules for one in module.modules()))
+        self._parameters = list(dict.fromkeys(one for module in modules for one in module.parameters()))
         self._warm_ups = warm_ups
         self._stream = cuda.Stream(lanes.device)
         self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
         self._requested = (False, False)
         self._shape: _Shape | None = None
-        self._trainable: tuple[bool, ...] = ()
+        self._flags_of_model: list[bool] = []
         self._static: list[tuple[Tensor, Tensor]] = []
         self._left = warm_ups
         self._graph: Any = None
@@ -119,10 +120,10 @@ class StepGraph(Generic[_Issued]):
         if self.reason is not None or global_samples is None:
             return None
         shape = _Shape.of(micro_batches, given.samples, global_samples)
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        flags_of_model = [one.requires_grad for one in self._parameters] + [one.training for one in self._modules]
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
-        if self._shape is None or trainable != self._trainable or global_samples > self._shape.global_samples:
-            self._begin(shape, trainable, micro_batches)
+        if self._shape is None or flags_of_model != self._flags_of_model or global_samples > self._shape.global_samples:
+            self._begin(shape, flags_of_model, micro_batches)
         if shape != self._shape:
             self._away = True
             return None
@@ -143,9 +144,9 @@ class StepGraph(Generic[_Issued]):
 
     # ------------------------------------------------------------- every step
 
-    def _begin(self, shape: _Shape, trainable: tuple[bool, ...], micro_batches: MicroBatches) -> None:
+    def _begin(self, shape: _Shape, flags_of_model: list[bool], micro_batches: MicroBatches) -> None:
         self.forget()
-        self._shape, self._trainable = shape, trainable
+        self._shape, self._flags_of_model = shape, flags_of_model
         self._static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
 
     def _fill(self, micro_batches: MicroBatches, rate_factor: float, requested: tuple[bool, bool]) -> None:

@@ -91,9 +91,7 @@ class PipelineEngine:
         where = layout.home if homes is None else int
         pairs: set[tuple[int, int]] = set()
         for mode in (False, True) if options.own_only else (True,):
-            if options.own_only:  # evaluation, too, goes through the pipeline
-                for stage in stages:
-                    module_of(stage).train(mode)
+            self.use_graphs(training=mode)  # with `own_only` evaluation, too, goes through the pipeline
             pairs |= {
                 pair
                 for index in range(len(stages))
@@ -414,23 +412,22 @@ class PipelineEngine:
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.data.to(device)
 
+    def use_graphs(self, *, training: bool) -> None:
+        """Let all stages compute what the model computes in training, or in evaluation."""
+        for stage in self._all_stages:
+            stage.use_graph(training)
+
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before."""
+        """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before."""
         values = self._named(inputs)
         start = next(iter(values.values())).device
         result: Any = None
         for stage in self._all_stages:
             module = module_of(stage)
             home = device_of(module, start)
-            module.eval()
-            try:
-                result = module(*(values[border.name].to(home) for border in stage.inputs))
-                values.update(
-                    zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
-                )
-            finally:
-                module.train()
+            result = module(*(values[border.name].to(home) for border in stage.inputs))
+            values.update(zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ())
         return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
 
     @torch.no_grad()
@@ -438,33 +435,27 @@ class PipelineEngine:
         """This worker's part of the model's evaluation of a batch, which goes through the stages of a replica."""
         assert self.grid is not None
         stages, layout = self._all_stages, self.options.layout(len(self._all_stages))
+        values, result = self._named(inputs), None
+        parts = self.borders.evaluated(values)
         for stage in stages:
-            module_of(stage).eval()
-        try:
-            values, result = self._named(inputs), None
-            parts = self.borders.evaluated(values)
-            for stage in stages:
-                home, result = layout.home(stage.index), None
-                if home == self.position:
-                    result = module_of(stage)(*(values[border.name] for border in stage.inputs))
-                    made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
-                    values.update(made)
-                wanted: dict[int, dict[str, None]] = {}
-                for target, names in consumers_of(stages, stage.index).items():
-                    if layout.home(target) != home:
-                        wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
-                with self.world.named_errors("evaluating"):
-                    for target, needed in sorted(wanted.items()):
-                        if home == self.position:
-                            message = [values[name] for name in needed]
-                            self.grid.senders[target].send(message, [parts[name] for name in needed])
-                        elif target == self.position:
-                            received = self.grid.receivers[home].receive([parts[name] for name in needed])
-                            values.update(zip(needed, received, strict=True))
-            return result
-        finally:
-            for stage in stages:
-                module_of(stage).train()
+            home, result = layout.home(stage.index), None
+            if home == self.position:
+                result = module_of(stage)(*(values[border.name] for border in stage.inputs))
+                made = zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
+                values.update(made)
+            wanted: dict[int, dict[str, None]] = {}
+            for target, names in consumers_of(stages, stage.index).items():
+                if layout.home(target) != home:
+                    wanted.setdefault(layout.home(target), {}).update(dict.fromkeys(names))
+            with self.world.named_errors("evaluating"):
+                for target, needed in sorted(wanted.items()):
+                    if home == self.position:
+                        message = [values[name] for name in needed]
+                        self.grid.senders[target].send(message, [parts[name] for name in needed])
+                    elif target == self.position:
+                        received = self.grid.receivers[home].receive([parts[name] for name in needed])
+                        values.update(zip(needed, received, strict=True))
+        return result
 
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""
@@ -489,7 +480,6 @@ class PipelineEngine:
         module: Any = module_of(stage)
         if self.is_whole:
             return torch.compile(module) if self.options.compile else module
-        module.train()
         compiled = self.options.compile and mine
         if count := key_random_operations(module.graph, module, compiled=compiled):
             module.recompile()

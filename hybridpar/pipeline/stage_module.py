@@ -43,6 +43,9 @@ class StageModule(Protocol):
     def outputs(self) -> Sequence[Any]:
         """The `Border`s it returns; empty for the last stage."""
 
+    def use_graph(self, training: bool) -> None:
+        """Compute what the model computes in training or in evaluation; modules keep their modes."""
+
 
 @dataclass(frozen=True)
 class _Input:
@@ -67,6 +70,9 @@ class WholeModel:
     model_inputs: tuple[str, ...] = ("inputs",)
     inputs: tuple[_Input, ...] = (_Input(),)
     outputs: tuple[_Input, ...] = ()
+
+    def use_graph(self, training: bool) -> None:
+        """Nothing: the model's own forward asks its modules."""
 
 
 def module_of(stage: StageModule) -> nn.Module:

@@ -27,6 +27,7 @@ from hybridpar.data.mix import mix_step
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import autocast, learning_rate_scales, parameter_count
+from hybridpar.models.modes import same_modes
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.plots import draw_staleness
@@ -372,8 +373,8 @@ class ServedRun(RunLoop):
     def _evaluate(self, occasion: str) -> Evaluation:
         """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
         own = Evaluation(0.0, 0.0, 0)
-        self.model.eval()
-        with self._autocast():
+        with same_modes(self.model), self._autocast():
+            self.model.eval()
             if len(self.test):
                 own = evaluate(self.learner.forward, self.loss.of_scores, self.test, World(device=self.device))
         if not self.rules.barrier:

@@ -150,7 +150,6 @@ class Learner:
 
     def _compute(self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, whole: int) -> float:
         """Compute the gradient of the mean over `whole` samples, of which `samples` are given. Returns their loss."""
-        self.model.train()
         for parameter in self._parameters.values():
             parameter.grad = None
         total = 0.0

@@ -29,6 +29,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
+from hybridpar.models.modes import same_modes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import (
     Rates,
@@ -53,7 +54,7 @@ from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
 from hybridpar.sync.shards import owned
-from hybridpar.train.stages import pipeline_options
+from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.cuda_graph import StepGraph
@@ -101,6 +102,7 @@ class Engine:
         self.own_only = parts.own_only
         self.plan = plan
         self._stages = parts.stages
+        self._modes = modes_of_graphs(model, parts.stages or ())
         self._loss = parts.loss
         self._config = config
         self._world = world
@@ -184,9 +186,9 @@ class Engine:
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
         )
-        parameters = [one for stage in self.pipeline.stages.values() for one in stage.module.parameters()]
+        modules = [stage.module for stage in self.pipeline.stages.values()]
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
-        return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
+        return StepGraph(self, self._lanes, self.optimizers, modules, warm_ups)
 
     def _step_of(self, module: nn.Module) -> OptimizerStep:
         """What steps the parameters of a stage or of the model."""
@@ -264,8 +266,8 @@ class Engine:
 
     def step(self, given: StepInput) -> StepOutcome:
         """Train on this replica's share of one global batch."""
-        if not self.plan.is_staged and not self.model.training:
-            self.model.train()
+        if self._modes:
+            check_modes(self._modes)
         if given.global_samples is None and self.pipeline.replicas == 1:
             given = replace(given, global_samples=given.samples)
         if self.graph is not None:
@@ -346,16 +348,18 @@ class Engine:
         those of others None.
         """
         self.synchronize_buffers()
-        self.model.eval()
-        try:
-            if self.own_only:
-                yield self.pipeline.evaluate_own
-            elif not self.plan.is_staged:
-                yield self.pipeline.forwards[0]
-            else:
-                yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
-        finally:
-            self.model.train()
+        with same_modes(self.model):
+            self.model.eval()
+            self.pipeline.use_graphs(training=False)
+            try:
+                if self.own_only:
+                    yield self.pipeline.evaluate_own
+                elif not self.plan.is_staged:
+                    yield self.pipeline.forwards[0]
+                else:
+                    yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
+            finally:
+                self.pipeline.use_graphs(training=True)
 
     def synchronize_buffers(self) -> None:
         """Make the model whole on every worker; a collective."""

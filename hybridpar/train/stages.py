@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
+from hybridpar.errors import UsageError
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.models.deferred import MEASURED_BYTES, DeferredModel, is_deferred, places
+from hybridpar.models.modes import same_modes
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import memory_format_name
@@ -79,6 +81,32 @@ def cut_model(
         deferred.fill((name for stage in own for name, _, _ in places(stage) if name in held), example.device)
 
     return plan, stages_from_plan(model, plan, (example,), fill=fill)
+
+
+def modes_of_graphs(model: nn.Module, stages: Sequence[Stage]) -> list[tuple[str, nn.Module, bool]]:
+    """The modes that the stages are cut for, of modules that are in their graphs no more; none if it is all the same.
+
+    Modules that a graph calls look at their own modes in every pass.
+    """
+    if not any(stage.by_mode for stage in stages):
+        return []
+    called = {module for stage in stages for module in stage.modules()}
+    with same_modes(model):
+        if not model.training:
+            model.train()
+        return [(name, module, module.training) for name, module in model.named_modules() if module not in called]
+
+
+def check_modes(modes: Iterable[tuple[str, nn.Module, bool]]) -> None:
+    """Refuse a step in other modes than those that the stages are cut for."""
+    for name, module, training in modes:
+        if module.training != training:
+            now, then = ("training", "evaluation") if module.training else ("evaluation", "training")
+            raise UsageError(
+                f"{name or type(module).__name__} is in {now} mode, and the stages are cut for {then} mode",
+                "What the model computes depends on it, and its graph was made before.",
+                "Put it back, or into that mode before the Trainer is made, or keep the model whole (--stages 1).",
+            )
 
 
 def pipeline_options(

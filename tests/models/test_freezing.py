@@ -1,5 +1,4 @@
 import copy
-import io
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from torch import nn
 from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.models.freezing import freeze, keep_in_evaluation
+from hybridpar.models.freezing import freeze
 
 
 def net() -> nn.Sequential:
@@ -42,7 +41,6 @@ def test_a_pattern_that_names_nothing_is_refused():
 def test_frozen_batch_norm_keeps_its_statistics():
     model = net()
     freeze(model, "0")
-    model.train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model(torch.randn(4, 3, 2, 2)).sum().backward()
     moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
@@ -55,18 +53,17 @@ def test_frozen_batch_norm_keeps_its_statistics():
 def test_batch_norm_can_be_left_in_training():
     model = net()
     freeze(model, "0", batch_norm=False)
-    assert model.train()[0][1].training
+    assert model[0][1].training
 
 
-def test_copies_stay_in_evaluation():
-    model = nn.Sequential(keep_in_evaluation(nn.BatchNorm2d(3)))
-    twin = copy.deepcopy(model)
-    assert not twin.train()[0].training
-    assert twin[0].train() is twin[0]
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert not torch.load(file, weights_only=False).train()[0].training
+def test_only_what_patterns_name_is_put_into_evaluation_and_only_until_train():
+    model = net()
+    model[1][1].requires_grad_(False)
+    before = [set(vars(module)) for module in model.modules()]
+    freeze(model, "*.bias, 0.1.weight")
+    assert [name for name, module in model.named_modules() if not module.training] == ["0.1"]
+    assert all(module.training for module in model.train().modules())
+    assert [set(vars(module)) for module in model.modules()] == before
 
 
 def test_batch_norm_frozen_keeps_the_statistics_of_the_model() -> None:

@@ -219,17 +219,19 @@ class TestSequence:
             assert sum(line.startswith("replay") for line in cuda.log) == 2
 
     @pytest.mark.parametrize("stages", [1, 2])
-    def test_frozen_parameters_and_loaded_state_begin_anew(self, cuda: StandInCuda, stages: int) -> None:
+    def test_frozen_parameters_modes_and_loaded_state_begin_anew(self, cuda: StandInCuda, stages: int) -> None:
         with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
-            for number, batch in enumerate(batches([SAMPLES] * 14)):
+            for number, batch in enumerate(batches([SAMPLES] * 18)):
                 for run in (plain, graphed):
                     if number == 5:
                         engine = run.trainer.engine
                         engine.load_optimizer_state(copy.deepcopy(engine.optimizer_state()))
                     if number == 9:
                         next(run.model.parameters()).requires_grad_(False)
+                    if number == 13:
+                        run.model.body[1].eval()  # type: ignore[index, union-attr]
                     run.step(batch)
-            assert cuda.log.count("capture, thread_local") == 3
+            assert cuda.log.count("capture, thread_local") == 4
             assert_same(graphed, plain)
 
     def test_the_mark_of_adam_is_set_for_the_capture_alone(self, cuda: StandInCuda) -> None:

@@ -198,7 +198,7 @@ def test_evaluation_counts_every_sample_once():
     batches = [make_batch(0, 12), make_batch(1, 5)]
     with Trainer(model) as trainer:
         evaluation = trainer.evaluate(batches)
-        assert trainer.model.training
+        assert not trainer.model.training
         trainer.model.eval()
         images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         outputs = trainer.model(images)

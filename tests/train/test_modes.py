@@ -1,0 +1,216 @@
+"""Training and evaluation mode of the user's modules, beside a plain loop in PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.models import build_model
+from hybridpar.models.deferred import DeferredModel
+from tests.ranks import run_ranks
+
+X, Y = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 5
+
+
+class Scaled(nn.Module):
+    """Its own forward asks for its mode, so that the graph of it differs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2.0 if self.training else 0.5)
+
+
+class Kept(nn.Sequential):
+    """A container that keeps what it holds in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Kept:
+        super().train(mode)
+        for module in self:
+            module.eval()
+        return self
+
+
+class KeepsStem(nn.Module):
+    def __init__(self, stem: nn.Sequential) -> None:
+        super().__init__()
+        self.stem, self.body = stem, nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.body(self.stem(x))
+        return scores
+
+    def train(self, mode: bool = True) -> KeepsStem:
+        super().train(mode)
+        self.stem.eval()
+        return self
+
+
+def stem() -> list[nn.Module]:
+    return [nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), Scaled(), nn.ReLU()]
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(*stem()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+def part_in_evaluation() -> nn.Module:
+    net = plain()
+    net[0].eval()
+    return net
+
+
+def all_in_evaluation() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 5)).eval()
+
+
+def container() -> nn.Module:
+    return nn.Sequential(Kept(*stem()), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)).train()
+
+
+def frozen_by_hand() -> nn.Module:
+    net = nn.Sequential(
+        nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
+    )
+    net[1].requires_grad_(False)
+    return net
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def plain_steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        cross_entropy(net(X), Y).backward()
+        optimizer.step()
+
+
+def facts(net: nn.Module) -> list[tuple[str, bool, set[str]]]:
+    return [(name, module.training, set(vars(module))) for name, module in net.named_modules()]
+
+
+def assert_same(net: nn.Module, other: nn.Module) -> None:
+    for (name, one), two in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, two, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        part_in_evaluation,
+        all_in_evaluation,
+        lambda: KeepsStem(nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU())),  # nobody calls train()
+        lambda: KeepsStem(nn.Sequential(*stem())).train(),
+        container,
+        frozen_by_hand,
+    ],
+)
+def test_modes_stay_the_users_before_and_after_a_test(make: Callable[[], nn.Module], stages: int) -> None:
+    torch.manual_seed(0)
+    net = make()
+    twin, before = copy.deepcopy(net), facts(net)
+    optimizer = sgd(twin)
+    options = TrainConfig(plan="none", stages=stages)
+    with Trainer(net, optimizer=sgd, config=options, example=X) as trainer:
+        for _ in range(2):
+            for _ in range(2):
+                trainer.step((X, Y))
+            trainer.wait()
+            plain_steps(twin, optimizer, 2)
+            assert_same(net, twin)
+            loss = trainer.evaluate([(X, Y)]).loss
+            tested = copy.deepcopy(twin).eval()
+            assert loss == pytest.approx(float(cross_entropy(tested(X), Y).detach()), rel=1e-5)
+            assert facts(net) == before
+    assert facts(net) == before
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_thawing_is_as_in_plain_pytorch(stages: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5)
+    )
+    twin = copy.deepcopy(net)
+    twin[1].requires_grad_(False).eval()  # type: ignore[operator]
+    optimizer = sgd(twin)
+    options = TrainConfig(plan="none", stages=stages, freeze=("1",))
+    with Trainer(net, optimizer=sgd, config=options, example=X) as trainer:
+        for thawed in (False, True):
+            if thawed:
+                for model in (net, twin):
+                    model.train().requires_grad_(True)
+            for _ in range(2):
+                trainer.step((X, Y))
+            trainer.wait()
+            plain_steps(twin, optimizer, 2)
+            assert_same(net, twin)
+            assert int(net[1].num_batches_tracked) == 2 * thawed  # type: ignore[arg-type]
+    assert facts(net) == facts(twin)
+
+
+def test_a_factory_says_what_is_in_evaluation_mode_but_not_that_everything_is() -> None:
+    assert all(module.training for module in build_model(f"{__name__}:all_in_evaluation", 5).modules())
+    assert facts(build_model(f"{__name__}:part_in_evaluation", 5)) == facts(part_in_evaluation())
+
+
+def test_a_mode_that_the_stages_are_not_cut_for_is_refused() -> None:
+    net = plain()
+    with Trainer(net, config=TrainConfig(plan="none", stages=2), example=X) as trainer:
+        trainer.step((X, Y))
+        trainer.wait()
+        net[0].eval()
+        with pytest.raises(UsageError, match=r"0 is in evaluation mode, and the stages are cut for training mode"):
+            trainer.step((X, Y))
+        net.train()
+        trainer.step((X, Y))
+        net.eval()
+        with pytest.raises(UsageError, match=r"Sequential is in evaluation mode, and the stages"):
+            trainer.step((X, Y))
+
+
+def test_what_was_in_evaluation_mode_when_it_was_cut_is_not_in_training_mode_later_without_a_word() -> None:
+    net = plain()
+    net[0].eval()
+    with Trainer(net, config=TrainConfig(plan="none", stages=2), example=X) as trainer:
+        net[0][3].train()
+        with pytest.raises(UsageError, match=r"0\.3 is in training mode, and the stages are cut for evaluation mode"):
+            trainer.step((X, Y))
+
+
+def train_on_two(world: World, deferred: bool) -> tuple[list[float], list[bool]]:
+    torch.manual_seed(0)
+    model = DeferredModel(part_in_evaluation) if deferred else part_in_evaluation()
+    losses = []
+    with Trainer(
+        model, optimizer=sgd, config=TrainConfig(plan="none", stages=2, micro_batches=2), world=world, example=X[:4]
+    ) as trainer:
+        for _ in range(2):
+            losses += [float(trainer.step((X, Y)).loss) for _ in range(2)]
+            shares = [(X, Y)] if deferred else [(X[world.rank :: 2], Y[world.rank :: 2])]
+            losses.append(trainer.evaluate(shares).loss)
+        return losses, [module.training for module in trainer.model.modules()]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_two_workers_with_a_stage_each(deferred: bool) -> None:
+    torch.manual_seed(0)
+    net = part_in_evaluation()
+    optimizer, losses = sgd(net), []
+    for _ in range(2):
+        for _ in range(2):
+            losses.append(float(cross_entropy(net(X), Y).detach()))
+            plain_steps(net, optimizer, 1)
+        losses.append(float(cross_entropy(copy.deepcopy(net).eval()(X), Y).detach()))
+    for found, modes in run_ranks(train_on_two, 2, deferred):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert modes == [module.training for module in net.modules()]
