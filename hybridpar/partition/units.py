@@ -39,12 +39,19 @@ def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts |
 def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         known = facts.facts[node]
-        users = [user for user in node.users if user.op != "output" and user not in facts.derived]
-        if known.tensors and not known.is_tensor:
-            unpack = [user for user in users if user.target is operator.getitem]
-            yield [node, *(unpack if known.crosses else users)]
-        elif not known.tensors:
-            yield [node, *users]  # a number that is not free to compute twice
+        if known.crosses and not known.is_tensor:
+            yield [node, *(user for user in node.users if user.target is operator.getitem and user not in facts.derived)]
+        elif not known.is_tensor:
+            yield [node, *_users(facts, node)]  # what cannot be sent, as a number that is not free to compute twice
+
+
+def _users(facts: GraphFacts, node: fx.Node) -> Iterable[fx.Node]:
+    """Who needs a value, also by numbers made of it."""
+    for user in node.users:
+        if user in facts.derived:
+            yield from _users(facts, user)
+        elif user.op != "output":
+            yield user
 
 
 def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
