@@ -1,8 +1,9 @@
 """Splits a graph into stages that keep the model's parameter names.
 
 `torch.fx.passes.split_module` renames what it splits and passes parameters between parts as inputs. Here every node
-is copied into the graph of its stage and calls the model's own module; parameters are placed with their users;
-numbers computed from shapes are computed again where they are needed; containers cross tensor by tensor.
+is copied into the graph of its stage and calls the model's own module; parameters are placed with the users of their
+values, and are constants to a stage that asks for a type or shape only; numbers computed from shapes are computed again
+where they are needed; containers cross tensor by tensor.
 
 An operation that works in place keeps doing so inside a stage, where it saves memory. At a border it would change a
 tensor that another stage still uses, or a received leaf, which autograd forbids: there it works on a copy.
@@ -174,10 +175,10 @@ class _StageBuilder:
 
     def _number(self, node: fx.Node) -> Any:
         """A number from shapes; a constant where it is asked of a parameter or buffer that is not in this stage."""
-        given = {argument: self._load(argument) for argument in node.all_input_nodes if argument.op != "get_attr"}
-        for argument in node.all_input_nodes:
-            if argument.op == "get_attr":
-                given[argument] = self._asked(node, argument)
+        given = {
+            argument: self._asked(node, argument) if argument.op == "get_attr" else self._load(argument)
+            for argument in node.all_input_nodes
+        }
         nodes: list[fx.Node] = []
         fx.map_arg(tuple(given.values()), nodes.append)
         if nodes:

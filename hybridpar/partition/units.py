@@ -40,7 +40,10 @@ def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         known = facts.facts[node]
         if known.crosses and not known.is_tensor:
-            yield [node, *(user for user in node.users if user.target is operator.getitem and user not in facts.derived)]
+            yield [
+                node,
+                *(user for user in node.users if user.target is operator.getitem and user not in facts.derived),
+            ]
         elif not known.is_tensor:
             yield [node, *_users(facts, node)]  # what cannot be sent, as a number that is not free to compute twice
 
