@@ -127,9 +127,7 @@ class Statistics(Net):
         x = self.a(x).relu()
         if self.way == "of a layer":
             x = x - self.norm.running_mean
-        elif self.way == "in place":
-            x = x - self.seen
-        elif self.way == "in evaluation" and not self.training:
+        elif self.way == "in place" or (self.way == "in evaluation" and not self.training):
             x = x - self.seen
         elif self.way == "a constant":
             x = x * self.scale
