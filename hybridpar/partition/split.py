@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from hybridpar.errors import PartitionError
-from hybridpar.partition.example import NodeFacts, node_call
+from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
 from hybridpar.partition.nest import Path, rebuild
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
@@ -175,25 +175,17 @@ class _StageBuilder:
 
     def _number(self, node: fx.Node) -> Any:
         """A number from shapes; a constant where it is asked of a parameter or buffer that is not in this stage."""
-        given = {
-            argument: self._asked(node, argument) if argument.op == "get_attr" else self._load(argument)
-            for argument in node.all_input_nodes
-        }
+        given = {argument: self._asked(node, argument) for argument in node.all_input_nodes}
         nodes: list[fx.Node] = []
         fx.map_arg(tuple(given.values()), nodes.append)
-        if nodes:
-            return self.graph.node_copy(node, given.__getitem__)
-        call = node_call(node, lambda name: resolve_attribute(self.traced, name))
-        return call(*fx.map_arg(node.args, given.__getitem__), **fx.map_arg(node.kwargs, given.__getitem__))
+        return self.graph.node_copy(node, given.__getitem__) if nodes else self.facts.facts[node].number
 
-    def _asked(self, node: fx.Node, attribute: fx.Node) -> Any:
-        """What a stage asks in place of a parameter or buffer: for its device, an input of its own."""
-        tensor = resolve_attribute(self.traced, str(attribute.target))
-        if id(tensor) in self.held:
-            return self._load(attribute)
+    def _asked(self, node: fx.Node, argument: fx.Node) -> Any:
+        """What a stage computes a number from: for the device of another stage's tensor, from an input of its own."""
+        if argument.op != "get_attr" or id(resolve_attribute(self.traced, str(argument.target))) in self.held:
+            return self._load(argument)
         where = {"device", "is_cuda", "get_device"} & {node.target, *node.args}
-        inputs = (value for value in self.graph.nodes if value.op == "placeholder")
-        return next(inputs, tensor) if where else tensor
+        return next((value for value in self.graph.nodes if where and value.op == "placeholder"), None)
 
     def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
         guarded: dict[fx.Node, Any] = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.partition.check import compare_split, reference_step
-from hybridpar.errors import PartitionError
+from hybridpar.errors import PartitionError, TraceError
 from hybridpar.models.deferred import DeferredModel
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage, run_stages
@@ -187,6 +187,38 @@ def test_models_on_the_meta_device(question: str) -> None:
     require_one_owner(deferred.module, stages)
     deferred.fill([name for name, _ in deferred.module.named_parameters()], example.device)
     assert torch.equal(run_stages(stages, example), Net(ask, ask)(example))
+
+
+class Window(nn.Module):
+    """A product with a part of a buffer, which is no node of a graph unless the module is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.window[:12]
+
+
+class Leaf(Window):
+    fx_leaf = True
+
+
+def test_a_model_on_the_meta_device_may_ask_for_its_device() -> None:
+    def ask(x: Tensor, w: Tensor) -> Tensor:
+        return x.to(next(deferred.module.parameters()).device)
+
+    deferred = DeferredModel(lambda: Net(ask))
+    example = torch.randn(4, 12)
+    traced = trace_model(deferred.module, [example])
+    assert "meta" not in str(traced.graph)
+
+
+def test_values_that_a_model_on_the_meta_device_does_not_have_are_refused() -> None:
+    example = [torch.randn(4, 12)]
+    with pytest.raises(TraceError, match="values of its own while it is traced on the meta device"):
+        trace_model(DeferredModel(lambda: nn.Sequential(Window(), nn.Linear(12, 3))).module, example)
+    assert trace_model(DeferredModel(lambda: nn.Sequential(Leaf(), nn.Linear(12, 3))).module, example).constants == {}
 
 
 class Number(Net):
