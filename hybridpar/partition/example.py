@@ -22,6 +22,8 @@ from hybridpar.models.deferred import imagined, is_deferred, storage_of
 from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
 from hybridpar.partition.state import python_random_state, untouched
 
+_NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)
+
 
 @dataclass(frozen=True)
 class TensorFacts:
@@ -51,6 +53,7 @@ class NodeFacts:
         is_tensor: The value is one tensor, not a container.
         crosses: The value is made of tensors and plain containers, so it may be sent to another stage.
         shape: Skeleton of a container value.
+        number: The value where it is a number, a type, or a tuple of such.
         storages: Numbers of the storages that the value lives in.
         changes: Arguments that the node changed in place.
         random: The node drew random numbers.
@@ -62,6 +65,7 @@ class NodeFacts:
     is_tensor: bool = False
     crosses: bool = True
     shape: Any = None
+    number: Any = None
     storages: frozenset[int] = frozenset()
     changes: tuple[fx.Node, ...] = ()
     random: bool = False
@@ -198,6 +202,8 @@ class _Run:
         facts.is_tensor = isinstance(value, torch.Tensor)
         facts.crosses = bool(facts.tensors) and can_cross(value)
         facts.shape = None if facts.is_tensor else skeleton(value)
+        if isinstance(value, _NUMBERS) and not facts.tensors:
+            facts.number = value
         numbers = (self.storages.number(tensor) for _, tensor in tensor_leaves(value))
         facts.storages = frozenset(number for number in numbers if number is not None)
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import fx, nn
 
+from hybridpar.models.deferred import storage_of
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.trace import TracedModel
-from hybridpar.partition.tracer import METADATA_METHODS, stop_gradient
+from hybridpar.partition.tracer import METADATA, METADATA_METHODS, stop_gradient
 
 #: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
 _PURE = {
@@ -88,8 +91,53 @@ def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
         module = resolve_attribute(traced, str(node.target))
         assert isinstance(module, nn.Module)
         found += [*module.parameters(), *module.buffers()]
+    return found + [value for value in _given(traced, node) if isinstance(value, nn.Parameter)]
+
+
+def tensors_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
+    """What `state_of` finds, with buffers and constants that a node is given."""
+    return [*state_of(traced, node), *_given(traced, node)]
+
+
+def _given(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
     given = (resolve_attribute(traced, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr")
-    return found + [value for value in given if isinstance(value, nn.Parameter)]
+    return [value for value in given if isinstance(value, torch.Tensor)]
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What two tensors have in common where one shows a change of the other."""
+    base = tensor if tensor._base is None else tensor._base
+    return (storage_of(base), int(base.storage_offset())) if base.layout == torch.strided else (id(base), 0)
+
+
+def state_users(
+    traced: TracedModel, facts: GraphFacts, other: GraphFacts | None = None
+) -> dict[tuple[int, int], list[fx.Node]]:
+    """The nodes of a graph that use each parameter, and each buffer that changes, by its memory.
+
+    A buffer may change where a module that is called has it, or where a node changes it in place, be it in the other
+    graph of the model. One that is only read is a constant, which any number of stages may hold.
+    """
+    users: dict[tuple[int, int], list[fx.Node]] = defaultdict(list)
+    for node in facts.compute:
+        for tensor in tensors_of(traced, node):
+            users[memory_of(tensor)].append(node)
+    for node, memory in _changes(traced, facts):
+        users[memory].append(node)
+    graphs = [facts, other] if other is not None else [facts]
+    state = {memory_of(one) for graph in graphs for node in graph.compute for one in state_of(traced, node)}
+    state |= {memory for graph in graphs for _, memory in _changes(traced, graph)}
+    return {memory: nodes for memory, nodes in users.items() if memory in state}
+
+
+def _changes(traced: TracedModel, facts: GraphFacts) -> Iterator[tuple[fx.Node, tuple[int, int]]]:
+    """Nodes that change a buffer or parameter in place, with its memory."""
+    attributes = [node for node in facts.graph.nodes if node.op == "get_attr"]
+    for node in facts.compute:
+        for changed in facts.facts[node].changes:
+            for attribute in attributes:
+                if facts.facts[attribute].storages & facts.facts[changed].storages:
+                    yield node, memory_of(cast(torch.Tensor, resolve_attribute(traced, str(attribute.target))))
 
 
 def examine_graph(
@@ -113,9 +161,20 @@ def examine_graph(
 def _is_derived(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
     if facts[node].tensors or facts[node].random or facts[node].changes:
         return False
+    if any(argument.op == "get_attr" for argument in node.all_input_nodes):
+        return _asks_for_good(node)  # else it stays with what else uses the parameter or buffer
     if node.op == "call_method":
         return node.target in METADATA_METHODS or not facts[node.all_input_nodes[0]].tensors
     return node.op == "call_function" and node.target in _PURE
+
+
+def _asks_for_good(node: fx.Node) -> bool:
+    """Whether a node asks a parameter or buffer for what training never changes: its type, shape or device."""
+    if len(node.all_input_nodes) != 1 or node.all_input_nodes[0].op != "get_attr":
+        return False
+    if node.op == "call_method":
+        return node.target in METADATA_METHODS
+    return node.target is getattr and node.args[1] in METADATA - {"requires_grad"}
 
 
 def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:

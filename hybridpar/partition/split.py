@@ -1,8 +1,9 @@
 """Splits a graph into stages that keep the model's parameter names.
 
 `torch.fx.passes.split_module` renames what it splits and passes parameters between parts as inputs. Here every node
-is copied into the graph of its stage and calls the model's own module; parameters are placed with their users;
-numbers computed from shapes are computed again where they are needed; containers cross tensor by tensor.
+is copied into the graph of its stage and calls the model's own module; parameters are placed with the users of their
+values, and are constants to a stage that asks for a type or shape only; numbers computed from shapes are computed again
+where they are needed; containers cross tensor by tensor.
 
 An operation that works in place keeps doing so inside a stage, where it saves memory. At a border it would change a
 tensor that another stage still uses, or a received leaf, which autograd forbids: there it works on a copy.
@@ -18,9 +19,10 @@ from torch import fx
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.example import NodeFacts
-from hybridpar.partition.graph_facts import GraphFacts, state_of
+from hybridpar.partition.graph_facts import GraphFacts, memory_of, resolve_attribute, state_users, tensors_of
 from hybridpar.partition.nest import Path, rebuild
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
+from hybridpar.partition.trace import TracedModel
 from hybridpar.partition.units import ModelUnits, aliases_under_change
 
 
@@ -42,10 +44,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
     """
     count = check_assignment(units, stage_of)
     home = {node: stage_of[index] for index, nodes in enumerate(units.nodes) for node in nodes}
-    train = _cut(units.train, home, count, relay)
+    train = _cut(units, units.train, home, count, relay)
     evaluate = None
     if units.evaluate is not None:
-        evaluate = _cut(units.evaluate, _place_eval_nodes(units, home), count, relay)
+        evaluate = _cut(units, units.evaluate, _place_eval_nodes(units, home), count, relay)
     modes = [train] if evaluate is None else [train, evaluate]
     leftover = _leftover_state(units, list(zip(*modes, strict=True)))
     return [
@@ -84,8 +86,10 @@ def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
     return count
 
 
-def _cut(facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool) -> list[StageGraph]:
-    builders = [_StageBuilder(facts, home, index, last=index == count - 1) for index in range(count)]
+def _cut(
+    units: ModelUnits, facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool
+) -> list[StageGraph]:
+    builders = [_StageBuilder(units.traced, facts, home, index, last=index == count - 1) for index in range(count)]
     takes = [builder.needed() for builder in builders]
     returns = [builder.sent() for builder in builders]
     if relay:
@@ -101,12 +105,16 @@ def _cut(facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool
 class _StageBuilder:
     """Copies the nodes of one stage into a graph of their own."""
 
-    def __init__(self, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool) -> None:
+    def __init__(
+        self, traced: TracedModel, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool
+    ) -> None:
+        self.traced = traced
         self.facts = facts
         self.home = home
         self.index = index
         self.last = last
         self.mine = [node for node in facts.compute if home[node] == index]
+        self.held = {id(tensor) for node in self.mine for tensor in tensors_of(traced, node)}
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
 
@@ -162,8 +170,22 @@ class _StageBuilder:
             # Attributes and numbers from shapes are made where they are first needed.
             if node.op != "get_attr" and node not in self.facts.derived:
                 raise AssertionError(f"{node.name} is not in stage {self.index}")
-            self.values[node] = self.graph.node_copy(node, self._load)
+            self.values[node] = self._number(node) if node.op != "get_attr" else self.graph.node_copy(node)
         return self.values[node]
+
+    def _number(self, node: fx.Node) -> Any:
+        """A number from shapes; a constant where it is asked of a parameter or buffer that is not in this stage."""
+        given = {argument: self._asked(node, argument) for argument in node.all_input_nodes}
+        nodes: list[fx.Node] = []
+        fx.map_arg(tuple(given.values()), nodes.append)
+        return self.graph.node_copy(node, given.__getitem__) if nodes else self.facts.facts[node].number
+
+    def _asked(self, node: fx.Node, argument: fx.Node) -> Any:
+        """What a stage computes a number from: for the device of another stage's tensor, from an input of its own."""
+        if argument.op != "get_attr" or id(resolve_attribute(self.traced, str(argument.target))) in self.held:
+            return self._load(argument)
+        where = {"device", "is_cuda", "get_device"} & {node.target, *node.args}
+        return next((value for value in self.graph.nodes if where and value.op == "placeholder"), None)
 
     def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
         guarded: dict[fx.Node, Any] = {}
@@ -216,20 +238,28 @@ def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Stages for the nodes of an evaluation graph that differs from the training graph.
 
-    Whatever has parameters or buffers stays where training put it; the rest goes to the first stage where all that
-    it needs is there.
+    Whatever uses a parameter, or a buffer that changes, stays where training put it; the rest goes to the first stage
+    where all that it needs is there.
     """
     assert units.evaluate is not None
-    owner = {id(tensor): stage for node, stage in home.items() for tensor in state_of(units.traced, node)}
+    owner = {memory: home[nodes[0]] for memory, nodes in state_users(units.traced, units.train, units.evaluate).items()}
     stages: dict[fx.Node, int] = {}
     for node in units.evaluate.compute:
         earliest = max((stages.get(source, 0) for source in units.evaluate.sources(node)), default=0)
-        fixed = {owner[id(tensor)] for tensor in state_of(units.traced, node) if id(tensor) in owner}
+        used = {memory_of(tensor) for tensor in tensors_of(units.traced, node)}
+        fixed = {owner[memory] for memory in used & owner.keys()}
         stages[node] = max((earliest, *fixed))
         if fixed and (len(fixed) > 1 or min(fixed) < earliest):
             raise PartitionError(
                 f"{node.name} runs in stage {min(fixed)} in training, but evaluation needs it in stage {stages[node]}",
                 "The graphs of training and evaluation use the model's modules in different orders.",
+                "Ask for fewer stages.",
+            )
+    for group in state_users(units.traced, units.evaluate, units.train).values():
+        if len({stages[node] for node in group}) > 1:
+            raise PartitionError(
+                f"in evaluation {group[0].name} and {group[-1].name} use one parameter or buffer in several stages",
+                "A parameter or buffer belongs to one stage; training's graph does not use this one.",
                 "Ask for fewer stages.",
             )
     for group in aliases_under_change(units.evaluate):

@@ -35,6 +35,8 @@ from hybridpar.partition.state import OutsideGraphError, same_attributes, tracea
 from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, counters_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
+_META = torch.device("meta")
+
 
 @dataclass(frozen=True)
 class TracedModel:
@@ -109,6 +111,18 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
         reasons.update(traced.suspects)
         whole |= traced.suspects.keys()
     _require_repeatable(model, reasons)
+    empty = next((name for name, value in traced.constants.items() if value.is_meta), None)
+    if empty is not None:
+        raise TraceError(
+            f"{type(model).__name__} computes with values of its own while it is traced on the meta device",
+            f"There it has none, and {empty} would be a constant of the graph.",
+            "Move that part of forward into a sub-module of its own, whose class has fx_leaf = True: it is kept whole.",
+        )
+    for graph in (traced.graph, traced.eval_graph or traced.graph):
+        for node in graph.nodes:  # a model that asks for its device means where it will be
+            node.args, node.kwargs = fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
+            )
     return traced
 
 
@@ -333,7 +347,9 @@ def _apart(traced: TracedModel, others: dict[str, torch.Tensor]) -> dict[str, to
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and one.device == other.device and torch.equal(one, other))
+    if one is other or one.is_meta or other.is_meta:
+        return one is other
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
 def _canonical(graph: fx.Graph) -> list[str]:

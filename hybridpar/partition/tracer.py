@@ -32,7 +32,7 @@ SAVED = "uses torch.utils.checkpoint, or other hooks for saved tensors"
 METADATA_METHODS = frozenset(
     {"size", "dim", "numel", "ndimension", "stride", "get_device", "is_floating_point", "element_size"}
 )
-_METADATA = frozenset({"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"})
+METADATA = frozenset({"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"})
 _NUMBERS = METADATA_METHODS | {"item", "tolist"}
 
 
@@ -158,7 +158,7 @@ def _is_number(node: fx.Node, asked: frozenset[str] = METADATA_METHODS) -> bool:
     if node.op != "call_function":
         return False
     if node.target is getattr:
-        return node.args[1] in _METADATA
+        return node.args[1] in METADATA
     library = getattr(node.target, "__module__", None)
     return library in ("_operator", "builtins", "math") and all(_is_number(one, asked) for one in node.all_input_nodes)
 

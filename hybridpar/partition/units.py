@@ -3,8 +3,8 @@
 Nodes that are pinned together are merged, and so is what lies on a path that leaves them and comes back; what is left
 is an acyclic graph of units. Attributes of the model are placed with their users.
 
-Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of one
-trained parameter, calls of one module that has state, values that alias each other while one of them is changed in
+Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of the
+values of one parameter, or of one buffer that changes, values that alias each other while one of them is changed in
 place, containers and the nodes that unpack them, and an assertion with a user of what it looks at.
 """
 
@@ -22,15 +22,15 @@ from torch import fx, nn
 from hybridpar.errors import TraceError
 from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
-from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of
+from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of, state_users
 from hybridpar.partition.trace import TracedModel
 
 
-def pinned_groups(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
+def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts | None) -> list[list[fx.Node]]:
     """Groups of nodes that must share a unit; they may overlap."""
     return [
         *_unpackers(facts),
-        *_users_of_state(traced, facts),
+        *state_users(traced, facts, evaluate).values(),
         *aliases_under_change(facts),
         *_checks(facts),
     ]
@@ -39,30 +39,22 @@ def pinned_groups(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]
 def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
     for node in facts.compute:
         known = facts.facts[node]
-        users = [user for user in node.users if user.op != "output" and user not in facts.derived]
-        if known.tensors and not known.is_tensor:
-            unpack = [user for user in users if user.target is operator.getitem]
-            yield [node, *(unpack if known.crosses else users)]
-        elif not known.tensors:
-            yield [node, *users]  # a number that is not free to compute twice
+        if known.crosses and not known.is_tensor:
+            yield [
+                node,
+                *(user for user in node.users if user.target is operator.getitem and user not in facts.derived),
+            ]
+        elif not known.is_tensor:
+            yield [node, *_users(facts, node)]  # what cannot be sent, as a number that is not free to compute twice
 
 
-def _users_of_state(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    users: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in facts.compute:
-        for tensor in state_of(traced, node):
-            users[id(tensor)].append(node)
-    # A buffer changed in place is state as well; a constant buffer is not.
-    for node in facts.compute:
-        for argument in facts.facts[node].changes:
-            if argument.op == "get_attr":
-                users[id(resolve_attribute(traced, str(argument.target)))] += [node, *_compute_users(facts, argument)]
-    return [nodes for nodes in users.values() if len(nodes) > 1]
-
-
-def _compute_users(facts: GraphFacts, node: fx.Node) -> list[fx.Node]:
-    members = set(facts.compute)
-    return [user for user in node.users if user in members]
+def _users(facts: GraphFacts, node: fx.Node) -> Iterable[fx.Node]:
+    """Who needs a value, also by numbers made of it."""
+    for user in node.users:
+        if user in facts.derived:
+            yield from _users(facts, user)
+        elif user.op != "output":
+            yield user
 
 
 def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
@@ -160,7 +152,7 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
             "A model that is cut into stages has at least one operation on a tensor.",
             "Give a model that does.",
         )
-    groups = _ordered_groups(train, pinned_groups(traced, train))
+    groups = _ordered_groups(train, pinned_groups(traced, train, evaluate))
     return ModelUnits(traced, train, evaluate, groups, _unit_graph(traced, train, groups))
 
 
