@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,13 +45,12 @@ class BatchNormPool:
 
     def __init__(self, model: nn.Module, group: SumGroup | None = None, device: torch.device | None = None) -> None:
         self.group = group
-        self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
+        # The kernel writes moments in the dtype of a layer's statistics, so layers of one dtype lie together.
+        self.layers: list[Any] = sorted(filter(_can_pool, model.modules()), key=_dtype_name)
         self._widths = [layer.num_features for layer in self.layers]
         channels = self._channels = sum(self._widths)
         self._originals = [type(layer) for layer in self.layers]
         device = self.layers[0].running_mean.device if self.layers else device or torch.device("cpu")
-        self._mean = torch.zeros(channels, device=device)
-        self._variance = torch.zeros(channels, device=device)
         self._constants = Constants(device)
         self._counts = [0] * len(self.layers)
         numbers = torch.arange(len(self.layers))
@@ -60,15 +60,18 @@ class BatchNormPool:
         )
         #: Per channel: sum and squared sum; then per layer the number of values behind them.
         self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
-        means, variances = torch.split(self._mean, self._widths), torch.split(self._variance, self._widths)
-        for index, (layer, mean, variance) in enumerate(zip(self.layers, means, variances, strict=True)):
-            layer.__class__ = _pooled_class(type(layer))
-            layer._pool = _LayerScratch(self, index, mean, variance)
-
-    @property
-    def scratch(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the present micro-batch, which the next one overwrites."""
-        return self._mean, self._variance
+        #: For each dtype, mean and variance of every channel in the present micro-batch, which the next overwrites.
+        self.scratch: list[Tensor] = []
+        index = 0
+        for _, same in groupby(self.layers, _dtype_name):
+            layers = list(same)
+            widths = [layer.num_features for layer in layers]
+            moments = torch.zeros(2, sum(widths), dtype=layers[0].running_mean.dtype, device=device)
+            self.scratch.append(moments)
+            for layer, (mean, variance) in zip(layers, moments.split(widths, 1), strict=True):
+                layer.__class__ = _pooled_class(type(layer))
+                layer._pool = _LayerScratch(self, index, mean, variance)
+                index += 1
 
     def fold(self) -> None:
         """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
@@ -76,15 +79,12 @@ class BatchNormPool:
             return
         counts = self._constants.of(*self._counts)
         values = counts[self._layer_of_channel]
-        mean, variance = self._mean.double(), self._variance.double()
+        mean, variance = torch.cat([moments.double() for moments in self.scratch], 1)
         # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
         squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
         # A layer that did not run has count 0 and scratch 0.
         self.sums += torch.cat((values * mean, squares, counts))
-        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
-        self._mean.zero_()
-        self._variance.zero_()
-        self._counts = [0] * len(self.layers)
+        self._clear()
 
     def commit(self, sums: Tensor, where: Tensor | None = None) -> None:
         """Move the running statistics by the pooled moments, once.
@@ -127,8 +127,12 @@ class BatchNormPool:
     def discard(self) -> None:
         """Forget the sums of this step: it was rolled back, or they were committed."""
         self.sums.zero_()
-        self._mean.zero_()
-        self._variance.zero_()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
+        for moments in self.scratch:
+            moments.zero_()
         self._counts = [0] * len(self.layers)
 
     @contextmanager
@@ -302,6 +306,10 @@ def _reduce_to_original(self: Any, protocol: int) -> tuple[Any, ...]:
         reduced: tuple[Any, ...] = original.reduce_state(state)
         return reduced
     return (original.__new__, (original,), state)
+
+
+def _dtype_name(layer: Any) -> str:
+    return str(layer.running_mean.dtype)
 
 
 def _can_pool(layer: nn.Module) -> bool:

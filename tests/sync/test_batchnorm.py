@@ -198,6 +198,29 @@ def test_mixed_momenta_are_each_layers_own():
         assert_statistics(layer, wanted, rtol=1e-5, atol=1e-5)
 
 
+class As(nn.Module):
+    """A layer of another dtype than what comes in."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+def test_statistics_have_the_dtype_of_their_layer():
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16]
+    model = nn.Sequential(*(As(make_layer(seed=seed), dtype) for seed, dtype in enumerate(dtypes)))
+    expected = copy.deepcopy(model)
+    batch = make_input()
+    pooled_step(model, batch).release()
+    expected(batch)
+    for mine, wanted in zip(model, expected, strict=True):
+        tolerance = max(1e-6, torch.finfo(wanted.layer.weight.dtype).eps)
+        assert_statistics(mine.layer, wanted.layer, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("unless", [None, 0.0, 1.0])
 def test_buffers_of_every_dtype_go_back_or_stay(unless):
     model = nn.Sequential(make_layer(), nn.BatchNorm2d(5).double())
