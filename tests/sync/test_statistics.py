@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 def _merge(nets, weights):
     """What every one of some models has afterwards; all of them in this process."""
-    parts = [Statistics(dict(net.named_buffers()), rank, len(nets)) for rank, net in enumerate(nets)]
+    parts = [Statistics(lambda net=net: dict(net.named_buffers()), rank, len(nets)) for rank, net in enumerate(nets)]
     total = sum(part.message(weight) for part, weight in zip(parts, weights, strict=True))
     for part in parts:
         part.load(total, sum(weights))
