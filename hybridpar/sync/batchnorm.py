@@ -81,7 +81,8 @@ class BatchNormPool:
             return
         counts = self._constants.of(*self._counts)
         values = counts[self._layer_of_channel]
-        mean, variance = torch.cat([moments.double() for moments in self.scratch], 1)
+        moments = [one.double() for one in self.scratch]
+        mean, variance = moments[0] if len(moments) == 1 else torch.cat(moments, 1)
         # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
         squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
         # A layer that did not run has count 0 and scratch 0.
@@ -188,7 +189,9 @@ class BufferRollback:
     def restore(self, unless: Tensor | None = None) -> None:
         """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
         present = self._present()
-        assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
+        assigned = []
+        if not all(map(operator.is_, present, self._before)):
+            assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
         if unless is not None and assigned and not self._can_choose(present):
             if bool(unless):
                 return
@@ -198,7 +201,8 @@ class BufferRollback:
                 torch._foreach_copy_(kind.buffers, kind.parts_saved)
             else:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
-                torch._foreach_copy_(kind.parts_chosen, [present[place] for place in kind.places])
+                now = [present[place] for place in kind.places] if assigned else kind.buffers
+                torch._foreach_copy_(kind.parts_chosen, now)
                 torch.where(unless != 0, kind.chosen, kind.saved, out=kind.chosen)
                 torch._foreach_copy_(kind.buffers, kind.parts_chosen)
         for place in assigned:
