@@ -35,6 +35,17 @@ def test_moments_are_those_of_all_samples():
         assert net.num_batches_tracked == 7
 
 
+def test_buffers_are_those_that_a_name_stands_for_now():
+    nets = [nn.BatchNorm1d(3) for _ in range(2)]
+    parts = [Statistics(lambda net=net: dict(net.named_buffers()), rank, 2) for rank, net in enumerate(nets)]
+    for value, net in enumerate(nets):
+        net.running_mean = torch.full((3,), float(value), dtype=torch.float64)
+    total = parts[0].message(1) + parts[1].message(1)
+    for part, net in zip(parts, nets, strict=True):
+        part.load(total, 2)
+        assert net.running_mean.tolist() == [0.5] * 3
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 def test_equal_buffers_stay_equal_bit_by_bit(workers):
     net = nn.BatchNorm2d(8)
