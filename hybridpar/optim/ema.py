@@ -68,8 +68,11 @@ class ModelAverage:
         weight = 1.0 - self.decay_at(step)
         averages, values = [], []
         for name, value in self.module.state_dict().items():
-            average = self._average[name]
-            if average.is_floating_point():
+            average = self._average.get(name)
+            is_float = value.is_floating_point()
+            if average is None or average.shape != value.shape or average.is_floating_point() != is_float:
+                self._average[name] = _averaged(value)  # a buffer that forward has assigned
+            elif is_float:
                 averages.append(average)
                 values.append(value.to(average.dtype))
             else:

@@ -202,11 +202,14 @@ class _State:
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided:
             return
-        memory = tensor.data
+        memory, was_leaf = tensor.data, tensor.is_leaf
         copied = memory.clone() if self._values else None
 
         def undo() -> None:
             with torch.no_grad():
+                # Something that needs a gradient was written into it.
+                if was_leaf and not tensor.is_leaf and not tensor._is_view():
+                    tensor.detach_()
                 if (tensor.data_ptr(), tensor.dtype, tensor.stride()) != (
                     memory.data_ptr(),
                     memory.dtype,
@@ -272,7 +275,9 @@ def traceable_only(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-class _TraceableOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what writes into the tensors of a model, also through views and `.data`."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {
@@ -285,16 +290,41 @@ class _TraceableOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
         for place, argument in enumerate(func._schema.arguments):
             if argument.is_write:
                 given = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in given if isinstance(given, (list, tuple)) else [given]:
                     name = self._names.get(storage) if (storage := _storage(tensor)) is not None else None
                     if name is not None:
-                        raise OutsideGraphError(f"it changes {name} in place ({func})")
+                        self.note(name, func)
         return func(*args, **kwargs)
+
+    def note(self, name: str, func: Any) -> None:
+        """Take note of an operation that is about to write into a tensor."""
+        raise NotImplementedError
+
+
+class _TraceableOnly(_Writes):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise OutsideGraphError(f"it draws random numbers ({func}), which would be the same in every step")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def note(self, name: str, func: Any) -> None:
+        """Refuse it."""
+        raise OutsideGraphError(f"it changes {name} in place ({func})")
+
+
+class WrittenState(_Writes):  # type: ignore[no-untyped-call]
+    """Inside, `names` collects what is written into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.names: set[str] = set()
+
+    def note(self, name: str, func: Any) -> None:
+        """Take note of the name."""
+        self.names.add(name)
 
 
 def _dotted(path: str, name: str) -> str:

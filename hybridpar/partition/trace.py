@@ -32,7 +32,7 @@ from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only, untouched
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, counters_without_memory
+from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -87,6 +87,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     if is_deferred(model):
         return _trace_without_memory(model, inputs, whole)
     check = TraceCheck(model, inputs)
+    _require_constant(model, check.changing)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -103,7 +104,9 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
     """Trace a model on the meta device: whatever its graph may lack is kept whole."""
-    whole = whole | _counting(model, counters_without_memory(model, inputs))
+    counters, changing = changes_without_memory(model, inputs)
+    _require_constant(model, changing)
+    whole = whole | _counting(model, counters)
     reasons: dict[str, str] = {}
     while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
         if "" in traced.suspects:
@@ -192,6 +195,21 @@ def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceErro
         f"Stages are cut from a graph of the model, and {because}: {difference}.",
         "Move that part of forward into a sub-module of its own, which is kept whole, or keep the model in one piece "
         "(--stages 1).",
+    )
+
+
+def _require_constant(model: nn.Module, name: str | None) -> None:
+    """Refuse a parameter that forward itself changes."""
+    if name is None:
+        return
+    path = name.rpartition(".")[0]
+    module = model.get_submodule(path)
+    raise TraceError(
+        f"{type(model).__name__} cannot be cut into stages: forward changes {name!r}, a parameter of {path or 'it'} "
+        f"({type(module).__name__})",
+        "A stage also runs to be measured, and again with --recompute; afterwards its buffers are put back, its "
+        "parameters are not.",
+        "Change the parameter in the training loop, or keep the model in one piece (--stages 1).",
     )
 
 

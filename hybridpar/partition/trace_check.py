@@ -19,7 +19,7 @@ from torch import fx, nn
 from hybridpar.models.deferred import imagined
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
-from hybridpar.partition.state import mutable_attributes, untouched
+from hybridpar.partition.state import WrittenState, mutable_attributes, untouched
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4
@@ -69,16 +69,27 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
+        #: A parameter that forward itself changes in every pass.
+        self.changing: str | None = None
         self._batches: tuple[Inputs, ...] = ()
         self._expected: dict[bool, list[Outcome]] = {}
+        written = WrittenState(model)
+
+        def watched(*batch: torch.Tensor) -> Any:
+            written.names.clear()
+            with written:
+                return model(*batch)
+
         for batches in _two_batches(inputs):
             try:
                 expected = {
-                    training: _run(model, model, batches, training, self.counters) for training in (True, False)
+                    True: _run(model, watched, batches, True, self.counters),
+                    False: _run(model, model, batches, False, self.counters),
                 }
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
+            self.changing = _changing_parameter(model, written.names, expected[True])
             break
 
     def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
@@ -158,15 +169,30 @@ def _run(
     return outcomes
 
 
-def counters_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Python attributes that change in every forward pass of a model on the meta device."""
+def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcome]) -> str | None:
+    """The first parameter that a second pass has written into; not a trained one that was fitted to a bound already.
+
+    What follows another parameter may be equal to it at first, so its values alone do not tell.
+    """
+    for name, parameter in model.named_parameters():
+        before, after = (one[f"norm of {name}"] for one in passes)
+        if name in written and not (parameter.requires_grad and torch.equal(before, after)):
+            return name
+    return None
+
+
+def changes_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, str], str | None]:
+    """As `counters` and `changing` of a check, of a model on the meta device; of parameters only frozen ones."""
     with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
         _seed(model, 0)
         given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
         for _ in range(2):
-            model(*given)
+            with WrittenState(model) as written:
+                model(*given)
             attributes.append(_attributes(model))
-    return _counting(*attributes)
+        frozen = (name for name, one in model.named_parameters() if not one.requires_grad)
+        changing = next((name for name in frozen if name in written.names), None)
+    return _counting(*attributes), changing
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -19,9 +19,12 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -44,13 +47,12 @@ class BatchNormPool:
 
     def __init__(self, model: nn.Module, group: SumGroup | None = None, device: torch.device | None = None) -> None:
         self.group = group
-        self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
+        # The kernel writes moments in the dtype of a layer's statistics, so layers of one dtype lie together.
+        self.layers: list[Any] = sorted(filter(_can_pool, model.modules()), key=_dtype_name)
         self._widths = [layer.num_features for layer in self.layers]
         channels = self._channels = sum(self._widths)
         self._originals = [type(layer) for layer in self.layers]
         device = self.layers[0].running_mean.device if self.layers else device or torch.device("cpu")
-        self._mean = torch.zeros(channels, device=device)
-        self._variance = torch.zeros(channels, device=device)
         self._constants = Constants(device)
         self._counts = [0] * len(self.layers)
         numbers = torch.arange(len(self.layers))
@@ -60,15 +62,18 @@ class BatchNormPool:
         )
         #: Per channel: sum and squared sum; then per layer the number of values behind them.
         self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
-        means, variances = torch.split(self._mean, self._widths), torch.split(self._variance, self._widths)
-        for index, (layer, mean, variance) in enumerate(zip(self.layers, means, variances, strict=True)):
-            layer.__class__ = _pooled_class(type(layer))
-            layer._pool = _LayerScratch(self, index, mean, variance)
-
-    @property
-    def scratch(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of the present micro-batch, which the next one overwrites."""
-        return self._mean, self._variance
+        #: For each dtype, mean and variance of every channel in the present micro-batch, which the next overwrites.
+        self.scratch: list[Tensor] = []
+        index = 0
+        for _, same in groupby(self.layers, _dtype_name):
+            layers = list(same)
+            widths = [layer.num_features for layer in layers]
+            moments = torch.zeros(2, sum(widths), dtype=layers[0].running_mean.dtype, device=device)
+            self.scratch.append(moments)
+            for layer, (mean, variance) in zip(layers, torch.split(moments, widths, 1), strict=True):
+                layer.__class__ = _pooled_class(type(layer))
+                layer._pool = _LayerScratch(self, index, mean, variance)
+                index += 1
 
     def fold(self) -> None:
         """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
@@ -76,15 +81,13 @@ class BatchNormPool:
             return
         counts = self._constants.of(*self._counts)
         values = counts[self._layer_of_channel]
-        mean, variance = self._mean.double(), self._variance.double()
+        moments = [one.double() for one in self.scratch]
+        mean, variance = moments[0] if len(moments) == 1 else torch.cat(moments, 1)
         # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
         squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
         # A layer that did not run has count 0 and scratch 0.
         self.sums += torch.cat((values * mean, squares, counts))
-        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
-        self._mean.zero_()
-        self._variance.zero_()
-        self._counts = [0] * len(self.layers)
+        self._clear()
 
     def commit(self, sums: Tensor, where: Tensor | None = None) -> None:
         """Move the running statistics by the pooled moments, once.
@@ -127,8 +130,12 @@ class BatchNormPool:
     def discard(self) -> None:
         """Forget the sums of this step: it was rolled back, or they were committed."""
         self.sums.zero_()
-        self._mean.zero_()
-        self._variance.zero_()
+        self._clear()
+
+    def _clear(self) -> None:
+        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
+        for moments in self.scratch:
+            moments.zero_()
         self._counts = [0] * len(self.layers)
 
     @contextmanager
@@ -152,43 +159,79 @@ class BufferRollback:
     """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
 
     Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
-    the buffers that a forward pass may write to are copied at the beginning of a step; they are small. What is pooled
-    needs no copy.
+    the buffers that a forward pass may change are copied at the beginning of a step; they are small. What is pooled
+    needs no copy. A pass may write into a buffer, or assign another tensor: buffers are looked up by name.
     """
 
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
-        ignored = {id(buffer) for module in spared for buffer in module.buffers()}
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in model.buffers():
-            if id(buffer) not in ignored:
-                kinds.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self._kinds = [_Kept(buffers) for buffers in kinds.values()]
+        ignored = {inside for module in spared for inside in module.modules()}
+        modules = (module for module in model.modules() if module not in ignored)
+        self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._before: list[Any] = []  # tensors, and None
+        self._kinds: list[_Kept] = []
+        self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
+        present = self._present()
+        if not self._kinds or not all(map(operator.is_, present, self._before)):
+            self._before = present
+            kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+            for place, buffer in enumerate(present):
+                if buffer is not None:
+                    kinds.setdefault((buffer.device, buffer.dtype), []).append(place)
+            self._kinds = [_Kept(places, present) for places in kinds.values()]
         for kind in self._kinds:
             torch._foreach_copy_(kind.parts_saved, kind.buffers)
 
     @torch.no_grad()
     def restore(self, unless: Tensor | None = None) -> None:
-        """Put back what `keep` saw."""
+        """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
+        present = self._present()
+        assigned = []
+        if not all(map(operator.is_, present, self._before)):
+            assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
+        if unless is not None and assigned and not self._can_choose(present):
+            if bool(unless):
+                return
+            unless = None
         for kind in self._kinds:
             if unless is None:
                 torch._foreach_copy_(kind.buffers, kind.parts_saved)
             else:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
-                torch._foreach_copy_(kind.parts_chosen, kind.buffers)
+                now = [present[place] for place in kind.places] if assigned else kind.buffers
+                torch._foreach_copy_(kind.parts_chosen, now)
                 torch.where(unless != 0, kind.chosen, kind.saved, out=kind.chosen)
                 torch._foreach_copy_(kind.buffers, kind.parts_chosen)
+        for place in assigned:
+            buffers, name = self._places[place]
+            buffers[name] = self._before[place]
+
+    def _present(self) -> list[Any]:
+        return [buffers.get(name) for buffers, name in self._places]
+
+    def _can_choose(self, present: Sequence[Any]) -> bool:
+        """Whether what was assigned can be written into the tensors from before."""
+        pairs = [(one, other) for one, other in zip(present, self._before, strict=True) if one is not other]
+        same = all(
+            one is not None
+            and other is not None
+            and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+            for one, other in pairs
+        )
+        names = Counter(map(id, self._before))  # a tensor with two names may now be two tensors
+        return same and all(names[id(other)] == 1 for _, other in pairs)
 
 
 class _Kept:
     """Buffers of one device and dtype, with room for copies of them, each in one piece."""
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self.buffers = list(buffers)
-        self.saved = torch.cat([one.detach().flatten() for one in buffers])
+    def __init__(self, places: Sequence[int], present: Sequence[Any]) -> None:
+        self.places = places
+        self.buffers: list[Tensor] = [present[place] for place in places]
+        self.saved = torch.cat([one.detach().flatten() for one in self.buffers])
         self.parts_saved = self._parts(self.saved)
 
     @cached_property
@@ -302,6 +345,10 @@ def _reduce_to_original(self: Any, protocol: int) -> tuple[Any, ...]:
         reduced: tuple[Any, ...] = original.reduce_state(state)
         return reduced
     return (original.__new__, (original,), state)
+
+
+def _dtype_name(layer: Any) -> str:
+    return str(layer.running_mean.dtype)
 
 
 def _can_pool(layer: nn.Module) -> bool:

@@ -19,7 +19,7 @@ arithmetic, so th is equal bit for bit on all of them. th is therefore what is t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -206,7 +206,7 @@ class OuterLoop:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
         team: World,
         lanes: Lanes,
         outer: OuterStep,
@@ -235,7 +235,7 @@ class OuterLoop:
         self._trained = [one for _, one in trained]
         cuts = divide([one.numel() * one.element_size() for _, one in trained], fragments) if trained else [[]]
         self._fragments = [_Fragment([trained[index] for index in cut], bucket_bytes) for cut in cuts]
-        self._buffers = {name: one for name, one in buffers.items() if one.numel()}
+        self._buffers = buffers
         self._statistics = Statistics(buffers, team.rank, team.size)
         #: The buffers of the last exchange, by name.
         self._kept: dict[str, Tensor] = {}
@@ -280,8 +280,9 @@ class OuterLoop:
         for fragment in self._fragments:
             for index, anchor in enumerate(fragment.anchors):
                 self._scatter(fragment, index, anchor)
+        buffers = self._buffers()
         for name, kept in self._kept.items():
-            self._buffers[name].copy_(kept)
+            buffers[name].copy_(kept)
 
     # ------------------------------------------------------------- an exchange
 
@@ -442,7 +443,7 @@ class OuterLoop:
         self._keep_buffers()
 
     def _keep_buffers(self) -> None:
-        self._kept = {name: one.detach().clone() for name, one in self._buffers.items()}
+        self._kept = {name: one.detach().clone() for name, one in self._buffers().items() if one.numel()}
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker alone has: what its codecs keep, and the exchange under way, which is waited for."""

@@ -48,7 +48,10 @@ class SharedReducer(DirectReducer):
         exact: bool,
     ) -> None:
         self._squares = torch.zeros(len(parameters), dtype=torch.float64)
-        self._unread = False  # by other workers, as far as this one knows
+        # One end of a step is told and awaited for each step that handed gradients over, and no other: a stage that is
+        # frozen has none, and what is told must never pile up or be read in the place of something else.
+        self._is_handing = False  # gradients of this step are there, or will be
+        self._awaits_end = False  # other workers may still read those of the step before
         places: dict[str, tuple[int, int]] = {}
         end = 0
         for name, parameter in parameters.items():
@@ -80,12 +83,15 @@ class SharedReducer(DirectReducer):
     def close_step(self) -> None:
         """After the step was applied or rolled back: the gradients of this step are needed no more."""
         super().close_step()
-        with suppress(RuntimeError):  # a worker that has left after its last step needs not know
-            self._segment.ring("ending a step")
+        if self._is_handing:
+            self._is_handing, self._awaits_end = False, True
+            with suppress(RuntimeError):  # a worker that has left after its last step needs not know
+                self._segment.ring("ending a step")
 
     def _take(self, bucket: Bucket, slot: Slot, gradient: Tensor | None) -> None:
-        if self._unread:
-            self._unread = False
+        self._is_handing = True
+        if self._awaits_end:
+            self._awaits_end = False
             with self._world.named_errors("waiting for the end of the last step"):
                 self._segment.wait("waiting for the end of the last step")
         out, squares = self._own[slot.name]
@@ -93,12 +99,6 @@ class SharedReducer(DirectReducer):
             out.zero_()
         else:
             hand_over(gradient, out, squares)
-
-    def flush(self) -> list[bool]:
-        """After the last backward pass: hand over what is left, zeros for parameters that were not used here."""
-        used = super().flush()
-        self._unread = True
-        return used
 
     def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
         # Buckets, one for each type of parameters, leave together, with the last one.

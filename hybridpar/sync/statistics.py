@@ -11,7 +11,7 @@ buffers that are not finite when training begins, such as masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,51 +24,54 @@ _MEAN, _VARIANCE, _COUNTER = "running_mean", "running_var", "num_batches_tracked
 class Statistics:
     """Buffers whose mean over the workers is taken by adding a message of each."""
 
-    def __init__(self, buffers: Mapping[str, Tensor], rank: int, workers: int) -> None:
+    def __init__(self, buffers: Callable[[], Mapping[str, Tensor]], rank: int, workers: int) -> None:
+        self._buffers = buffers  # by name, as they are now: forward may assign others
         self._rank, self._workers = rank, workers
-        floats = {name: one for name, one in buffers.items() if one.is_floating_point() and one.numel()}
-        self._pairs = [
-            (one, floats[paired])
-            for name, one in floats.items()
-            if name.endswith(_MEAN) and (paired := name.removesuffix(_MEAN) + _VARIANCE) in floats
-        ]
-        taken = {id(one) for pair in self._pairs for one in pair}
-        self._others = [one for one in floats.values() if id(one) not in taken and bool(torch.isfinite(one).all())]
-        self._counters = [one for name, one in buffers.items() if name.endswith(_COUNTER)]
+        now = buffers()
+        floats = {name: one for name, one in now.items() if one.is_floating_point() and one.numel()}
+        self._means = [name for name in floats if name.endswith(_MEAN) and _variance_of(name) in floats]
+        self._variances = [_variance_of(name) for name in self._means]
+        taken = {*self._means, *self._variances}
+        self._others = [name for name, one in floats.items() if name not in taken and bool(torch.isfinite(one).all())]
+        self._counters = [name for name in now if name.endswith(_COUNTER)]
 
     @torch.no_grad()
     def message(self, weight: float) -> Tensor:
         """What this worker adds: weighted moments and values, then its counters in a place of their own."""
-        parts = [mean.double().flatten() for mean, _ in self._pairs]
-        parts += [(variance.double() + mean.double().square()).flatten() for mean, variance in self._pairs]
-        parts += [one.double().flatten() for one in self._others]
+        now = self._buffers()
+        means = [now[name].double() for name in self._means]
+        parts = [mean.flatten() for mean in means]
+        parts += [
+            (now[name].double() + mean.square()).flatten() for name, mean in zip(self._variances, means, strict=True)
+        ]
+        parts += [now[name].double().flatten() for name in self._others]
         device = next((one.device for one in parts), torch.device("cpu"))
         values = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
         values = values * weight if weight else torch.zeros_like(values)
         counts = torch.zeros(self._workers, len(self._counters), dtype=torch.float64, device=device)
         if self._counters:
-            counts[self._rank] = torch.stack([one.detach().reshape(()) for one in self._counters]).to(counts)
+            counts[self._rank] = torch.stack([now[name].detach().reshape(()) for name in self._counters]).to(counts)
         return torch.cat((values, counts.flatten()))
 
     @torch.no_grad()
     def load(self, total: Tensor, weight: float) -> None:
         """Take over the means."""
-        means = [mean for mean, _ in self._pairs]
-        variances = [variance for _, variance in self._pairs]
-        sizes = [one.numel() for one in (*means, *variances, *self._others)]
-        split = torch.split(total[: sum(sizes)] / weight, sizes)
-        count = len(means)
-        for mean, variance, first, second in zip(
-            means, variances, split[:count], split[count : 2 * count], strict=True
-        ):
-            mean.copy_(first.view(mean.shape))
-            variance.copy_((second - first.square()).clamp_(min=0).view(variance.shape))
-        for other, value in zip(self._others, split[2 * count :], strict=True):
-            other.copy_(value.view(other.shape))
+        now = self._buffers()
+        names = (*self._means, *self._variances, *self._others)
+        sizes = [now[name].numel() for name in names]
+        moments = dict(zip(names, torch.split(total[: sum(sizes)] / weight, sizes), strict=True))
+        for mean, variance in zip(self._means, self._variances, strict=True):
+            moments[variance] = (moments[variance] - moments[mean].square()).clamp_(min=0)
+        for name, value in moments.items():
+            now[name].copy_(value.view(now[name].shape))
         if self._counters:
             largest = total[sum(sizes) :].view(self._workers, -1).amax(0)
-            for counter, value in zip(self._counters, largest, strict=True):
-                counter.copy_(value)
+            for name, value in zip(self._counters, largest, strict=True):
+                now[name].copy_(value)
+
+
+def _variance_of(mean: str) -> str:
+    return mean.removesuffix(_MEAN) + _VARIANCE
 
 
 @torch.no_grad()
@@ -84,7 +87,8 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
                 flat = tensor.flatten().div_(world.size)
                 world.control_sum.all_reduce(flat)
                 tensor.copy_(flat.view(tensor.shape))
-        statistics = Statistics({name: state[name] for name in state if name in buffers}, world.rank, world.size)
+        held = {name: state[name] for name in state if name in buffers}
+        statistics = Statistics(lambda: held, world.rank, world.size)
         message = statistics.message(1.0)
         if message.numel():
             world.control_sum.all_reduce(message)

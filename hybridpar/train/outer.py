@@ -177,13 +177,14 @@ class OuterEngine(Engine):
         policy = self._policy = agree_on_policy(plan.sync.codec, names, world)
         modules = [stage.module for stage in self.pipeline.stages.values()]
         parameters = {id(one) for module in modules for one in module.parameters()}
-        buffers = {id(one) for module in modules for one in module.buffers()}
+        held = {id(one) for module in modules for one in module.buffers()}
+        own = {name for name, one in model.named_buffers() if id(one) in held}
         total = self._timetable.total
         steps = None if total is None else max(0, total - self._together) // self._timetable.every
         step = OuterStep(*loop.rates(steps))
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
-            {name: one for name, one in model.named_buffers() if id(one) in buffers},
+            lambda: {name: one for name, one in model.named_buffers() if name in own},
             *(self._team, parts.lanes, step, loop.fragments, loop.delay > 0),
             policy=policy,
             seed=config.seed,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import re
@@ -220,7 +221,6 @@ class Restless(nn.Module):
         self.added = x.detach()
         self.buffer = self.buffer + 1
         self.linear.weight.data = self.linear.weight.data * 2
-        self.linear.bias.data.add_(1)
         return self.linear(x) + torch.rand(6)
 
 
@@ -247,6 +247,7 @@ def test_what_runs_inside_leaves_no_attribute_changed() -> None:
     held = inner.names, inner.cache, inner.meter, inner.buffer
     with untouched(model, training=True):
         model(torch.randn(*ROWS)).sum().backward()
+        inner.linear.bias.data.add_(1)
         assert snapshot(model) != before
     assert snapshot(model) == before
     assert all(
@@ -264,6 +265,50 @@ def test_a_partition_leaves_the_model_as_it_was() -> None:
     with pytest.raises(TraceError, match="Restless"):
         partition_model(model[1], example, 1)
     assert snapshot(model) == before
+
+
+class Follower(nn.Module):
+    """A frozen copy that follows a layer in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.copy = copy.deepcopy(self.layer).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.copy.weight.lerp_(self.layer.weight, 0.1)
+        return self.layer(x) - self.copy(x)
+
+
+def test_a_parameter_that_forward_changes_is_refused_and_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Follower())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TraceError, match=r"'1\.copy\.weight'.* 1\.copy \(Linear\)"):
+        trace_model(model, [torch.randn(*ROWS)])
+    assert all(one.is_leaf and torch.equal(one, before[name]) for name, one in model.named_parameters())
+    with pytest.raises(TraceError, match=r"'1\.copy\.weight'"):
+        trace_model(model.to("meta"), [torch.randn(*ROWS)])
+
+
+def test_a_buffer_that_was_written_with_a_gradient_is_a_leaf_again() -> None:
+    class Follower(nets.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("copy", torch.zeros(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.copy.lerp_(self.linear.weight, 0.1)
+            return self.linear(x) - x @ self.copy
+
+    model = nets.itself(Follower)
+    with contextlib.suppress(TraceError):
+        trace_model(model, [torch.randn(*ROWS)])
+    follower = model.get_buffer("copy")
+    assert follower.is_leaf
+    assert not follower.any()
 
 
 def test_a_cache_that_the_first_pass_fills_is_no_counter() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridpar import TrainConfig, Trainer
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 
 FEATURES = 4
@@ -196,6 +197,49 @@ def test_mixed_momenta_are_each_layers_own():
         nn.Sequential(*expected)(make_input(seed=step))
     for layer, wanted in zip(layers, expected, strict=True):
         assert_statistics(layer, wanted, rtol=1e-5, atol=1e-5)
+
+
+class As(nn.Module):
+    """A layer of another dtype than what comes in."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+def test_statistics_have_the_dtype_of_their_layer():
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16]
+    model = nn.Sequential(*(As(make_layer(seed=seed), dtype) for seed, dtype in enumerate(dtypes)))
+    expected = copy.deepcopy(model)
+    batch = make_input()
+    pooled_step(model, batch).release()
+    expected(batch)
+    for mine, wanted in zip(model, expected, strict=True):
+        tolerance = max(1e-6, torch.finfo(wanted.layer.weight.dtype).eps)
+        assert_statistics(mine.layer, wanted.layer, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_float64_model_trains_as_in_a_plain_loop(stages):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5)).double()
+    plain = copy.deepcopy(net)
+    x, y = torch.randn(8, 12, dtype=torch.float64), torch.arange(8) % 5
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = TrainConfig(plan="none", stages=stages, micro_batches=2)
+    with Trainer(net, lambda part: torch.optim.SGD(part.parameters(), lr=0.1), config=config, example=x[:4]) as trainer:
+        for _ in range(3):
+            trainer.step((x, y))
+            optimizer.zero_grad()
+            for images, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+                (nn.functional.cross_entropy(plain(images), labels) / 2).backward()
+            optimizer.step()
+        trainer.wait()
+    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("unless", [None, 0.0, 1.0])

@@ -42,7 +42,7 @@ def run_loop(
     checker = Checker(world.rank, max_delay=0.001) if checked else None
     history = []
     with checker or nullcontext(), Lanes("cpu", check=checker) as lanes:
-        loop = OuterLoop(own, {}, world, lanes, outer, fragments, delay > 0, **more)
+        loop = OuterLoop(own, dict, world, lanes, outer, fragments, delay > 0, **more)
         loop.begin()
         timetable = Timetable(every)
         current = timetable.next_round(0, 1.0)
@@ -64,7 +64,7 @@ def exchange(world: World, own: dict[str, nn.Parameter], new: Sequence[Any], out
     """One exchange after another, in which this worker's weights have moved by -D each time."""
     found = []
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(own, {}, world, lanes, outer, policy=policy)
+        loop = OuterLoop(own, dict, world, lanes, outer, policy=policy)
         loop.begin()
         for gradient in new:
             with torch.no_grad():
@@ -151,13 +151,13 @@ def test_fragments_hold_every_parameter_once(parts):
     tied = nn.Linear(4, 4)
     net = nn.Sequential(tied, nn.Linear(4, 2), tied)
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(dict(net.named_parameters()), {}, ALONE, lanes, NESTEROV, 2)
+        loop = OuterLoop(dict(net.named_parameters()), dict, ALONE, lanes, NESTEROV, 2)
     assert sorted(name for names in loop.fragments for name in names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 def test_more_fragments_than_parameters_are_refused():
     with Lanes("cpu") as lanes, pytest.raises(UsageError, match="fragments=3 of 2 parameters"):
-        OuterLoop(parameters([1.0], [1.0]), {}, ALONE, lanes, NESTEROV, 3)
+        OuterLoop(parameters([1.0], [1.0]), dict, ALONE, lanes, NESTEROV, 3)
 
 
 # -------------------------------------------------------------------- means
@@ -166,7 +166,7 @@ def test_more_fragments_than_parameters_are_refused():
 def _without_samples(world: World) -> Any:
     own = parameters([float(2 + 3 * world.rank), 7.0])
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(own, {}, world, lanes, OuterStep())
+        loop = OuterLoop(own, dict, world, lanes, OuterStep())
         loop.begin()
         loop.send(0, Report(world.rank, 4, 2.0, True, 0))
         return loop.arrive().good, own["p0"].detach()
@@ -208,7 +208,7 @@ def _layout(world: World) -> Any:
     frozen = net[1].weight.clone()
     before = [(one.data_ptr(), one.stride()) for one in net.parameters()]
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(dict(net.named_parameters()), {}, world, lanes, NESTEROV, 2)
+        loop = OuterLoop(dict(net.named_parameters()), dict, world, lanes, NESTEROV, 2)
         loop.begin()
         for index in (0, 1, 0):
             with torch.no_grad():

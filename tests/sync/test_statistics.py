@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 def _merge(nets, weights):
     """What every one of some models has afterwards; all of them in this process."""
-    parts = [Statistics(dict(net.named_buffers()), rank, len(nets)) for rank, net in enumerate(nets)]
+    parts = [Statistics(lambda net=net: dict(net.named_buffers()), rank, len(nets)) for rank, net in enumerate(nets)]
     total = sum(part.message(weight) for part, weight in zip(parts, weights, strict=True))
     for part in parts:
         part.load(total, sum(weights))
@@ -33,6 +33,17 @@ def test_moments_are_those_of_all_samples():
         torch.testing.assert_close(net.running_mean, whole.mean(0))
         torch.testing.assert_close(net.running_var, whole.var(0, correction=0))
         assert net.num_batches_tracked == 7
+
+
+def test_buffers_are_those_that_a_name_stands_for_now():
+    nets = [nn.BatchNorm1d(3) for _ in range(2)]
+    parts = [Statistics(lambda net=net: dict(net.named_buffers()), rank, 2) for rank, net in enumerate(nets)]
+    for value, net in enumerate(nets):
+        net.running_mean = torch.full((3,), float(value), dtype=torch.float64)
+    total = parts[0].message(1) + parts[1].message(1)
+    for part, net in zip(parts, nets, strict=True):
+        part.load(total, 2)
+        assert net.running_mean.tolist() == [0.5] * 3
 
 
 @pytest.mark.parametrize("workers", [2, 3])
