@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybridpar.models.state import untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage
-from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock
 
 

@@ -75,10 +75,10 @@ class DryRun:
             last = index == len(stages) - 1
             run = StageRun(stage, self._consumers[index], self._mailbox, loss=F.cross_entropy if last else None)
             lane = self._lanes.open(f"stage {index}")
-            self._stages[index] = LocalStage(
+            local = self._stages[index] = LocalStage(
                 run, lane, self._lanes, World(), [], SyncOptions(), count, optimizer_step(stage)
             )
-            run.attach(self._stages[index].after_forward, self._stages[index].quiet)
+            run.attach(local.after_forward, local.buffers_now, local.seeing)
         self._step = 0
 
     def run(self) -> dict[tuple[int, str], float]:

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.errors import UsageError
 from hybridpar.models.deferred import imagined, is_deferred, storage_of
+from hybridpar.models.state import python_random_state, untouched
 from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
-from hybridpar.partition.state import python_random_state, untouched
 
 _NUMBERS = (int, float, tuple, torch.dtype, torch.device, torch.layout)
 

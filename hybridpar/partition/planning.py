@@ -5,7 +5,7 @@ Everything that the command line can do goes through these two functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -235,10 +235,12 @@ def stages_from_plan(
 
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
+        UsageError: The plan recomputes a stage whose forward pass changes Python attributes.
     """
     require_model(plan, model, type(model).__name__)
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
-    units = find_units(trace_model(model, given), given)
+    traced = trace_model(model, given)
+    units = find_units(traced, given)
     if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:
         return _split(units, [0] * len(units.graph), relay, fill)
     wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
@@ -255,7 +257,28 @@ def stages_from_plan(
             f"{len(unknown)} of its units are unknown and {len(unplaced)} of the model's are missing.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
-    return _split(units, [wanted[unit] for unit in present], relay, fill)
+    stages = _split(units, [wanted[unit] for unit in present], relay, fill)
+    _require_repeatable(model, traced.counters, [stages[index] for index in _recomputed(plan)])
+    return stages
+
+
+def _recomputed(plan: Plan) -> tuple[int, ...]:
+    return plan.pipeline.recompute if plan.pipeline is not None else ()
+
+
+def _require_repeatable(model: nn.Module, counters: Mapping[str, str], stages: Iterable[Stage]) -> None:
+    """Refuse to run a forward pass twice that changes Python attributes: buffers are put back, attributes are not."""
+    modules = {module: (path, name) for path, name in counters.items() for module in [model.get_submodule(path)]}
+    for stage in stages:
+        for module in stage.modules():
+            if module in modules:
+                path, name = modules[module]
+                raise UsageError(
+                    f"--recompute {stage.index} with {path} ({type(module).__name__}), whose forward changes its "
+                    f"attribute {name!r}",
+                    "The stage's forward pass runs twice, and would change it twice.",
+                    "Keep it in a buffer, which is put back, or do not recompute that stage.",
+                )
 
 
 def _split(

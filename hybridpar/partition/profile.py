@@ -33,9 +33,9 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.steady import least_apart
+from hybridpar.models.state import untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
 from hybridpar.partition.units import ModelUnits
 

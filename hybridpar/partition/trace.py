@@ -19,7 +19,7 @@ import linecache
 import os
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
-from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only, untouched
+from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
@@ -49,6 +49,7 @@ class TracedModel:
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
+        counters: Python attributes that forward changes in every pass, by the name of the sub-module.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class TracedModel:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
+    counters: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> TracedModel:
@@ -99,7 +101,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
     _require_repeatable(model, {path: reason for path, reason in reasons.items() if path in whole})
-    return traced
+    return replace(traced, counters=check.counters)
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
@@ -126,7 +128,7 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
             node.args, node.kwargs = fx.node.map_aggregate(
                 (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
             )
-    return traced
+    return replace(traced, counters=counters)
 
 
 def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:

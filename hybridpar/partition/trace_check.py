@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 
 from hybridpar.models.deferred import imagined
+from hybridpar.models.state import WrittenState, mutable_attributes, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
-from hybridpar.partition.state import WrittenState, mutable_attributes, untouched
 
 #: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
 SAMPLES = 4

@@ -21,8 +21,8 @@ from torch.autograd.function import FunctionCtx
 from torch.fx.proxy import TraceError as FxTraceError
 from torch.utils.checkpoint import CheckpointFunction
 
+from hybridpar.models.state import OutsideGraphError, python_random_state
 from hybridpar.partition.nest import map_tensors
-from hybridpar.partition.state import OutsideGraphError, python_random_state
 
 #: What the code of a module may do that a graph does not have.
 AUTOCAST = "runs under autocast"

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.models.deferred import imagined, storage_of
+from hybridpar.models.state import same_attributes
 from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
 from hybridpar.pipeline.stage_run import numbers_of_its_own
 from hybridpar.schedule.actions import Edge
@@ -164,7 +165,7 @@ class BorderTable:
                     for tensor, border in zip(received, stage.inputs, strict=True)
                 ]
                 try:
-                    with without_replicas(module):
+                    with without_replicas(module), same_attributes(module):
                         result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
                 except (RuntimeError, ValueError, TypeError) as error:
                     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)

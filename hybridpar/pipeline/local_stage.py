@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
 OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
 
+#: Buffers of modules: where each is held, by which name, and its values.
+Buffers = list[tuple[dict[str, Tensor | None], str, Tensor]]
+
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
 
@@ -245,19 +248,30 @@ class LocalStage:
         else:
             compression.commit_or_rollback(commit, unused, costs)
 
+    def buffers_now(self) -> Buffers:
+        """Copies of the buffers that the next forward pass sees, but for pooled statistics, which it does not read."""
+        pooled = set(self.batch_norm.layers) if self.batch_norm is not None else ()
+        copies: dict[int, Tensor] = {}
+        return [
+            (module._buffers, name, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for module in self.module.modules()
+            if module not in pooled
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Inside, forward passes leave no trace in buffers: the activations of one that counted are computed again."""
-        pooled = self.batch_norm.layers if self.batch_norm is not None else ()
-        ignored = {id(buffer) for layer in pooled for buffer in layer.buffers()}
-        # Autograd has saved the running statistics of stock layers, which it does not read in training; through
-        # `.data` their version stays as it was.
-        buffers = [buffer.data for buffer in self.module.buffers() if id(buffer) not in ignored]
-        saved = [buffer.clone() for buffer in buffers]
-        with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
-            yield
-        for buffer, before in zip(buffers, saved, strict=True):
-            buffer.copy_(before)
+    def seeing(self, buffers: Buffers) -> Iterator[None]:
+        """Inside, the stage has the buffers that a forward pass saw, to run it again; what that does is dropped."""
+        present = [(owner, name, owner[name]) for owner, name, _ in buffers]
+        for owner, name, seen in buffers:
+            owner[name] = seen
+        try:
+            with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
+                yield
+        finally:
+            for owner, name, buffer in present:
+                owner[name] = buffer
 
 
 # Layout of a forward report; BatchNorm sums follow.

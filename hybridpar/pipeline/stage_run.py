@@ -245,6 +245,7 @@ class _Flight:
     share: Callable[[], float] = lambda: 1.0
     target: Any = None
     parked: Parked | None = None  # where what it saved is to move
+    seen: Any = None  # the buffers that its forward pass saw, where that is run again
 
 
 class StageRun:
@@ -274,7 +275,8 @@ class StageRun:
         self._context = context
         self._after_forward: Callable[[], None] = lambda: None
         self._scratch: Sequence[Tensor] = ()
-        self._quiet: Callable[[], Any] = nullcontext
+        self._buffers_now: Callable[[], Any] = lambda: None
+        self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
         self._device: torch.device | None = None
         self._step = 0
@@ -291,12 +293,19 @@ class StageRun:
         self._device = device
 
     def attach(
-        self, after_forward: Callable[[], None], quiet: Callable[[], Any], scratch: Sequence[Tensor] = ()
+        self,
+        after_forward: Callable[[], None],
+        buffers_now: Callable[[], Any],
+        seeing: Callable[[Any], AbstractContextManager[Any]],
+        scratch: Sequence[Tensor] = (),
     ) -> None:
-        """Say what belongs to every forward pass."""
+        """Say what belongs to every forward pass: what follows it, the buffers that it sees, how it is run again with
+        them, and memory that every forward pass writes to, whatever autograd has saved of it.
+        """
         self._scratch = scratch
         self._after_forward = after_forward
-        self._quiet = quiet
+        self._buffers_now = buffers_now
+        self._seeing = seeing
 
     def start_step(self, step: int) -> None:
         """Forget the losses of the step before, and whatever a step that was given up has left."""
@@ -333,6 +342,8 @@ class StageRun:
             held = (*self.module.parameters(), *self.module.buffers(), *self._scratch)
             stays = (*leaves.values(), *tree_leaves(flight.target), *held)
             flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
+        if self._recompute:
+            flight.seen = self._buffers_now()
         with (
             torch.set_grad_enabled(not self._recompute),
             nullcontext() if flight.parked is None else flight.parked.hooks(),
@@ -386,7 +397,7 @@ class StageRun:
         # The graph saved tensors that other lanes made; it needs them until this lane has passed the backward pass.
         keep(*flight.leaves.values())
         if self._recompute:
-            with torch.enable_grad(), self._quiet():
+            with torch.enable_grad(), self._seeing(flight.seen):
                 self._run(flight, index)
         if flight.loss is not None:
             return [(flight.loss, self.loss_scale)] if flight.loss.requires_grad else []

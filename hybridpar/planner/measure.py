@@ -22,10 +22,10 @@ from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
+from hybridpar.models.state import untouched
 from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, UnitTimes, device_roofline, estimate_units, measure_lanes
 from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
-from hybridpar.partition.state import untouched
 from hybridpar.partition.trace import TracedModel, trace_model
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units

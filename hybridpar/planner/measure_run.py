@@ -37,9 +37,9 @@ from hybridpar.machine.process import available_cores, host_identity
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.models.deferred import is_deferred
+from hybridpar.models.state import untouched
 from hybridpar.partition.profile import Progress
 from hybridpar.partition.profile_cache import machine_key
-from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.codecs import OUTER_CODECS, planned_codecs
 from hybridpar.planner.fixed import Fixed

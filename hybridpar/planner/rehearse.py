@@ -24,7 +24,7 @@ from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.steady import halves_apart
-from hybridpar.partition.state import untouched
+from hybridpar.models.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep

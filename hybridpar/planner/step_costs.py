@@ -21,9 +21,9 @@ from hybridpar.lanes import Lanes
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import halves_apart
 from hybridpar.models import model_fingerprint
+from hybridpar.models.state import untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import machine_key
-from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.local_stage import LocalStage, decide
 from hybridpar.pipeline.stage_module import WholeModel

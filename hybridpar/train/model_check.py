@@ -24,7 +24,7 @@ from hybridpar.errors import UsageError, user_error
 from hybridpar.models import article, autocast
 from hybridpar.models.deferred import imagined, is_deferred
 from hybridpar.models.outputs import main_output
-from hybridpar.partition.state import untouched
+from hybridpar.models.state import untouched
 
 #: Images of the batch that the model is tried on: BatchNorm needs two.
 SAMPLES = 2

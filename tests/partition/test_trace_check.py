@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from benchmarks.partition.dry_run import StageRunner
 from hybridpar.errors import TraceError
+from hybridpar.models.state import python_random_state, untouched
 from hybridpar.partition.planning import partition_model
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import run_stages
-from hybridpar.partition.state import python_random_state, untouched
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from tests.partition import hidden_nets as nets
