@@ -409,8 +409,9 @@ def _refused(model: nn.Module, inputs: Sequence[torch.Tensor], error: Exception)
 
 
 def _line_of(error: Exception) -> str:
-    """Where the innermost frame is that belongs neither to torch nor to the tracing."""
-    between = os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(os.path.dirname(__file__), "")
+    """Where the innermost frame is that belongs neither to torch nor to this package."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    between = os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(package, "")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(between)]
     if not frames:
         return ""
