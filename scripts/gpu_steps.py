@@ -168,7 +168,7 @@ def time_setting(setting: Setting, device: torch.device, *, compiled: bool) -> l
         rows = rows_of(setting, steps, device)
     del steps
     forget(device)
-    if compiled and setting.graphs:  # apart: its graphs free memory that other graphs of the process may still use
+    if compiled and setting.graphs:  # apart, so that no two kinds of graphs share a process's memory
         reduced = loop(setting, device, layout=setting.layout, mode="reduce-overhead")
         plain = loop(setting, device, layout=setting.layout)
         rows += rows_of(setting, {"plain loop": plain, "torch.compile, reduce-overhead": reduced}, device)[1:]
