@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
@@ -58,7 +60,17 @@ def _checksums(module: nn.Module) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module, source: int, world: World) -> None:
-    """Overwrite a module's parameters and buffers with those of one worker; a collective."""
+    """Overwrite a module's parameters and buffers with those of one worker; a collective.
+
+    A buffer may have another shape or dtype there: its forward pass assigned another tensor.
+    """
+    held = [(inside._buffers, name) for inside in module.modules() for name in inside._buffers]
+    facts = [None if (one := owner[name]) is None else (tuple(one.shape), str(one.dtype)) for owner, name in held]
+    theirs: Any = world.gather(facts)[source]
+    for (owner, name), mine, fact in zip(held, facts, theirs, strict=True):
+        if mine != fact:
+            dtype = None if fact is None else getattr(torch, fact[1].removeprefix("torch."))
+            owner[name] = None if fact is None else torch.empty(fact[0], dtype=dtype, device=world.device)
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.numel() == 0:
             continue
@@ -70,14 +82,15 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
 
 
 def average_buffers(model: nn.Module, world: World) -> None:
-    """Average floating-point buffers over the workers, in place; a collective.
+    """Average the running statistics of BatchNorm over the workers, in place; a collective.
 
-    For BatchNorm in `local` mode, whose running statistics differ between replicas, before anybody evaluates or saves.
+    For `local` mode, where they differ between replicas, before anybody evaluates or saves.
     """
     if world.size == 1:
         return
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
     with world.named_errors("averaging buffers"), torch.no_grad():
-        for buffer in model.buffers():
+        for buffer in [buffer for layer in layers for buffer in layer.buffers()]:
             if buffer.is_floating_point():
                 dist.all_reduce(buffer, group=world.control)
                 buffer.div_(world.size)

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
@@ -30,7 +31,7 @@ from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepRequest, StepState
 from hybridpar.schedule.actions import Kind
-from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.compression import Compression, Decision
@@ -95,6 +96,8 @@ class LocalStage:
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
+        #: Buffers that are no statistics of BatchNorm, which replicas have in common; None where there are none.
+        self.replica_buffers = self._make_replica_buffers() if replicas.size > 1 else None
         self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
@@ -142,6 +145,20 @@ class LocalStage:
             nodes=self._nodes,
         )
 
+    def _make_replica_buffers(self) -> ReplicaBuffers | None:
+        pool, modules = self.batch_norm, list(self.module.modules())
+        spared = {one for one in modules if isinstance(one, _BatchNorm)} if pool is None else set(pool.layers)
+        if not any(one._buffers for one in modules if one not in spared):
+            return None
+        return ReplicaBuffers(self.module, self.replicas, spared)
+
+    def share_buffers(self) -> None:
+        """Give all replicas worker 0's buffers between two steps; a collective."""
+        if self.replica_buffers is not None:
+            self.replica_buffers.look()
+            self.replica_buffers.exchange()
+            self.replica_buffers.take()
+
     @property
     def reducer(self) -> GradientReducer | None:
         """`gradients`, where there are replicas."""
@@ -188,6 +205,8 @@ class LocalStage:
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         bad = None
+        if self.replica_buffers is not None:
+            self.replica_buffers.take()
         if commit is False:
             if self._rollback is not None:
                 self._rollback.restore()
@@ -322,6 +341,8 @@ class Agreement:
 
         def report() -> None:
             step.reports[index] = _report_of(stage, step.request)
+            if stage.replica_buffers is not None:
+                stage.replica_buffers.look()
 
         def add() -> None:
             message = step.reports[index]
@@ -334,6 +355,8 @@ class Agreement:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
+            if stage.replica_buffers is not None:
+                self.lane.submit(stage.replica_buffers.exchange)
 
     def reach(self, step: StepState) -> None:
         """Issue the agreement on a step, whose backward passes and sums of gradients have been issued."""

@@ -1,5 +1,5 @@
-"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas, and the rollback
-of a model's other buffers.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas; a model's other
+buffers, which a step rolls back, and which all replicas take from the first.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.world import SumGroup
+from hybridpar.comm.world import SumGroup, World
+from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
 from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
@@ -223,6 +224,81 @@ class BufferRollback:
         )
         names = Counter(map(id, self._before))  # a tensor with two names may now be two tensors
         return same and all(names[id(other)] == 1 for _, other in pairs)
+
+
+class ReplicaBuffers:
+    """Gives all replicas of a stage the first one's buffers, once per step.
+
+    DistributedDataParallel broadcasts all buffers before the first forward pass of a step. Here it is done behind the
+    last one, beside the backward passes; the values are taken over with the update of the parameters. On CPUs that is
+    left out where no replica's buffers have changed, as those of tables and masks.
+    """
+
+    def __init__(self, module: nn.Module, replicas: World, spared: Collection[nn.Module]) -> None:
+        self._modules = [inside for inside in module.modules() if inside not in spared]
+        self._replicas, self._device = replicas, replicas.device
+        self._common: Tensor | None = None  # what all had after the last exchange
+        self._latest: Tensor | None = None
+
+    def look(self) -> None:
+        """Note what this replica has; called behind the last forward pass of a step."""
+        self._latest = self._packed()
+
+    def exchange(self) -> None:
+        """Receive the first replica's values, on a lane of control messages; a collective."""
+        latest, group = self._latest, self._replicas.control_sum
+        assert latest is not None
+        assert group is not None
+        with self._replicas.named_errors("exchanging buffers"):
+            if latest.device.type == "cpu":
+                size = latest.numel()
+                changed = self._common is None or not torch.equal(self._common, latest)
+                facts = torch.tensor([changed, size, size * size], dtype=torch.float64)
+                group.all_reduce(facts)
+                anywhere, total, squares = facts.tolist()
+                if not anywhere:
+                    self._latest = None
+                    return
+                if self._replicas.size * squares != total**2:
+                    raise SyncError(
+                        "the buffers of the model do not have the same sizes on all workers",
+                        "All take worker 0's; on a worker without samples a buffer does not change its size.",
+                        "Give every worker samples in the first steps.",
+                    )
+            if self._replicas.rank:
+                latest.zero_()
+            group.all_reduce(latest)
+            self._common = latest
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Write what was received into the buffers."""
+        latest, self._latest = self._latest, None
+        if latest is None or not self._replicas.rank:
+            return
+        buffers = self._present()
+        for view, buffer in zip(self._views(latest, buffers), buffers, strict=True):
+            buffer.copy_(view)
+
+    def _present(self) -> list[Tensor]:
+        return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+
+    @torch.no_grad()
+    def _packed(self) -> Tensor:
+        """The bytes of all buffers in one tensor; sums of them with zeros are exact, whatever the dtype."""
+        buffers = self._present()
+        packed = torch.zeros(sum(map(_aligned, buffers)) // 8, dtype=torch.int64, device=self._device)
+        for view, buffer in zip(self._views(packed, buffers), buffers, strict=True):
+            view.copy_(buffer)
+        return packed
+
+    def _views(self, packed: Tensor, buffers: Sequence[Tensor]) -> list[Tensor]:
+        parts = torch.split(packed.view(torch.uint8), [_aligned(one) for one in buffers])
+        return [part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in zip(parts, buffers, strict=True)]
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // 16) * 16
 
 
 class _Kept:

@@ -360,12 +360,15 @@ class Engine:
                     yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
             finally:
                 self.pipeline.use_graphs(training=True)
+        for stage in self.pipeline.stages.values():
+            stage.share_buffers()  # where a module counts in evaluation mode, too
 
     def synchronize_buffers(self) -> None:
         """Make the model whole on every worker; a collective."""
         self.pipeline.wait()
-        if self.plan.sync.batch_norm == "local":
-            for stage in self.pipeline.stages.values():
+        for stage in self.pipeline.stages.values():
+            stage.share_buffers()
+            if self.plan.sync.batch_norm == "local":
                 average_buffers(stage.module, stage.replicas)
         self.pipeline.collect()
 
