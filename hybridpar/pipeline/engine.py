@@ -35,7 +35,9 @@ from hybridpar.pipeline.stage_module import (
     consumers_of,
     device_of,
     module_of,
+    move_stages,
     parts_of,
+    refresh,
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
@@ -190,7 +192,8 @@ class PipelineEngine:
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
             columns = self.grid.columns if self.grid is not None else [range(self.world.size)]
             self._nodes = NodeWorlds.open(self.world, columns, sum_lanes)
-        self._move_stages(layout)
+        devices = [options.devices[lane] for lane in layout.lane_of] if options.devices else []
+        self._copies = move_stages(self._all_stages, devices)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.forwards = forwards
         self.borders = BorderTable(
@@ -282,6 +285,7 @@ class PipelineEngine:
         save: bool = False,
     ) -> LateOutcome:
         """Issue one step on this replica's share of a global batch. Does not wait for it."""
+        refresh(self._copies)
         return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
@@ -403,15 +407,6 @@ class PipelineEngine:
             self.grid.close()
             self.grid = None
 
-    @torch.no_grad()
-    def _move_stages(self, layout: Layout) -> None:
-        """Bring every stage to its lane's device, in place, so that the model holds the same tensors still."""
-        for stage in self._all_stages if self.options.devices else ():
-            device = torch.device(self.options.devices[layout.lane_of[stage.index]])
-            module = module_of(stage)
-            for tensor in [*module.parameters(), *module.buffers()]:
-                tensor.data = tensor.data.to(device)
-
     def use_graphs(self, *, training: bool) -> None:
         """Let all stages compute what the model computes in training, or in evaluation."""
         for stage in self._all_stages:
@@ -420,6 +415,7 @@ class PipelineEngine:
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
         """The model's output, stage by stage, each on its device; `collect` and `use_graphs` come before."""
+        refresh(self._copies)
         values = self._named(inputs)
         start = next(iter(values.values())).device
         result: Any = None
