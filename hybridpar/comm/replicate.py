@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.transport import flat_view, is_dense
@@ -62,15 +62,17 @@ def _checksums(module: nn.Module) -> list[tuple[int, int]]:
 def broadcast_state(module: nn.Module, source: int, world: World) -> None:
     """Overwrite a module's parameters and buffers with those of one worker; a collective.
 
-    A buffer may have another shape or dtype there: its forward pass assigned another tensor.
+    A buffer may have another shape or dtype there, or be there only: its forward pass made it.
     """
-    held = [(inside._buffers, name) for inside in module.modules() for name in inside._buffers]
-    facts = [None if (one := owner[name]) is None else (tuple(one.shape), str(one.dtype)) for owner, name in held]
+    held = [inside._buffers for inside in module.modules()]
+    facts = [{name: _fact(buffer) for name, buffer in buffers.items()} for buffers in held]
     theirs: Any = world.gather(facts)[source]
-    for (owner, name), mine, fact in zip(held, facts, theirs, strict=True):
-        if mine != fact:
-            dtype = None if fact is None else getattr(torch, fact[1].removeprefix("torch."))
-            owner[name] = None if fact is None else torch.empty(fact[0], dtype=dtype, device=world.device)
+    for buffers, mine, wanted in zip(held, facts, theirs, strict=True):
+        for name, fact in wanted.items():
+            if name not in mine or mine[name] != fact:
+                dtype, *shape = fact or ("uint8",)
+                made = torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
+                buffers[name] = None if fact is None else made
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.numel() == 0:
             continue
@@ -79,6 +81,10 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
         dist.broadcast(message, group_src=source, group=world.control)
         if not is_dense(tensor):
             tensor.data.copy_(message)
+
+
+def _fact(buffer: Tensor | None) -> list[Any] | None:
+    return None if buffer is None else [str(buffer.dtype).removeprefix("torch."), *buffer.shape]
 
 
 def average_buffers(model: nn.Module, world: World) -> None:

@@ -90,8 +90,18 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
 
 
 def mutable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Values of a module's own Python attributes, without tensors, in a form that can be compared later."""
+    """Values of a module's Python attributes, in a form that can be compared later."""
     return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
+
+
+class _Same:
+    """A tensor without values is equal to itself alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._tensor is other._tensor
 
 
 def _frozen(value: Any, depth: int) -> Any:
@@ -102,6 +112,10 @@ def _frozen(value: Any, depth: int) -> Any:
         return value.tobytes() if value.dtype != object else value.shape
     if (state := _generator_state(value)) is not None:
         return repr(state.tolist() if isinstance(state, torch.Tensor) else state)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        if type(value) is not torch.Tensor or value.is_meta or value.layout != torch.strided or value.is_quantized:
+            return _Same(value)
+        return value.shape, value.detach().resolve_conj().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if depth and isinstance(value, dict):
         return [(repr(key), _frozen(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, (list, tuple, deque)):

@@ -235,7 +235,8 @@ def stages_from_plan(
 
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
-        UsageError: The plan recomputes a stage whose forward pass changes Python attributes.
+        UsageError: The plan recomputes a stage whose forward pass changes Python attributes, or does not pool the
+            statistics of BatchNorm under torch.utils.checkpoint.
     """
     require_model(plan, model, type(model).__name__)
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
@@ -259,6 +260,12 @@ def stages_from_plan(
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)
     _require_repeatable(model, traced.counters, [stages[index] for index in _recomputed(plan)])
+    if traced.checkpointed_norm is not None and plan.sync is not None and plan.sync.batch_norm == "local":
+        raise UsageError(
+            f"batch_norm='local' with BatchNorm under torch.utils.checkpoint, in {traced.checkpointed_norm}",
+            "Its statistics also move in the backward pass, whose order is another one in a pipeline.",
+            "Use the default, 'pooled', which counts every sample once, or remove torch.utils.checkpoint.",
+        )
     return stages
 
 

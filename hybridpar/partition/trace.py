@@ -18,13 +18,14 @@ import inspect
 import linecache
 import os
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError as FxTraceError
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as _DROPOUT
 from torch.nn.parameter import is_lazy
 
@@ -32,7 +33,7 @@ from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
-from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
+from hybridpar.partition.trace_check import FOLLOWS, Difference, Graphs, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -50,6 +51,7 @@ class TracedModel:
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
         counters: Python attributes that forward changes in every pass, by the name of the sub-module.
+        checkpointed_norm: A sub-module that runs BatchNorm under torch.utils.checkpoint.
     """
 
     model: nn.Module
@@ -59,6 +61,7 @@ class TracedModel:
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
     counters: Mapping[str, str] = field(default_factory=dict)
+    checkpointed_norm: str | None = None
 
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> TracedModel:
@@ -89,7 +92,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     if is_deferred(model):
         return _trace_without_memory(model, inputs, whole)
     check = TraceCheck(model, inputs)
-    _require_constant(model, check.changing)
+    _require_constant(model, check.obstacle)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -100,14 +103,15 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         reasons.update(traced.suspects)
         whole |= found
         traced = _trace_both_modes(model, inputs, frozenset(whole))
-    _require_repeatable(model, {path: reason for path, reason in reasons.items() if path in whole})
-    return replace(traced, counters=check.counters)
+    kept = {path: reason for path, reason in reasons.items() if path in whole}
+    norm = _require_repeatable(model, kept, check.written)
+    return replace(traced, counters=check.counters, checkpointed_norm=norm)
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
     """Trace a model on the meta device: whatever its graph may lack is kept whole."""
-    counters, changing = changes_without_memory(model, inputs)
-    _require_constant(model, changing)
+    counters, changing, written = changes_without_memory(model, inputs)
+    _require_constant(model, None if changing is None else (changing, FOLLOWS))
     whole = whole | _counting(model, counters)
     reasons: dict[str, str] = {}
     while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
@@ -115,7 +119,7 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
             raise _unlike(model, traced, "there are no values to compare")
         reasons.update(traced.suspects)
         whole |= traced.suspects.keys()
-    _require_repeatable(model, reasons)
+    norm = _require_repeatable(model, reasons, written)
     empty = next((name for name, value in traced.constants.items() if value.is_meta), None)
     if empty is not None:
         raise TraceError(
@@ -128,7 +132,7 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
             node.args, node.kwargs = fx.node.map_aggregate(
                 (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
             )
-    return replace(traced, counters=counters)
+    return replace(traced, counters=counters, checkpointed_norm=norm)
 
 
 def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
@@ -200,32 +204,44 @@ def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceErro
     )
 
 
-def _require_constant(model: nn.Module, name: str | None) -> None:
-    """Refuse a parameter that forward itself changes."""
-    if name is None:
+def _require_constant(model: nn.Module, obstacle: tuple[str, tuple[str, str, str]] | None) -> None:
+    """Refuse a tensor that forward changes in a way that stages cannot follow."""
+    if obstacle is None:
         return
+    name, (happens, why, remedy) = obstacle
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
     raise TraceError(
-        f"{type(model).__name__} cannot be cut into stages: forward changes {name!r}, a parameter of {path or 'it'} "
-        f"({type(module).__name__})",
-        "A stage also runs to be measured, and again with --recompute; afterwards its buffers are put back, its "
-        "parameters are not.",
-        "Change the parameter in the training loop, or keep the model in one piece (--stages 1).",
+        f"{type(model).__name__} cannot be cut into stages because of {name!r}, of {path or 'the model'} "
+        f"({type(module).__name__}): {happens}",
+        why,
+        f"{remedy}, or keep the model in one piece (--stages 1).",
     )
 
 
-def _require_repeatable(model: nn.Module, kept: Mapping[str, str]) -> None:
-    """Refuse what would draw other random numbers when checkpoint runs it again in a pipeline."""
+def _require_repeatable(model: nn.Module, kept: Mapping[str, str], written: Collection[str]) -> str | None:
+    """Refuse what torch.utils.checkpoint would not do the same when it runs forward again in a pipeline.
+
+    Returns a module with BatchNorm under it, whose statistics only stay right where they are pooled.
+    """
+    norm = None
     for path, reason in kept.items():
+        if reason != SAVED:
+            continue
         module = model.get_submodule(path)
-        if reason == SAVED and any(isinstance(one, _DROPOUT) and one.p for one in module.modules()):
+        what = next((name for name in written if name.startswith(f"{path}.")), None)
+        if any(isinstance(one, _DROPOUT) and one.p for one in module.modules()):
+            what = "dropout"
+        if what is not None:
             raise TraceError(
-                f"module {path!r} ({type(module).__name__}) has dropout under torch.utils.checkpoint",
-                "Its graph would not compute the same, so it is kept whole; but in a pipeline the second forward pass "
-                "of checkpoint would draw another mask.",
+                f"module {path!r} ({type(module).__name__}) has {what} under torch.utils.checkpoint",
+                "Its graph would not compute the same, so it is kept whole; but checkpoint runs forward again in the "
+                "backward pass, which would draw another mask, or change a buffer in another order.",
                 "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
             )
+        if any(isinstance(one, _BatchNorm) for one in module.modules()):
+            norm = path
+    return norm
 
 
 def _hooks_of(module: nn.Module) -> bool:

@@ -8,13 +8,14 @@ CPU they nearly always are, to the bit; where they differ by little more than ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.models.deferred import imagined
 from hybridpar.models.state import WrittenState, mutable_attributes, untouched
@@ -30,6 +31,19 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, 
 ROUNDING = 0.1
 
 _GRADIENT = "gradient of "
+
+#: What forward may do to a tensor that keeps a model from being cut into stages.
+FOLLOWS = (
+    "forward changes it",
+    "A stage also runs to be measured, and again with --recompute; afterwards its buffers are put back, its parameters "
+    "are not.",
+    "Change the parameter in the training loop",
+)
+OVERWRITTEN = (
+    "forward writes into it, where the backward pass of an earlier micro-batch needs it",
+    "In a pipeline micro-batches are under way at the same time.",
+    "Assign a new tensor instead (self.x = self.x + 1)",
+)
 
 Inputs = tuple[torch.Tensor, ...]
 Outcome = dict[str, Any]
@@ -69,8 +83,10 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
-        #: A parameter that forward itself changes in every pass.
-        self.changing: str | None = None
+        #: Why stages cannot train the model as it is: a tensor, and what happens to it.
+        self.obstacle: tuple[str, tuple[str, str, str]] | None = None
+        #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
+        self.written: frozenset[str] = frozenset()
         self._batches: tuple[Inputs, ...] = ()
         self._expected: dict[bool, list[Outcome]] = {}
         written = WrittenState(model)
@@ -86,10 +102,16 @@ class TraceCheck:
                     True: _run(model, watched, batches, True, self.counters),
                     False: _run(model, model, batches, False, self.counters),
                 }
+                self.written = frozenset(written.names - _statistics(model))
+                overwritten = _overwritten(model, batches, self.written)
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
-            self.changing = _changing_parameter(model, written.names, expected[True])
+            changing = _changing_parameter(model, written.names, expected[True])
+            if changing is not None:
+                self.obstacle = changing, FOLLOWS
+            elif overwritten is not None:
+                self.obstacle = overwritten, OVERWRITTEN
             break
 
     def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
@@ -161,12 +183,42 @@ def _run(
     with untouched(model, training=training), torch.set_grad_enabled(training):
         for seed, batch in enumerate(batches):
             _seed(model, seed)
-            outcomes.append(_results(model, call(*(item.detach().clone() for item in batch))))
+            outcomes.append(_results(model, call(*_copies(batch))))
             if counters is not None:
                 attributes.append(_attributes(model))
-    if counters is not None:
-        counters |= _counting(*attributes)
+    if counters is not None and _counting(*attributes):
+        with untouched(model, training=training), torch.set_grad_enabled(training):
+            _seed(model, 1)
+            call(*_copies(batches[1]))
+            counters |= _counting(attributes[0], attributes[1], _attributes(model))
     return outcomes
+
+
+def _copies(batch: Inputs) -> Iterator[torch.Tensor]:
+    return (item.detach().clone() for item in batch)
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
+
+
+def _overwritten(model: nn.Module, batches: Sequence[Inputs], written: Collection[str]) -> str | None:
+    """A tensor that a second forward pass writes into, and that the backward pass of the first needs as it was."""
+    if not written:
+        return None
+    with untouched(model, training=True):
+        _seed(model, 0)
+        loss = _loss_of(model(*_copies(batches[0])))
+        model(*_copies(batches[1]))
+        try:
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                return min(written)
+            raise
+    return None
 
 
 def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcome]) -> str | None:
@@ -181,8 +233,10 @@ def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcom
     return None
 
 
-def changes_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[dict[str, str], str | None]:
-    """As `counters` and `changing` of a check, of a model on the meta device; of parameters only frozen ones."""
+def changes_without_memory(
+    model: nn.Module, inputs: Sequence[torch.Tensor]
+) -> tuple[dict[str, str], str | None, set[str]]:
+    """Of a model on the meta device: its counters, a frozen parameter that forward changes, and what it writes into."""
     with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
         _seed(model, 0)
         given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
@@ -192,37 +246,48 @@ def changes_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor]) -> 
             attributes.append(_attributes(model))
         frozen = (name for name, one in model.named_parameters() if not one.requires_grad)
         changing = next((name for name in frozen if name in written.names), None)
-    return _counting(*attributes), changing
+    return _counting(*attributes), changing, written.names - _statistics(model)
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {path: mutable_attributes(module) for path, module in model.named_modules()}
 
 
-def _counting(first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What changed again: what the first pass sets for good, such as a size or a mask, stays in the second."""
+def _counting(
+    first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]] | None = None
+) -> dict[str, str]:
+    """What changed again: what the first pass sets for good, such as a size or a mask, stays in the second.
+
+    With `alone`, which is what the second pass leaves by itself, also not what depends on that pass only.
+    """
     changed = {
-        path: [name for name, value in after.items() if first.get(path, {}).get(name) != value]
+        path: [
+            name
+            for name, value in after.items()
+            if first.get(path, {}).get(name) != value and (alone is None or alone.get(path, {}).get(name) != value)
+        ]
         for path, after in second.items()
     }
     return {path: names[0] for path, names in changed.items() if names}
 
 
-def _results(model: nn.Module, output: Any) -> Outcome:
-    found: Outcome = {}
+def _loss_of(output: Any) -> torch.Tensor | None:
+    """A loss of all outputs, weighted at random; None where nothing is trained."""
     losses = []
     generator = torch.Generator().manual_seed(0)
-    leaves = list(tensor_leaves(output))
-    for path, leaf in leaves:
-        found[_label("output", path)] = leaf.detach().clone()
+    for _, leaf in tensor_leaves(output):
         if leaf.requires_grad:
             real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             weights = torch.randn(real.shape, generator=generator).to(real)
             losses.append((real * weights).sum())
+    return torch.stack([one.to(losses[0]) for one in losses]).sum() if losses else None
+
+
+def _results(model: nn.Module, output: Any) -> Outcome:
+    found: Outcome = {_label("output", path): leaf.detach().clone() for path, leaf in tensor_leaves(output)}
     for parameter in model.parameters():
         parameter.grad = None
-    if losses:
-        loss = torch.stack([one.to(losses[0]) for one in losses]).sum()
+    if (loss := _loss_of(output)) is not None:
         found["loss"] = loss.detach()
         loss.backward()  # type: ignore[no-untyped-call]
     found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}

@@ -377,7 +377,8 @@ class _PooledForward:
             result: Tensor = super().forward(input)  # type: ignore[misc]
             return result
         self._check_input_dim(input)
-        group, paused = scratch.pool.group, scratch.pool._paused
+        # In a backward pass torch.utils.checkpoint runs a forward pass that has been counted.
+        group, paused = scratch.pool.group, scratch.pool._paused or torch._C._current_graph_task_id() != -1
         if group is not None:
             output, mean, variance = normalise_over_replicas(input, self.weight, self.bias, self.eps, group)
             if not paused:
@@ -385,12 +386,13 @@ class _PooledForward:
                 scratch.mean.copy_(mean)
                 scratch.variance.copy_(variance)
             return self.activate(output) if hasattr(self, "activate") else output
-        if paused:
-            return _normalise(self, input, None, None, 0.0)
-        scratch.enter(input.numel() // input.shape[1])
         # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them
         # a version counter of their own, so that clearing the scratch is not taken for an edit of a saved tensor.
         mean, variance = scratch.mean.data, scratch.variance.data
+        if paused:
+            mean, variance = torch.empty_like(mean), torch.empty_like(variance)
+        else:
+            scratch.enter(input.numel() // input.shape[1])
         return _normalise(self, input, mean, variance, 1.0)
 
 

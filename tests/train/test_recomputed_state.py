@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from hybridpar import TrainConfig, Trainer
-from hybridpar.errors import UsageError
+from hybridpar.errors import TraceError, UsageError
 
 
 class Written(nn.Module):
@@ -47,6 +48,67 @@ class Counted(nn.Module):
         return x * (1 + self.calls / 10)
 
 
+class Averaged(nn.Module):
+    """It averages in a tensor that is no buffer; what it stores for others to look at depends on one pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool(torch.isfinite(x.detach()).all()):
+            raise FloatingPointError
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x * (1 + self.mean)
+
+
+class Stored(Averaged):
+    """It stores an activation, which depends on its own pass only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool(torch.isfinite(x.detach()).all()):
+            raise FloatingPointError
+        self.mean = x
+        return self.mean
+
+
+class Drawing(nn.Module):
+    """It draws from a generator that the model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+class Checkpointed(nn.Module):
+    """Its BatchNorm runs again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.norm, x, use_reentrant=False)
+        return y
+
+
+class Clamped(nn.Module):
+    """It writes into its weight, which the backward pass of an earlier micro-batch needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+        y: Tensor = self.linear(x)
+        return y
+
+
 class Normed(nn.Module):
     """Its weight is divided by a norm that buffers estimate in every pass."""
 
@@ -83,31 +145,53 @@ def plain_loop(model: nn.Module) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, *, schedule: str, recompute: tuple[int, ...] = ()) -> nn.Module:
-    config = TrainConfig(plan="none", stages=2, micro_batches=3, schedule=schedule, recompute=recompute)
+def trained(model: nn.Module, *, schedule: str, recompute: tuple[int, ...] = (), norm: str = "pooled") -> nn.Module:
+    options = {"schedule": schedule, "recompute": recompute, "batch_norm": norm}
+    config = TrainConfig(plan="none", stages=2, micro_batches=3, **options)
     with Trainer(model, optimizer=sgd, config=config, example=IMAGES[:2]) as trainer:
         for _ in range(3):
             trainer.step((IMAGES, LABELS))
     return model
 
 
+def assert_trained_alike(found: nn.Module, expected: nn.Module) -> None:
+    state = found.state_dict()
+    for name, value in expected.state_dict().items():
+        if "running" not in name and "tracked" not in name:  # statistics are pooled over micro-batches
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", [Written, Assigned, Normed])
-def test_buffers_are_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
-    expected = plain_loop(make(kind)).state_dict()
-    found = trained(make(kind), schedule=schedule, recompute=recompute).state_dict()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+@pytest.mark.parametrize("kind", [Written, Assigned, Normed, Stored, Checkpointed])
+def test_a_state_is_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
+    assert_trained_alike(trained(make(kind), schedule=schedule, recompute=recompute), plain_loop(make(kind)))
+
+
+@pytest.mark.parametrize("kind", [Averaged, Drawing])
+def test_what_python_holds_is_as_in_a_plain_loop_where_passes_run_once(kind: type[nn.Module]) -> None:
+    assert_trained_alike(trained(make(kind), schedule="1f1b"), plain_loop(make(kind)))
 
 
 def test_a_python_number_counts_the_passes_of_training_alone() -> None:
     expected, found = plain_loop(make(Counted)), trained(make(Counted), schedule="1f1b")
     assert found.get_submodule("2").calls == expected.get_submodule("2").calls == 9
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    assert_trained_alike(found, expected)
 
 
-def test_a_python_number_is_refused_where_passes_run_twice() -> None:
-    with pytest.raises(UsageError, match="2 \\(Counted\\), whose forward changes its attribute 'calls'"):
-        trained(make(Counted), schedule="1f1b", recompute=(0, 1))
+@pytest.mark.parametrize(
+    ("kind", "attribute"), [(Counted, "calls"), (Averaged, "mean"), (Drawing, "generator")], ids=str
+)
+def test_what_python_holds_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
+    with pytest.raises(UsageError, match=f"2 \\({kind.__name__}\\), whose forward changes its attribute '{attribute}'"):
+        trained(make(kind), schedule="1f1b", recompute=(0, 1))
+
+
+def test_batch_norm_under_checkpoint_is_refused_where_its_order_would_count() -> None:
+    with pytest.raises(UsageError, match=r"BatchNorm under torch\.utils\.checkpoint, in 2"):
+        trained(make(Checkpointed), schedule="gpipe", norm="local")
+
+
+def test_a_tensor_that_an_earlier_micro_batch_needs_is_not_written_into() -> None:
+    with pytest.raises(TraceError, match=r"'2\.linear\.weight', of 2\.linear"):
+        trained(make(Clamped), schedule="gpipe")
