@@ -12,7 +12,6 @@ The first two take batches of any size.
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import json
 import logging
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
 from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
 from hybridpar.models.outputs import main_output
+from hybridpar.models.state import twin_of
 from hybridpar.models.weight_files import map_safetensors
 
 Format = Literal["torch-export", "onnx", "safetensors"]
@@ -200,10 +200,10 @@ def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor
     """The model with the weights of the file, memory-mapped, and with none of its own."""
     state = map_safetensors(file)
     empty: dict[int, Any] = {id(one): like_tensor(one, one.detach().to("meta")) for one in saved_tensors(model)}
-    other = copy.deepcopy(model, empty)
+    other = twin_of(model, empty)
     other.load_state_dict(state, assign=True)
     if is_deferred(other):  # a module takes them in a way of its own
-        other = copy.deepcopy(model)
+        other = twin_of(model)
         with torch.no_grad():
             for tensor in saved_tensors(other):
                 tensor.zero_()

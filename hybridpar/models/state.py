@@ -8,6 +8,7 @@ is not in the graph: `traceable_only` stops that before it happens.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections import deque
@@ -31,6 +32,15 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 class OutsideGraphError(Exception):
     """Tracing came to something that every forward pass must do, and that the graph would not have."""
+
+
+def twin_of(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a model, also where hooks leave tensors with a history in it, as `nn.utils.weight_norm` does.
+
+    `memo` has what stands for an object of the model, by its id, as for `copy.deepcopy`.
+    """
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(model, {id(one): one.detach().clone() for one in held if not one.is_leaf} | (memo or {}))
 
 
 @contextmanager

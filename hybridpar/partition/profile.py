@@ -20,7 +20,6 @@ it. Caches and how well a kernel fits are left out, so it is good enough to bala
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import threading
@@ -33,7 +32,7 @@ from torch import nn
 
 from hybridpar.errors import UsageError
 from hybridpar.machine.steady import least_apart
-from hybridpar.models.state import untouched
+from hybridpar.models.state import twin_of, untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
@@ -223,7 +222,7 @@ def measure_lanes(
     if lanes < 1:
         raise UsageError(f"{lanes} lanes", "A device has at least one lane.", "Use 1 or more.")
     with untouched(model, training=True):
-        twins = [model, *(copy.deepcopy(model) for _ in range(lanes - 1))]
+        twins = [model, *(twin_of(model) for _ in range(lanes - 1))]
         clock = Clock(inputs[0].device)
         together = _streams if inputs[0].device.type == "cuda" else _threads
         for twin in twins:

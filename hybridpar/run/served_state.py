@@ -6,7 +6,6 @@ codecs. Worker 0 brings the shards their first state, and asks them for it when 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.rates import OnPlateau
 from hybridpar.models import model_fingerprint
 from hybridpar.models.random_state import random_state, restore_random_state
+from hybridpar.models.state import twin_of
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
@@ -297,7 +297,7 @@ class ServedState:
 
     def _whole(self, states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The model, and what else there is of it, as the shards have it."""
-        model = copy.deepcopy(self.model).cpu()
+        model = twin_of(self.model).cpu()
         optimizer, progress = merged_states(model, self._stripes, states)
         kind = type(build_optimizer(model, self._config)).__name__
         if states[0]["buffers"].numel():

@@ -7,7 +7,6 @@ the slowest worker, and of a plan the median over the rounds.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from hybridpar.data import Batch
 from hybridpar.data.sampling import FEWEST_PER_PART, allot
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.models.state import twin_of
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
@@ -67,7 +67,7 @@ class Trial:
             self._batch = Batch(parts, counts[replica], len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
             self.trainer = Trainer(
-                copy.deepcopy(model),
+                twin_of(model),
                 config=config,
                 world=own,
                 lanes=lanes,
