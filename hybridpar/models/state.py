@@ -114,6 +114,29 @@ class _Same:
         return isinstance(other, _Same) and self._tensor is other._tensor
 
 
+def reachable(module: nn.Module) -> dict[int, object]:
+    """What a module's forward can change without a global variable, by id: containers, objects, and other modules."""
+    found: dict[int, object] = {}
+    for inside in module.modules():
+        found[id(inside)] = inside
+        for name, value in vars(inside).items():
+            if name not in _MODULE_ATTRIBUTES:
+                _reach(value, 4, found)
+    return found
+
+
+def _reach(value: Any, depth: int, found: dict[int, object]) -> None:
+    if isinstance(value, (dict, list, deque, set, nn.Module)) or _is_users_object(value):
+        found[id(value)] = value
+    if not depth:
+        return
+    if isinstance(value, (list, tuple, deque, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _reach(item, depth - 1, found)
+    elif _is_users_object(value):
+        _reach(vars(value), depth - 1, found)
+
+
 def _frozen(value: Any, depth: int) -> Any:
     """Numbers and texts as they are, containers and objects of the user's classes by what they hold."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):

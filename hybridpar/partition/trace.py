@@ -51,6 +51,7 @@ class TracedModel:
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
         counters: Python attributes that forward changes in every pass, by the name of the sub-module.
+        remembering: Sub-modules whose Python attributes differ from pass to pass.
         checkpointed_norm: A sub-module that runs BatchNorm under torch.utils.checkpoint.
     """
 
@@ -61,6 +62,7 @@ class TracedModel:
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
     counters: Mapping[str, str] = field(default_factory=dict)
+    remembering: Collection[str] = ()
     checkpointed_norm: str | None = None
 
 
@@ -105,7 +107,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         traced = _trace_both_modes(model, inputs, frozenset(whole))
     kept = {path: reason for path, reason in reasons.items() if path in whole}
     norm = _require_repeatable(model, kept, check.written)
-    return replace(traced, counters=check.counters, checkpointed_norm=norm)
+    return replace(traced, counters=check.counters, remembering=check.remembering, checkpointed_norm=norm)
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
@@ -132,7 +134,7 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
             node.args, node.kwargs = fx.node.map_aggregate(
                 (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
             )
-    return replace(traced, counters=counters, checkpointed_norm=norm)
+    return replace(traced, counters=counters, remembering=counters.keys(), checkpointed_norm=norm)
 
 
 def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:

@@ -83,6 +83,8 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
+        #: Sub-modules whose attributes differ from pass to pass.
+        self.remembering: set[str] = set()
         #: Why stages cannot train the model as it is: a tensor, and what happens to it.
         self.obstacle: tuple[str, tuple[str, str, str]] | None = None
         #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
@@ -99,8 +101,8 @@ class TraceCheck:
         for batches in _two_batches(inputs):
             try:
                 expected = {
-                    True: _run(model, watched, batches, True, self.counters),
-                    False: _run(model, model, batches, False, self.counters),
+                    True: _run(model, watched, batches, True, self),
+                    False: _run(model, model, batches, False, self),
                 }
                 self.written = frozenset(written.names - _statistics(model))
                 overwritten = _overwritten(model, batches, self.written)
@@ -176,7 +178,7 @@ def _run(
     call: Callable[..., Any],
     batches: Sequence[Inputs],
     training: bool,
-    counters: dict[str, str] | None = None,
+    check: TraceCheck | None = None,
 ) -> list[Outcome]:
     """Results of a model, or of a graph in its place, on micro-batches one after the other."""
     outcomes, attributes = [], []
@@ -184,13 +186,14 @@ def _run(
         for seed, batch in enumerate(batches):
             _seed(model, seed)
             outcomes.append(_results(model, call(*_copies(batch))))
-            if counters is not None:
+            if check is not None:
                 attributes.append(_attributes(model))
-    if counters is not None and _counting(*attributes):
+    if check is not None and (changed := _counting(*attributes)):
+        check.remembering |= changed.keys()
         with untouched(model, training=training), torch.set_grad_enabled(training):
             _seed(model, 1)
             call(*_copies(batches[1]))
-            counters |= _counting(attributes[0], attributes[1], _attributes(model))
+            check.counters |= _counting(attributes[0], attributes[1], _attributes(model))
     return outcomes
 
 

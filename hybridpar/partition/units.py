@@ -5,7 +5,8 @@ is an acyclic graph of units. Attributes of the model are placed with their user
 
 Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of the
 values of one parameter, or of one buffer that changes, values that alias each other while one of them is changed in
-place, containers and the nodes that unpack them, and an assertion with a user of what it looks at.
+place, containers and the nodes that unpack them, an assertion with a user of what it looks at, and modules that hand
+each other values through Python objects.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from hybridpar.errors import TraceError
+from hybridpar.models.state import reachable
 from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute, state_of, state_users
@@ -33,7 +35,20 @@ def pinned_groups(traced: TracedModel, facts: GraphFacts, evaluate: GraphFacts |
         *state_users(traced, facts, evaluate).values(),
         *aliases_under_change(facts),
         *_checks(facts),
+        *_rememberers(traced, facts),
     ]
+
+
+def _rememberers(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    """Modules that hand on values through a Python object that both can reach: a list, or a module's attribute."""
+    shared: dict[int, list[fx.Node]] = {}
+    for path in traced.remembering:
+        shared |= {key: [] for key in reachable(traced.model.get_submodule(path))}
+    for node in facts.compute if shared else ():
+        if node.op == "call_module":
+            for key in reachable(traced.model.get_submodule(str(node.target))).keys() & shared.keys():
+                shared[key].append(node)
+    return shared.values()
 
 
 def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:

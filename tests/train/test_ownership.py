@@ -77,3 +77,54 @@ def test_two_stages_train_as_a_plain_loop(
         for name, value in state.items():
             torch.testing.assert_close(saved[name], value, rtol=1e-6, atol=1e-6)
         assert tested == pytest.approx(loss, rel=1e-5)
+
+
+class Writes(nn.Module):
+    """Leaves its input in a list; looking at the values keeps it out of the tracer's sight."""
+
+    def __init__(self, shared: list[Tensor]) -> None:
+        super().__init__()
+        self.shared, self.linear = shared, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool(torch.isfinite(x.detach()).all())
+        self.shared[:] = [x]
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Reads(nn.Module):
+    """Adds what another module has left, in a list that both have or in that module."""
+
+    def __init__(self, writer: Writes, through_module: bool) -> None:
+        super().__init__()
+        self.shared: list[Tensor] = [] if through_module else writer.shared
+        self.others = [writer] if through_module else []
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool(torch.isfinite(x.detach()).all())
+        return x + (self.others[0] if self.others else self).shared[0]
+
+
+def make_sharing(through_module: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    writer = Writes([])
+    middle = (nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+    reader = Reads(writer, through_module)
+    return nn.Sequential(nn.Linear(12, 16), writer, *middle, reader, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
+
+
+@pytest.mark.parametrize("through_module", [False, True])
+def test_modules_that_hand_on_values_through_python_stay_together(through_module: bool) -> None:
+    plain, model = make_sharing(through_module), make_sharing(through_module)
+    optimizer = sgd(plain)
+    config = TrainConfig(plan="none", stages=2, micro_batches=4, schedule="gpipe")
+    with Trainer(model, optimizer=sgd, config=config, example=X[:2]) as trainer:
+        for _ in range(3):
+            trainer.step((X, Y))
+            optimizer.zero_grad()
+            for images, labels in zip(X.split(2), Y.split(2), strict=True):
+                (cross_entropy(plain(images), labels) / 4).backward()
+            optimizer.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-6, atol=1e-7, msg=name)
