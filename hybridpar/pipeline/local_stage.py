@@ -21,7 +21,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
@@ -97,7 +96,7 @@ class LocalStage:
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
         #: Buffers that are no statistics of BatchNorm, which replicas have in common; None where there are none.
-        self.replica_buffers = self._make_replica_buffers() if replicas.size > 1 else None
+        self.replica_buffers = ReplicaBuffers.of(self.module, replicas, self.batch_norm)
         self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
@@ -145,19 +144,10 @@ class LocalStage:
             nodes=self._nodes,
         )
 
-    def _make_replica_buffers(self) -> ReplicaBuffers | None:
-        pool, modules = self.batch_norm, list(self.module.modules())
-        spared = {one for one in modules if isinstance(one, _BatchNorm)} if pool is None else set(pool.layers)
-        if not any(one._buffers for one in modules if one not in spared):
-            return None
-        return ReplicaBuffers(self.module, self.replicas, spared)
-
     def share_buffers(self) -> None:
         """Give all replicas worker 0's buffers between two steps; a collective."""
         if self.replica_buffers is not None:
-            self.replica_buffers.look()
-            self.replica_buffers.exchange()
-            self.replica_buffers.take()
+            self.replica_buffers.share()
 
     @property
     def reducer(self) -> GradientReducer | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
@@ -234,11 +234,25 @@ class ReplicaBuffers:
     left out where no replica's buffers have changed, as those of tables and masks.
     """
 
-    def __init__(self, module: nn.Module, replicas: World, spared: Collection[nn.Module]) -> None:
-        self._modules = [inside for inside in module.modules() if inside not in spared]
+    @classmethod
+    def of(cls, module: nn.Module, replicas: World, pool: BatchNormPool | None) -> ReplicaBuffers | None:
+        """Those of a module that are no statistics of BatchNorm; None where there are none, or no other replica."""
+        norms = {one for one in module.modules() if isinstance(one, _BatchNorm)} if pool is None else set(pool.layers)
+        modules = [inside for inside in module.modules() if inside not in norms]
+        found = replicas.size > 1 and any(inside._buffers for inside in modules)
+        return cls(modules, replicas) if found else None
+
+    def __init__(self, modules: Sequence[nn.Module], replicas: World) -> None:
+        self._modules = modules
         self._replicas, self._device = replicas, replicas.device
         self._common: Tensor | None = None  # what all had after the last exchange
         self._latest: Tensor | None = None
+
+    def share(self) -> None:
+        """Give all replicas the first one's values at once, between two steps; a collective."""
+        self.look()
+        self.exchange()
+        self.take()
 
     def look(self) -> None:
         """Note what this replica has; called behind the last forward pass of a step."""

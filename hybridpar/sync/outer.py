@@ -281,8 +281,8 @@ class OuterLoop:
             for index, anchor in enumerate(fragment.anchors):
                 self._scatter(fragment, index, anchor)
         buffers = self._buffers()
-        for name, kept in self._kept.items():
-            buffers[name].copy_(kept)
+        for name, before in self._kept.items():
+            buffers[name].copy_(before)
 
     # ------------------------------------------------------------- an exchange
 
@@ -443,7 +443,15 @@ class OuterLoop:
         self._keep_buffers()
 
     def _keep_buffers(self) -> None:
-        self._kept = {name: one.detach().clone() for name, one in self._buffers().items() if one.numel()}
+        now = {name: one.detach().clone() for name, one in self._buffers().items()}
+        changed = [name for name, before in self._kept.items() if name in now and now[name].shape != before.shape]
+        if changed:
+            raise UsageError(
+                f"sync='outer:...' with {changed[0]}, a buffer that forward makes another size",
+                "Workers take the mean of their buffers, which needs one size on all of them.",
+                "Use a buffer of one size, or exchange gradients in every step.",
+            )
+        self._kept = now
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker alone has: what its codecs keep, and the exchange under way, which is waited for."""

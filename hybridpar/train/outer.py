@@ -30,6 +30,7 @@ from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
 from hybridpar.pipeline.step import StepInput, StepOutcome, StepSpans
+from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
@@ -193,6 +194,8 @@ class OuterEngine(Engine):
         )
         agree = plan.pipeline.micro_batches, self._timetable, step, loop.delay, self.outer.fingerprint
         replicate(model, self._team, agree=agree)
+        #: Integers have no mean: those of the first party count where a model is tested or saved.
+        self._buffers = [ReplicaBuffers.of(one, self._team, None) for one in modules]
         self._pipelines[bool(self._together)] = self.pipeline
         if not self._together:
             self.outer.begin()
@@ -271,6 +274,8 @@ class OuterEngine(Engine):
         own = copy_of(self.model.state_dict())
         self.pipeline.wait()
         self.outer.load_last()
+        for buffers in filter(None, self._buffers):
+            buffers.share()
         self.pipeline.collect()
         try:
             yield

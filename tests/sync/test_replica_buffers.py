@@ -26,8 +26,9 @@ class Keeping(nn.Module):
     flags: Tensor
     seen: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, grows: bool) -> None:
         super().__init__()
+        self.grows = grows
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))  # of all passes, tests too
         self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
@@ -39,15 +40,16 @@ class Keeping(nn.Module):
             if self.training:
                 self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))  # no counter of changes sees this
                 self.flags[int(self.count) % 3] = True
-                self.seen = torch.cat((self.seen, x.double().sum().reshape(1)))[-2:]
+                if self.grows:
+                    self.seen = torch.cat((self.seen, x.double().sum().reshape(1)))[-2:]
         return x - self.mean * self.count / 10
 
 
-def make_net(norm: bool) -> nn.Sequential:
+def make_net(norm: bool, grows: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), nn.AdaptiveAvgPool2d(1))
     norms = [nn.BatchNorm1d(6)] if norm else []
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 6), *norms, Keeping(), nn.Linear(6, 3))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 6), *norms, Keeping(grows), nn.Linear(6, 3))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -83,7 +85,7 @@ def train(
     """A worker's state after training; losses of the same images, tested by the first and by the last worker; and the
     state after these tests.
     """
-    net = make_net(norm)
+    net = make_net(norm, grows="sync" not in options)
     config = TrainConfig(plan="none", micro_batches=2, **options)
     optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
     with Trainer(net, optimizer, config=config, world=world, example=batch(0)[0][:3]) as trainer:
@@ -155,3 +157,15 @@ def test_buffers_of_other_sizes_are_an_error():
     with pytest.raises(RankError, match="buffers of the model do not have the same sizes") as caught:
         run_ranks(train_with_an_empty_share, 2)
     assert SyncError.__name__ in str(caught.value)
+
+
+def train_with_an_outer_loop(world: World) -> None:
+    x, y = batch(0)
+    with Trainer(make_net(False), config=TrainConfig(plan="none", sync="outer:2"), world=world) as trainer:
+        for _ in range(4):
+            trainer.step((x, y))
+
+
+def test_an_outer_loop_refuses_buffers_that_change_their_size():
+    with pytest.raises(RankError, match=r"5\.seen, a buffer that forward makes another size"):
+        run_ranks(train_with_an_outer_loop, 2)
