@@ -238,16 +238,23 @@ def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Stages for the nodes of an evaluation graph that differs from the training graph.
 
-    Whatever uses a parameter, or a buffer that changes, stays where training put it; the rest goes to the first stage
-    where all that it needs is there.
+    Whatever uses a parameter, or a buffer or Python attribute that changes, stays where training put it; the rest goes
+    to the first stage where all that it needs is there.
     """
     assert units.evaluate is not None
+    called = {str(node.target): home[node] for node in units.train.compute if node.op == "call_module"}
+    paths = units.traced.remembering
+    counting = {
+        name: stage for name, stage in called.items() if any(f"{path}.".startswith(f"{name}.") for path in paths)
+    }
     owner = {memory: home[nodes[0]] for memory, nodes in state_users(units.traced, units.train, units.evaluate).items()}
     stages: dict[fx.Node, int] = {}
     for node in units.evaluate.compute:
         earliest = max((stages.get(source, 0) for source in units.evaluate.sources(node)), default=0)
         used = {memory_of(tensor) for tensor in tensors_of(units.traced, node)}
         fixed = {owner[memory] for memory in used & owner.keys()}
+        if str(node.target) in counting:
+            fixed.add(counting[str(node.target)])
         stages[node] = max((earliest, *fixed))
         if fixed and (len(fixed) > 1 or min(fixed) < earliest):
             raise PartitionError(

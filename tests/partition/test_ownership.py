@@ -268,3 +268,34 @@ def test_copies_follow_the_original():
     original.fill_(3)
     refresh([(copy, original)])
     assert copy.tolist() == [3, 3]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.calls / 10)
+
+
+class CountsEarlier(nn.Module):
+    """In evaluation what counts could run before the layers, which it follows in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.counts = nn.Linear(4, 4), nn.Linear(4, 4), Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return self.counts(y) if self.training else y + self.counts(x)
+
+
+def test_what_counts_is_in_one_stage_in_training_and_evaluation():
+    _, stages = stages_of(CountsEarlier(), (2, 4))
+    for training in (True, False):
+        for stage in stages:
+            stage.use_graph(training)
+        calls = [[str(node.target) for node in stage.graph.nodes if node.op == "call_module"] for stage in stages]
+        assert calls == [["a"], ["b"], ["counts"]]
