@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
+from hybridpar.models.state_dicts import tensors_of
 
 
 def replicate(model: nn.Module, world: World, agree: object = None, *, compare_only: bool = False) -> None:
@@ -22,7 +24,7 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
     """
     if world.size == 1:
         return
-    facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors_of(model).items()]
     answers = world.gather((facts, repr(agree), [] if compare_only else _checksums(model)))
     first: object = None
     for rank, answer in enumerate(answers):
@@ -51,7 +53,8 @@ def replicate(model: nn.Module, world: World, agree: object = None, *, compare_o
 def _checksums(module: nn.Module) -> list[tuple[int, int]]:
     """Two checksums, of 32 bits each, of every parameter and buffer."""
     found = []
-    for tensor in [*module.parameters(), *module.buffers()]:
+    # Of buffers copies: a forward pass may resize them, which torch allows no more once NumPy has seen the memory.
+    for tensor in chain(module.parameters(), map(torch.clone, module.buffers())):
         whole = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous().view(-1)
         data = whole.view(torch.uint8).cpu().numpy().data
         found.append((zlib.crc32(data), zlib.adler32(data)))

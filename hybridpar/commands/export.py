@@ -70,6 +70,7 @@ def run_export(command: Export, _: Sequence[str]) -> int:
     with leaving_at_once():
         import_torchvision()
         from hybridpar.models.export import check_format, export_model
+        from hybridpar.models.state_dicts import extra_states
         from hybridpar.run.trained import image_facts, load_trained
     check_format(command.format)
     with before_the_start():
@@ -84,6 +85,8 @@ def run_export(command: Export, _: Sequence[str]) -> int:
         f"{done.relative:.2g} of the largest"
     )
     print(f"written   {done.file}, {done.bytes / 1e6:.1f} MB")
+    if command.format == "safetensors" and (left := extra_states(model)):
+        print(f"left out  {', '.join(left)}: the format holds tensors alone")
     return 0
 
 

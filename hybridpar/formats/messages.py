@@ -167,7 +167,7 @@ def _plain(item: Any, tensors: list[Tensor]) -> Any:
         return {"named": [_name_of(type(item)), [_plain(one, tensors) for one in item]]}
     if isinstance(item, list):
         return [_plain(one, tensors) for one in item]
-    for kind, name in ((tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+    for name, kind in _COLLECTIONS.items():
         if isinstance(item, kind):
             return {name: [_plain(one, tensors) for one in item]}
     if isinstance(item, Mapping):
@@ -209,7 +209,7 @@ def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
     raise ValueError(f"{kind!r} of {found.__name__}")
 
 
-_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset, "bytes": bytes}
 
 
 def _name_of(kind: type) -> str:

@@ -113,7 +113,8 @@ def seed_everything(seed: int) -> None:
 def model_fingerprint(model: nn.Module) -> str:
     """Sixteen hex digits over names, shapes and dtypes of all parameters and persistent buffers, in order.
 
-    Values do not count: the same architecture has the same fingerprint before and after training.
+    Values do not count, and of extra states names alone: the same architecture has the same fingerprint before and
+    after training.
 
     Args:
         model: The model.
@@ -121,9 +122,12 @@ def model_fingerprint(model: nn.Module) -> str:
     Returns:
         The fingerprint.
     """
+    from hybridpar.models.state_dicts import is_extra
+
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+        facts = "" if is_extra(name) else f"{tuple(tensor.shape)}:{tensor.dtype}"
+        digest.update(f"{name}:{facts};".encode())
     return digest.hexdigest()[:16]
 
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridpar.errors import UsageError
 from hybridpar.models.random_state import random_state, restore_random_state, same_random
+from hybridpar.models.state_dicts import tensors_of
 
 _T = TypeVar("_T")
 
@@ -291,7 +292,7 @@ class DeferredModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters and buffers."""
-        return sum(tensor.nbytes for tensor in self.module.state_dict().values())
+        return sum(tensor.nbytes for tensor in tensors_of(self.module).values())
 
     def whole(self) -> nn.Module:
         """The whole model with its initial values and the modes of `module`, to measure it; it shares nothing."""

@@ -29,6 +29,7 @@ from hybridpar.errors import ExportError, UsageError, cannot_write, shortened
 from hybridpar.models.deferred import is_deferred, like_tensor, saved_tensors, storage_of
 from hybridpar.models.outputs import main_output
 from hybridpar.models.state import twin_of
+from hybridpar.models.state_dicts import tensors_of
 from hybridpar.models.weight_files import map_safetensors
 
 Format = Literal["torch-export", "onnx", "safetensors"]
@@ -169,7 +170,7 @@ def _write_safetensors(model: nn.Module, images: Tensor, file: Path, facts: str)
 
     state: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors_of(model).items():
         # Each by itself: the format has no views, and tensors of tied layers are written twice.
         shares = storage_of(tensor) in storages
         storages.add(storage_of(tensor))
@@ -201,13 +202,13 @@ def _load_safetensors(model: nn.Module, file: Path) -> Callable[[Tensor], Tensor
     state = map_safetensors(file)
     empty: dict[int, Any] = {id(one): like_tensor(one, one.detach().to("meta")) for one in saved_tensors(model)}
     other = twin_of(model, empty)
-    other.load_state_dict(state, assign=True)
+    other.load_state_dict(state, strict=False, assign=True)  # extra states are the copy's
     if is_deferred(other):  # a module takes them in a way of its own
         other = twin_of(model)
         with torch.no_grad():
             for tensor in saved_tensors(other):
                 tensor.zero_()
-        other.load_state_dict(state)
+        other.load_state_dict(state, strict=False)
     return lambda images: main_output(other(images))
 
 

@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -146,9 +147,10 @@ def _frozen(value: Any, depth: int) -> Any:
     if (state := _generator_state(value)) is not None:
         return repr(state.tolist() if isinstance(state, torch.Tensor) else state)
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        if type(value) is not torch.Tensor or value.is_meta or value.layout != torch.strided or value.is_quantized:
+        held = value.detach()
+        if type(held) is not torch.Tensor or value.is_meta or value.layout != torch.strided or value.is_quantized:
             return _Same(value)
-        return value.shape, value.detach().resolve_conj().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return value.shape, held.resolve_conj().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if depth and isinstance(value, dict):
         return [(repr(key), _frozen(item, depth - 1)) for key, item in value.items()]
     if depth and isinstance(value, (list, tuple, deque)):
@@ -250,6 +252,8 @@ class _State:
         if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided:
             return
         memory, was_leaf = tensor.data, tensor.is_leaf
+        if isinstance(memory, FakeTensor):  # nothing is computed, so nothing changes
+            return
         copied = memory.clone() if self._values else None
 
         def undo() -> None:
@@ -257,9 +261,10 @@ class _State:
                 # Something that needs a gradient was written into it.
                 if was_leaf and not tensor.is_leaf and not tensor._is_view():
                     tensor.detach_()
-                if (tensor.data_ptr(), tensor.dtype, tensor.stride()) != (
+                if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != (
                     memory.data_ptr(),
                     memory.dtype,
+                    memory.shape,
                     memory.stride(),
                 ):
                     tensor.data = memory

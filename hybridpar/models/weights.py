@@ -197,7 +197,9 @@ def load_weights(
 
 def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names that the model has, where they are in another form of the same architecture."""
-    own = model.state_dict()
+    from hybridpar.models.state_dicts import tensors_of
+
+    own = tensors_of(model)
 
     def fits(tensors: Mapping[str, Tensor]) -> int:
         return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in own.items())
@@ -220,15 +222,18 @@ def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str, *, assign: bool = False) -> WeightsReport:
     """Load what fits."""
-    own = model.state_dict()
+    from hybridpar.models.state_dicts import copy_of, is_extra, tensors_of
+
+    before = model.state_dict()
+    own, kept = tensors_of(model), copy_of(before)
     others = [key for key in own if key in state and own[key].shape != state[key].shape]
     classes, heads = _other_classes(model, own, state, others)
     fitting: Any = OrderedDict((key, tensor) for key, tensor in state.items() if key not in others)
     # The versions of modules, by which some convert former names.
-    fitting._metadata = getattr(own if own.keys() <= state.keys() else state, "_metadata", None)
-    kept = {key: tensor.clone() for key, tensor in own.items()}
+    fitting._metadata = getattr(before if own.keys() <= state.keys() else state, "_metadata", None)
     try:
         missing, unknown = model.load_state_dict(fitting, strict=False, assign=assign)
+        missing = [key for key in missing if not is_extra(key)]
     except (RuntimeError, ValueError):  # a module that converts names, or counts versions
         missing, unknown = [key for key in own if key not in fitting], [key for key in fitting if key not in own]
         heads = set()

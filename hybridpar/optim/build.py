@@ -114,7 +114,8 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         accepted = _check_arguments(config, kind)
         if "momentum" in accepted:
             options.setdefault("momentum", config.momentum)
-        if name in _FUSED and not options.keys() & {"foreach", "differentiable"}:
+        are_complex = any(parameter.is_complex() for group in groups for parameter in group["params"])
+        if name in _FUSED and not are_complex and not options.keys() & {"foreach", "differentiable"}:
             options.setdefault("fused", True)
         return kind(groups, **options)  # type: ignore[no-any-return]
     except (AttributeError, ImportError, AssertionError, RuntimeError, TypeError, ValueError) as error:
@@ -242,6 +243,11 @@ class Rates:
         if device is not None:
             for group, peak in zip(self._groups, self._peaks, strict=True):
                 group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
+
+    @property
+    def added(self) -> list[dict[str, Any]]:
+        """Groups that were added since."""
+        return self._groups[len(self._peaks) :]
 
     def set(self, factor: float) -> None:
         """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hybridpar.models.state_dicts import copy_of, is_extra, put_state
 
 
 class ModelAverage:
     """The moving average of all that is in a module's state dict, number for number as timm's ModelEmaV3 has it.
 
     After step t: average = d average + (1 - d) value, with d = `decay`, or with `warmup` the smaller one of `decay` and
-    1 - (1 + n)^(-2/3) at the n-th update after the first. The first update copies the module. Integer buffers are
-    copied in every update. Tensors of fewer bits than float32 are averaged in float32.
+    1 - (1 + n)^(-2/3) at the n-th update after the first. The first update copies the module. Integer buffers, extra
+    states, and buffers that are not finite at first are copied in every update. Tensors of fewer bits than float32 are
+    averaged in float32.
 
     Args:
         module: A model, or a part of it; it is not changed, and the average begins as a copy of it.
@@ -37,7 +41,9 @@ class ModelAverage:
         self.decay = decay
         self.warmup = warmup
         self.every = every
-        self._average = {name: _averaged(tensor) for name, tensor in module.state_dict().items()}
+        # Masks, and observers that have seen nothing yet.
+        self._copied = {name for name, buffer in module.named_buffers() if not bool(torch.isfinite(buffer).all())}
+        self._average = {name: _averaged(name, tensor) for name, tensor in module.state_dict().items()}
 
     def decay_at(self, step: int) -> float:
         """The decay of an update.
@@ -69,10 +75,9 @@ class ModelAverage:
         averages, values = [], []
         for name, value in self.module.state_dict().items():
             average = self._average.get(name)
-            is_float = value.is_floating_point()
-            if average is None or average.shape != value.shape or average.is_floating_point() != is_float:
-                self._average[name] = _averaged(value)  # a buffer that forward has assigned
-            elif is_float:
+            if average is None or is_extra(name) or _kind(average) != _kind(value):
+                self._average[name] = _averaged(name, value)  # or a buffer that forward has assigned
+            elif _has_mean(value) and name not in self._copied:
                 averages.append(average)
                 values.append(value.to(average.dtype))
             else:
@@ -105,26 +110,36 @@ class ModelAverage:
             KeyError: It has no tensor for a name of the module.
         """
         for name, average in self._average.items():
-            average.copy_(state[name])
+            if is_extra(name):
+                self._average[name] = copy_of({name: state[name]})[name]
+            else:
+                average.resize_(state[name].shape).copy_(state[name])  # buffers of observers have grown
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the module holds the average; afterwards what it held before, bit for bit."""
-        own = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        own = copy_of(self.module.state_dict())
         self.copy_to_module()
         try:
             yield
         finally:
-            self.module.load_state_dict(own)
+            put_state(self.module, own)
 
-    @torch.no_grad()
     def copy_to_module(self) -> None:
         """Overwrite the module with the average."""
-        for name, tensor in self.module.state_dict().items():
-            tensor.copy_(self._average[name])
+        put_state(self.module, self._average)
 
 
-def _averaged(tensor: Tensor) -> Tensor:
+def _has_mean(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.is_floating_point(), tensor.is_complex()
+
+
+def _averaged(name: str, value: Any) -> Any:
     """A copy in which an average can be kept."""
-    kept = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(kept, copy=True)
+    if is_extra(name) or not _has_mean(value):
+        return copy_of({name: value})[name]
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)

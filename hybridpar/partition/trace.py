@@ -33,6 +33,7 @@ from hybridpar.errors import TraceError, UsageError
 from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
+from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
 from hybridpar.partition.trace_check import FOLLOWS, Difference, Graphs, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
@@ -84,11 +85,9 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         UsageError: The model refuses the inputs.
     """
     _require_plain(model)
-    whole = {
-        name
-        for name, module in model.named_modules()
-        if name and _hooks_of(module) and not ModelTracer(frozenset()).is_leaf_module(module, name)
-    }
+    leaf = ModelTracer(frozenset()).is_leaf_module
+    parts = {name: one for name, one in model.named_modules() if name and (_hooks_of(one) or has_extra_state(one))}
+    whole = {name for name, one in parts.items() if not leaf(one, name)}
     if not inputs:
         return _trace_both_modes(model, inputs, frozenset(whole))
     if is_deferred(model):
@@ -253,18 +252,17 @@ def _hooks_of(module: nn.Module) -> bool:
 
 def _require_plain(model: nn.Module) -> None:
     """Refuse what wraps a model and hides it, and what has no shapes yet."""
-    inner = getattr(model, "_orig_mod", None)  # torch.compile
-    if isinstance(inner, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        kind = "compiled" if isinstance(inner, nn.Module) else "scripted"
+    require_unwrapped(model)
+    if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
-            f"{type(model).__name__} is a {kind} model",
+            f"{type(model).__name__} is a scripted model",
             "Its operations are hidden inside; a graph is made from the model as it was written.",
-            f"Give the model before it was {kind}; its stages can be compiled.",
+            "Give the model before it was scripted; its stages can be compiled.",
         )
-    if _hooks_of(model):
+    if _hooks_of(model) or has_extra_state(model):
         raise TraceError(
-            f"{type(model).__name__} has a forward or backward hook",
-            "Stages are made of the model's sub-modules; they do not call the model itself, so its hook would not run.",
+            f"{type(model).__name__} has {'a forward or backward hook' if _hooks_of(model) else 'an extra state'}",
+            "Stages are made of the model's sub-modules; they do not call the model itself, and it would do nothing.",
             "Remove it, or put it on a sub-module, which is then kept whole.",
         )
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)

@@ -8,7 +8,7 @@ whatever the layout.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -25,6 +25,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.models.deferred import like_tensor, places
+from hybridpar.models.state_dicts import extra_states, put_state
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
@@ -131,6 +132,7 @@ class PipelineEngine:
         shared = replace(options, threads=1)
         names_of_all = [_names(stage) for stage in stages]
         replicate(model, world, agree=(shared, micro_batches, names_of_all), compare_only=options.own_only)
+        self._share_extra_states([model] if world.is_main else [])
         # A whole model's replicas are all workers, who have groups to sum on already.
         is_grid = world.size > 1 and not self.is_whole
         self.grid = None
@@ -318,13 +320,23 @@ class PipelineEngine:
         With `own_only` it stays in parts.
         """
         self.wait()
+        layout = self.options.layout(len(self._all_stages))
+        ranks = [0] if self.grid is None else self._first_ranks()
+        sources = [(module_of(stage), ranks[layout.home(stage.index)]) for stage in self._all_stages]
+        self._share_extra_states(module for module, source in sources if source == self.world.rank)
         if not self.is_spread:
             return
-        layout = self.options.layout(len(self._all_stages))
-        ranks = self._first_ranks()
         with self.world.named_errors("collecting the model"):
-            for stage in self._all_stages:
-                broadcast_state(module_of(stage), ranks[layout.home(stage.index)], self.world)
+            for module, source in sources:
+                broadcast_state(module, source, self.world)
+
+    def _share_extra_states(self, modules: Iterable[nn.Module]) -> None:
+        """Give every worker the extra states of these modules of this worker; a collective."""
+        if self.world.size > 1 and extra_states(self.model):
+            mine = {name: state for module in modules for name, state in extra_states(module).items()}
+            every: list[Any] = self.world.gather(mine)
+            for states in every:
+                put_state(self.model, states)
 
     @property
     def is_spread(self) -> bool:

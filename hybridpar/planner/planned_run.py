@@ -28,6 +28,7 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.models.deferred import is_deferred
+from hybridpar.models.state_dicts import require_saved, require_unwrapped
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
@@ -95,6 +96,8 @@ def plan_run(
         named &= set(given)
     decided = decided_options(config, given) if decided is None else decided
     _require_effect(config, named, world.size)
+    require_unwrapped(model)
+    require_saved(model)
     info = ModelInfo(
         name=name,
         fingerprint=model_fingerprint(model),

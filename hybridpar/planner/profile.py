@@ -142,6 +142,7 @@ class ModelProfile:
         parameters: Trained parameters, in the model's order.
         variants: Ways to compute it; the first is torch's default.
         batch_norm: Whether layers normalise over the micro-batch, so that its size is part of the result.
+        counts: Whether forward passes change Python attributes, so that stages cannot recompute their activations.
         device: What times were taken on.
         threads: With how many intra-op threads.
         source: `measured` or `analytic`.
@@ -165,6 +166,7 @@ class ModelProfile:
     parameters: tuple[Parameter, ...]
     variants: tuple[Variant, ...]
     batch_norm: bool = False
+    counts: bool = False
     device: str = ""
     threads: int | None = None
     source: str = "measured"

@@ -100,7 +100,7 @@ class Space:
             may_shard = may_shard and (one.shape.stages > 1 or self.inputs.sync_lanes > 1)
             ways = [(True, one.cut)] if may_shard else []
             if one.shape.stages > 1:
-                cuts = [replace(one.cut, recompute=True)]
+                cuts = [] if self.inputs.profile.counts else [replace(one.cut, recompute=True)]
                 if all(host.host_link is not None for _, host in self.inputs.by_worker[: one.shape.workers]):
                     cuts.append(replace(one.cut, offload=True))
                 ways += [(shard, cut) for cut in cuts for shard in {bool(sharded), bool(sharded) or may_shard}]

@@ -20,6 +20,7 @@ from hybridpar.config.rates import OnPlateau
 from hybridpar.models import model_fingerprint
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state import twin_of
+from hybridpar.models.state_dicts import copy_of
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.optim.ema import ModelAverage
@@ -291,7 +292,7 @@ class ServedState:
         model, training = self._whole(states) if states is not None else ({}, {})
         average = None
         if self.average is not None:
-            average = {name: tensor.cpu() for name, tensor in self.average.state_dict().items()}
+            average = copy_of(self.average.state_dict(), "cpu")
         data = CheckpointData(step, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(self._at.checkpoints, data, world)
 
@@ -311,7 +312,7 @@ class ServedState:
             training["loss_scale"] = self.loss_scale.state_dict()
         if self._plateau is not None:
             training["plateau"] = self._plateau.state_dict()
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training
+        return dict(model.state_dict()), training
 
 
 def _last_step(directory: Path) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view
+from hybridpar.models.state_dicts import copy_of
 from hybridpar.optim.build import counters_of
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.running import flat_buffers, running_buffers
@@ -65,7 +66,7 @@ def untrained(model: nn.Module) -> dict[str, Tensor]:
     held = set(trained_parameters(model)) | {
         name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
     }
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items() if name not in held}
+    return copy_of({name: value for name, value in model.state_dict().items() if name not in held}, "cpu")
 
 
 def merged_states(

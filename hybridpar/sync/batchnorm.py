@@ -161,14 +161,15 @@ class BufferRollback:
 
     Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
     the buffers that a forward pass may change are copied at the beginning of a step; they are small. What is pooled
-    needs no copy. A pass may write into a buffer, or assign another tensor: buffers are looked up by name.
+    needs no copy. A pass may write into a buffer, resize it, or assign another tensor: buffers are looked up by name.
     """
 
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
-        ignored = {inside for module in spared for inside in module.modules()}
+        ignored = set(spared)  # but not what is in them, as observers are
         modules = (module for module in model.modules() if module not in ignored)
         self._places = [(module._buffers, name) for module in modules for name in module._buffers]
         self._before: list[Any] = []  # tensors, and None
+        self._shapes: list[Any] = []
         self._kinds: list[_Kept] = []
         self.keep()
 
@@ -176,8 +177,9 @@ class BufferRollback:
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
         present = self._present()
-        if not self._kinds or not all(map(operator.is_, present, self._before)):
-            self._before = present
+        shapes = [None if one is None else one.shape for one in present]
+        if not self._kinds or shapes != self._shapes or not all(map(operator.is_, present, self._before)):
+            self._before, self._shapes = present, shapes
             kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
             for place, buffer in enumerate(present):
                 if buffer is not None:
@@ -193,10 +195,14 @@ class BufferRollback:
         assigned = []
         if not all(map(operator.is_, present, self._before)):
             assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
-        if unless is not None and assigned and not self._can_choose(present):
+        pairs = enumerate(zip(self._before, self._shapes, strict=True))
+        resized = [place for place, (one, shape) in pairs if one is not None and one.shape != shape]
+        if unless is not None and (resized or (assigned and not self._can_choose(present))):
             if bool(unless):
                 return
             unless = None
+        for place in resized:
+            self._before[place].data = self._before[place].new_empty(self._shapes[place])
         for kind in self._kinds:
             if unless is None:
                 torch._foreach_copy_(kind.buffers, kind.parts_saved)

@@ -82,9 +82,9 @@ class Bucket:
         with torch.no_grad():
             if len(self.slots) == 1:
                 parameter = self.slots[0].parameter
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                return flat_view(parameter.grad)
+                gradient = parameter.grad
+                parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.resolve_conj()
+                return as_real(flat_view(parameter.grad))
             if self._buffer is None:
                 first = self.slots[0].parameter
                 self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
@@ -96,19 +96,24 @@ class Bucket:
                     view.zero_()
                 else:
                     views.append(view)
-                    gradients.append(gradient)
+                    gradients.append(gradient.resolve_conj())
                 slot.parameter.grad = view
             if views:
                 torch._foreach_copy_(views, gradients)
-            return self._buffer
+            return as_real(self._buffer)
 
     def flat(self) -> Tensor:
         """The 1-D tensor that `collect` returned in this step."""
         if self._buffer is not None:
-            return self._buffer
+            return as_real(self._buffer)
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
-        return flat_view(gradient)
+        return as_real(flat_view(gradient))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A tensor, or if it is complex its real and imaginary parts, 1-D; of what is contiguous a view."""
+    return torch.view_as_real(tensor.resolve_conj()).flatten() if tensor.is_complex() else tensor
 
 
 def view_like(buffer: Tensor, slot: Slot) -> Tensor:

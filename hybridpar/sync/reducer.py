@@ -30,7 +30,7 @@ from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
-from hybridpar.sync.buckets import Bucket, Slot, check_layout, layout_fingerprint, make_buckets, sum_of_squares
+from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_fingerprint, make_buckets, sum_of_squares
 from hybridpar.sync.compression import Compression, add_plainly, make_compression
 from hybridpar.sync.figures import SyncCosts
 
@@ -109,7 +109,7 @@ class LocalGradients:
 
         It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
         """
-        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        gradients = [as_real(one.grad) for one in self._parameters.values() if one.grad is not None]
         if self._measure and gradients:
             flight.squares = _sum_of_all_squares(gradients, None, self._compute.device)
             if flight.squares.device.type == "cpu" and not bool(torch.isfinite(flight.squares)):

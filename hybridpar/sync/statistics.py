@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
+from hybridpar.models.state_dicts import copy_of, is_extra
 
 _MEAN, _VARIANCE, _COUNTER = "running_mean", "running_var", "num_batches_tracked"
 
@@ -83,7 +84,7 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
     buffers = {name for name, _ in model.named_buffers()}
     with world.named_errors("averaging the model"):
         for name, tensor in state.items():
-            if tensor.is_floating_point() and tensor.numel() and name not in buffers:
+            if name not in buffers and not is_extra(name) and tensor.is_floating_point() and tensor.numel():
                 flat = tensor.flatten().div_(world.size)
                 world.control_sum.all_reduce(flat)
                 tensor.copy_(flat.view(tensor.shape))
@@ -94,8 +95,3 @@ def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
             world.control_sum.all_reduce(message)
             statistics.load(message, world.size)
     return state
-
-
-def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in memory of its own; tensors that share memory share it no longer."""
-    return {name: tensor.detach().clone() for name, tensor in state.items()}

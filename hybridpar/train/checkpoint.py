@@ -40,6 +40,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
 from hybridpar.formats.file_reader import TensorPath, Unreadable, read_torch, tensor_paths, tensor_places
 from hybridpar.formats.messages import bytes_of
+from hybridpar.models.state_dicts import is_extra
 from hybridpar.train.checkpoint_files import CHECKPOINT_VERSION, latest_checkpoint, read_manifest, resolve_checkpoint
 
 #: Bytes of a tensor that are brought to worker 0 at once.
@@ -163,7 +164,7 @@ def load_checkpoint(path: Path, rank: int = 0, held: Held | None = None) -> Chec
     stepped = None if held is None else held.stepped
 
     def into(tensors: Mapping[str, Tensor] | None) -> Callable[[TensorPath], bool | Tensor] | None:
-        return None if tensors is None else lambda keys: tensors.get(keys[0], False)
+        return None if tensors is None else lambda keys: is_extra(keys[0]) or tensors.get(keys[0], False)
 
     def in_training(keys: TensorPath) -> bool:
         return stepped is None or keys[:2] != ("optimizer", "state") or keys[2] in stepped
@@ -204,10 +205,10 @@ def _read_tensors(
 ) -> dict[str, Tensor]:
     state = _read(path, name, keep, mapped=mapped)
     for key, tensor in state.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) and not is_extra(str(key)):
             raise CheckpointError(
                 f"{shortened(path / name)} has a {type(tensor).__name__} under {shortened(key)}",
-                "It is the state dict of a model, all tensors.",
+                "It is the state dict of a model, all tensors but for extra states.",
                 "Use another checkpoint of the run.",
             )
     return state
@@ -282,7 +283,8 @@ def _put(file: Path, offset: int, tensor: Tensor) -> None:
 def _write_shares(aside: Path, shares: Mapping[str, Any], world: World, problem: str | None) -> str | None:
     """Bring the tensors of all workers to their places in the files of rank 0; a collective."""
     here = () if world.is_main else shares.items()  # rank 0 has written its own already
-    mine = [(name, keys, tensor) for name, share in here for keys, tensor in tensor_paths(share)]
+    pairs = ((name, *pair) for name, share in here for pair in tensor_paths(share))
+    mine = [(name, keys, tensor) for name, keys, tensor in pairs if not is_extra(keys[0])]  # rank 0 has those
     order: list[Any] = world.gather([(name, keys, tensor.nbytes) for name, keys, tensor in mine])
     offsets: dict[str, dict[TensorPath, int]] = {}
 
@@ -394,7 +396,7 @@ def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
     for name, tensor in saved.items():
         if name not in own:
             return f"it has {name}, this model has not"
-        if own[name].shape != tensor.shape:
+        if not is_extra(name) and own[name].shape != tensor.shape:
             return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
     for name in own:
         if name not in saved:

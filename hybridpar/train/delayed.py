@@ -87,9 +87,9 @@ class DoubleBufferEngine(Engine):
         """Updates made since the weights that the last step's gradients were computed on; in halves, their mean."""
         return self._staleness
 
-    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super()._make_optimizer(module)
-        if self._halves and optimizer is not None:
+        if self._halves:
             _check_halves(optimizer)
         return optimizer
 

@@ -26,10 +26,12 @@ from torch.utils.hooks import RemovableHandle
 from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import UsageError
+from hybridpar.config.recipe import refuse
+from hybridpar.errors import UsageError, shortened
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
+from hybridpar.models.state_dicts import copy_of, is_extra, put_state
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import (
     Rates,
@@ -98,6 +100,7 @@ class Engine:
 
     def __init__(self, parts: EngineParts) -> None:
         model, plan, config, world = parts.model, parts.plan, parts.config, parts.world
+        _check_complex(model, plan, config)
         self.model = model
         self.own_only = parts.own_only
         self.plan = plan
@@ -193,10 +196,10 @@ class Engine:
     def _step_of(self, module: nn.Module) -> OptimizerStep:
         """What steps the parameters of a stage or of the model."""
         optimizer = self._make_optimizer(module)
-        if optimizer is None:
-            return lambda factor, commit, pieces: None if pieces is None else pieces.materialise()
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
         self._rates.append(rates)
+        if not optimizer.param_groups:
+            return lambda factor, commit, pieces: None if pieces is None else pieces.materialise()
 
         def step(factor: float | None, commit: Tensor | None, pieces: Pieces | None) -> Tensor | None:
             if factor is not None:
@@ -218,8 +221,8 @@ class Engine:
 
         return step
 
-    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer of what this worker owns of a stage or of the model; None where nothing of that is stepped."""
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of what this worker owns of a stage or of the model; without groups if nothing is stepped."""
         if self._given is None:
             self._given = self._factory(self.model)
             known = {id(parameter) for parameter in self.model.parameters()}
@@ -237,8 +240,6 @@ class Engine:
             if is_sharded:
                 own = owned(module, self._world.rank % replicas, replicas)  # rank = position * replicas + replica
             optimizer = part_of(optimizer, own)
-            if not optimizer.param_groups:
-                return None
         self.optimizers.append(optimizer)
         return optimizer
 
@@ -268,6 +269,7 @@ class Engine:
         """Train on this replica's share of one global batch."""
         if self._modes:
             check_modes(self._modes)
+        self._refuse_joined()
         if given.global_samples is None and self.pipeline.replicas == 1:
             given = replace(given, global_samples=given.samples)
         if self.graph is not None:
@@ -284,6 +286,17 @@ class Engine:
         return self.pipeline.step(
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
         )
+
+    def _refuse_joined(self) -> None:
+        """Refuse parameters that were added to an optimizer: it may not be that of their stage, on this worker."""
+        added = [one for rates in self._rates for group in rates.added for one in group["params"]]
+        if added:
+            names = [name for name, one in self.model.named_parameters() if any(one is other for other in added)]
+            raise UsageError(
+                f"the optimizer was given more parameters while training: {shortened(', '.join(names))}",
+                "Stages, workers and the schedule of rates divide what the optimizer was made with.",
+                "Make it with all parameters; those with requires_grad False wait until that changes.",
+            )
 
     def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: int, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
@@ -380,13 +393,13 @@ class Engine:
     def averaged(self) -> Iterator[None]:
         """Inside, `model` holds the moving average, once `synchronize_buffers` has made it whole; a collective."""
         self.pipeline.wait()
-        own = {name: tensor.clone() for name, tensor in self.held_state().items()}
+        own = copy_of(self.held_state())
         for average in self.averages:
             average.copy_to_module()
         try:
             yield
         finally:
-            self.load_held_state(own)
+            put_state(self.model, own)
 
     @property
     def codecs(self) -> list[Compression]:
@@ -414,15 +427,10 @@ class Engine:
         own = {id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]}
         return {name for name, one in self.model.named_parameters() if id(one) in own}
 
-    def held_state(self) -> dict[str, Tensor]:
+    def held_state(self) -> dict[str, Any]:
         """What this worker holds of the model's state: all of it, or that of its stages."""
-        return {name: tensor for name, tensor in self.model.state_dict().items() if not tensor.is_meta}
-
-    @torch.no_grad()
-    def load_held_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put a saved state of the model back, as far as this worker holds it."""
-        for name, tensor in self.held_state().items():
-            tensor.copy_(state[name])
+        state = self.model.state_dict()
+        return {name: value for name, value in state.items() if is_extra(name) or not value.is_meta}
 
     def average_state(self) -> dict[str, Tensor] | None:
         """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective."""
@@ -431,10 +439,13 @@ class Engine:
         if self.own_only and self.plan.sync.batch_norm != "local":
             self.pipeline.wait()
             kept = self.kept_averages()
-            return {name: kept.get(name, own).to(own.dtype) for name, own in self.held_state().items()}
+            return {
+                name: kept.get(name, own) if is_extra(name) else kept.get(name, own).to(own.dtype)
+                for name, own in self.held_state().items()
+            }
         with self.averaged():
             self.synchronize_buffers()
-            state = {name: tensor.detach().cpu().clone() for name, tensor in self.held_state().items()}
+            state = copy_of(self.held_state(), "cpu")
         self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
         return state
 
@@ -555,6 +566,18 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
         delayed=config.double_buffer != "off",
         shard_optimizer=sync.shard_optimizer,
     )
+
+
+def _check_complex(model: nn.Module, plan: ResolvedPlan, config: TrainConfig) -> None:
+    """Refuse complex parameters where gradients must be real numbers."""
+    name = next((name for name, one in model.named_parameters() if one.is_complex()), None)
+    used = {
+        f"--compress {plan.sync.codec}": plan.sync.codec != "none",
+        "--sync outer": plan.sync.outer is not None or config.outer is not None,
+        "--clip-mode value": config.clip_norm is not None and config.clip_mode == "value",
+    }
+    if name is not None and (option := next(filter(used.get, used), None)):
+        raise refuse(f"the complex parameter {name!r}", option, "It changes gradients of real numbers.")
 
 
 def _check_divisible(optimizer: torch.optim.Optimizer, what: str) -> None:

@@ -26,6 +26,7 @@ from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
+from hybridpar.models.state_dicts import copy_of, put_state
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
@@ -50,7 +51,7 @@ from hybridpar.sync.outer import (
 )
 from hybridpar.sync.policy import agree_on_policy
 from hybridpar.sync.rounds import Round, Timetable
-from hybridpar.sync.statistics import average_model, copy_of
+from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
 _log = logging.getLogger(__name__)
@@ -280,7 +281,7 @@ class OuterEngine(Engine):
         try:
             yield
         finally:
-            self.model.load_state_dict(own)
+            put_state(self.model, own)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
@@ -328,7 +329,7 @@ class OuterEngine(Engine):
         if self._config.model_ema is None or not self._differs:
             return super().average_state()
         with self.averaged():
-            return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+            return copy_of(self.model.state_dict(), "cpu")
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -336,7 +337,7 @@ class OuterEngine(Engine):
         with super().averaged():
             if differs := self._differs:
                 self.pipeline.collect()
-                self.model.load_state_dict(average_model(self.model, self._team))
+                put_state(self.model, average_model(self.model, self._team))
             self._equal = differs
             try:
                 yield
@@ -390,7 +391,7 @@ class OuterEngine(Engine):
         if not own:
             self.outer.reset_anchors()
             return
-        self.model.load_state_dict(own["model"])
+        put_state(self.model, own["model"])
         for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):
             load_optimizer_state(optimizer, self.model, saved)
         self._flags = list(own["flags"])

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
@@ -32,6 +33,7 @@ from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
+from hybridpar.models.state_dicts import copy_of, put_state
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import make_loss
@@ -43,7 +45,6 @@ from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.sync.compression import settle_codecs
 from hybridpar.sync.policy import is_auto
-from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import (
     CheckpointData,
     Held,
@@ -272,8 +273,12 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this worker; in a pipeline that of the first stage here that has trained parameters."""
-        return self.engine.optimizers[0]
+        """The optimizer of this worker; in a pipeline that of the first stage here that has trained parameters.
+
+        It has no groups where nothing is trained here.
+        """
+        optimizers = self.engine.optimizers
+        return next((optimizer for optimizer in optimizers if optimizer.param_groups), optimizers[0])
 
     # ------------------------------------------------------------------ a step
 
@@ -381,7 +386,7 @@ class Trainer:
 
         def undo() -> None:
             engine.wait()
-            self.model.load_state_dict(model)
+            put_state(self.model, model)
             self._load_training_state(copy.deepcopy(training), model if average is None else average, step)
             engine.load_state_dict(copy.deepcopy(sync))
             restore_random_state(random, device)
@@ -505,7 +510,7 @@ class Trainer:
         average = self.engine.average_state()
         if self.engine.in_parts:
             return self._save_in_parts(Path(directory), training, local, average)
-        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
+        model = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), self.engine.model_state())
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(Path(directory), data, self.world)
 
@@ -515,7 +520,7 @@ class Trainer:
         """The same where no worker holds everything: rank 0 knows of all tensors, and is given one at a time."""
         engine, counts = self.engine, self.engine.pipeline.replica == 0
         sharded = self.plan.sync.shard_optimizer
-        model = {name: tensor.detach() for name, tensor in engine.model.state_dict().items()}
+        model = dict(engine.model.state_dict())
         held = engine.held_state()
         state = [optimizer_state(optimizer, engine.model)["state"] for optimizer in engine.optimizers]
         mine = {"optimizer": {"state": dict(ChainMap(*state))}} if counts or sharded else {}
@@ -524,7 +529,7 @@ class Trainer:
             shares["model.pt"] = held if counts else {}
         if average is not None and engine.own_only:
             shares["model_ema.pt"] = average if counts else {}
-            average = {name: average.get(name, tensor.to("meta")) for name, tensor in model.items()}
+            average = {name: average[name] if name in average else tensor.to("meta") for name, tensor in model.items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local, average=average)
         return save_checkpoint(directory, data, self.world, shares)
 
@@ -566,8 +571,9 @@ class Trainer:
         data = load_checkpoint(Path(path), self.world.rank, held)
         require_model(Path(path), data, self.fingerprint, self.model)
         with usable(Path(path)):
+            put_state(self.model, data.model)
             if not engine.own_only:
-                self.model.load_state_dict(data.model)
+                self.model.load_state_dict(data.model)  # which modules may have hooks for
             average = data.model if data.average is None else data.average
             self._load_training_state(data.training, average, data.step)
             if self._plateau is not None and "plateau" in data.training:

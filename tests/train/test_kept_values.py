@@ -1,0 +1,256 @@
+"""Values that a model keeps and that are no ordinary tensors: right under every layout, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+from torch.nn.functional import cross_entropy
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.models.deferred import DeferredModel
+from hybridpar.models.state_dicts import copy_of
+from hybridpar.optim.ema import ModelAverage
+from hybridpar.planner.measure import profile_model
+from hybridpar.planner.space import Space
+from tests.planner.small import inputs
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:Please use quant_min")
+X, Y = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {}), (1, {"stages": 2}), (2, {}), (2, {"stages": 2})]
+
+
+class Limits(nn.Module):
+    """Has an extra state: a limit, and how often it was used."""
+
+    def __init__(self, high: float = 3.0) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {"high": high, "used": 0, "by": {b"a": [torch.ones(1)]}}
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = dict(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state["used"] += 1
+        return x.clamp(max=self.state["high"])
+
+
+class Filter(nn.Module):
+    """A filter in the frequency domain, whose gradient may be a conjugated view, and a buffer that is assigned anew."""
+
+    conjugated = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(3, 4, 3, dtype=torch.complex64) * 0.1)
+        self.register_buffer("means", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.means = torch.cat((self.means, x.detach().mean()[None]))
+        spectrum = torch.fft.rfft2(x, norm="ortho") * (self.filter.conj() if self.conjugated else self.filter)
+        return torch.fft.irfft2(spectrum, s=(4, 4), norm="ortho")
+
+
+def make_net(kind: str = "filter", high: float = 3.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    if kind == "limits":
+        return nn.Sequential(nn.Flatten(), nn.Linear(48, 96), Limits(high), nn.Linear(96, 96), nn.ReLU(), Limits(high))
+    if kind == "filter":
+        return nn.Sequential(nn.Conv2d(3, 3, 1), Filter(), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3))
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    )
+    net.qconfig = get_default_qat_qconfig("x86")  # its observers are for each channel: their buffers grow
+    return prepare_qat(net, inplace=True)  # type: ignore[no-any-return]
+
+
+def trainer_of(net: nn.Module | DeferredModel, world: World | None = None, **options: Any) -> Trainer:
+    options = {"plan": "none", "micro_batches": 2, "lr": 0.1, "model_ema": "0.9", **options}
+    return Trainer(net, config=TrainConfig(**options), example=X[:2], world=world)
+
+
+def share(world: World, trainer: Trainer) -> tuple[Tensor, Tensor]:
+    replicas = trainer.plan.placement.replicas
+    return X.chunk(replicas)[world.rank % replicas], Y.chunk(replicas)[world.rank % replicas]
+
+
+def extra_state(world: World, directory: str, options: dict[str, Any], deferred: bool) -> tuple[Any, ...]:
+    high = 0.5 + world.rank  # worker 0's counts
+    net: Any = DeferredModel(lambda: make_net("limits", high)) if deferred else make_net("limits", high)
+    with trainer_of(net, world, **options) as trainer:
+        trainer.step(share(world, trainer))
+        path = trainer.save(directory)
+        limits = [one for one in trainer.model.modules() if isinstance(one, Limits)]
+        saved = [dict(one.state) for one in limits]
+        trainer.step(share(world, trainer))
+        with trainer.averaged():
+            averaged = [dict(one.state) for one in limits]
+        for one in limits:
+            one.state = {}
+        trainer.load(path)
+        return str(path), saved, averaged, [dict(one.state) for one in limits]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("workers", "options"), LAYOUTS)
+def test_extra_states_are_saved_averaged_and_of_worker_0(workers, options, deferred, tmp_path):
+    for path, saved, averaged, loaded in run_ranks(extra_state, workers, str(tmp_path), options, deferred):
+        assert [(one["high"], one["used"]) for one in saved] == [(0.5, 2)] * 2
+        assert [one["used"] for one in averaged] == [4, 4]
+        assert loaded == saved
+        plain = make_net("limits")
+        plain.load_state_dict(torch.load(Path(path) / "model.pt", weights_only=True))
+        assert [plain[2].state, plain[5].state] == saved
+
+
+def test_an_extra_state_that_no_checkpoint_can_hold_is_refused():
+    net = make_net("limits")
+    net[2].state["hook"] = object()
+    with pytest.raises(UsageError, match=r"get_extra_state of 2 \(Limits\) returns a dict"):
+        trainer_of(net)
+    with pytest.raises(UsageError, match="Limits has an extra state"):
+        trainer_of(Limits(), stages=2)
+
+
+def test_the_planner_recomputes_no_stage_that_counts():
+    assert profile_model(make_net("limits"), [X[:2]], measure=False).counts
+    for counts in (False, True):
+        space = Space(inputs(replace(inputs().profile, counts=counts)))
+        assert any(one.cut.recompute for one in space.candidates(saving=True)) != counts
+
+
+def plain_loop(net: nn.Module, optimizer: torch.optim.Optimizer, clip: float) -> ModelAverage:
+    average = ModelAverage(net, 0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
+            (cross_entropy(net(x), y) / 2).backward()
+        norm = torch.stack([one.grad.abs().square().sum() for one in net.parameters() if one.grad is not None]).sum()
+        for one in net.parameters():
+            assert one.grad is not None
+            one.grad *= (clip / norm.sqrt()).clamp(max=1.0)
+        optimizer.step()
+        average.update(step + 1)
+    return average
+
+
+def train_filter(world: World, directory: str, optimizer: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    net = make_net()
+    net[1].conjugated = optimizer == "sgd"  # torch's Adam cannot step by such
+    options = {"optimizer": optimizer, "weight_decay": 0.0, "clip_norm": 0.2, **options}
+    with trainer_of(net, world, **options) as trainer:
+        x, y = share(world, trainer)
+        for step in range(4):
+            assert trainer.step((x * math.nan if step == 1 else x, y)).skipped == (step == 1)
+            if step == 2:
+                path = trainer.save(directory)
+        states = []
+        for _ in range(2):
+            trainer.collect()
+            states.append(copy_of(net.state_dict()))
+            with trainer.averaged():
+                states.append(copy_of(net.state_dict()))
+            trainer.load(path)
+            trainer.step((x, y))
+        return states
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("workers", "options"), [*LAYOUTS, (2, {"shard_optimizer": True}), (2, {"bucket_mb": 1e-5})])
+def test_complex_parameters_train_as_in_a_plain_loop(workers, options, optimizer, tmp_path):
+    replicas = 1 if options.get("stages") else workers
+    found = run_ranks(train_filter, workers, str(tmp_path), optimizer, {"micro_batches": 2 // replicas, **options})
+    net = make_net()
+    net[1].conjugated = optimizer == "sgd"
+    kind: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
+    momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
+    average = plain_loop(net, kind(net.parameters(), lr=0.1, weight_decay=0.0, **momentum), 0.2)
+    assert not torch.equal(average.state_dict()["1.filter"], net[1].filter)
+    names = net.state_dict() if replicas == 1 else dict(net.named_parameters())  # means are of a worker's own samples
+    for states in found:
+        for state, expected in zip(states, (net.state_dict(), average.state_dict()) * 2, strict=True):
+            for name in names:
+                torch.testing.assert_close(state[name], expected[name], msg=name)
+
+
+@pytest.mark.parametrize("options", [{"compress": "onebit"}, {"clip_norm": 1.0, "clip_mode": "value"}])
+def test_complex_parameters_are_refused_where_numbers_are_real(options):
+    with pytest.raises(UsageError, match=r"the complex parameter '1\.filter' with --c"):
+        trainer_of(make_net(), **options)
+
+
+def train_observed(world: World, directory: str, options: dict[str, Any]) -> list[Any]:
+    net, results = make_net("observed"), []
+    with trainer_of(net, world, **options) as trainer:
+        x, y = share(world, trainer)
+        before = copy_of(dict(net.named_buffers()))
+        assert trainer.step((x * math.nan, y)).skipped
+        trainer.wait()
+        for name, one in net.named_buffers():
+            assert torch.equal(one, before[name]), name
+        trainer.step((x, y))
+        path = trainer.save(directory)
+        for _ in range(2):
+            trainer.step((x, y))
+            trainer.collect()
+            with trainer.averaged():
+                results.append(copy_of(net.state_dict()))
+            trainer.load(path)
+    return results
+
+
+@pytest.mark.parametrize(("workers", "options"), LAYOUTS)
+def test_observers_whose_buffers_grow_are_trained_saved_and_averaged(workers, options, tmp_path):
+    results = [state for rank in run_ranks(train_observed, workers, str(tmp_path), options) for state in rank]
+    assert results[0]["0.weight_fake_quant.scale"].shape == (8,)
+    for state in results[1:]:
+        assert [name for name, one in state.items() if not torch.equal(one, results[0][name])] == []
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
+def test_a_wrapper_is_refused_by_name(wrap, inside, stages):
+    net = make_net()
+    wrapped = nn.Sequential(*net[:-1], wrap(net[-1])) if inside else wrap(net)
+    with pytest.raises(UsageError, match=rf"{'4' if inside else 'the model'} is wrapped in "):
+        trainer_of(wrapped, stages=stages)
+
+
+def test_parameters_that_join_an_optimizer_are_refused():
+    net = make_net().requires_grad_(False)
+    net[4].requires_grad_(True)
+    made = [torch.optim.SGD(net[4].parameters(), lr=0.1)]
+    with Trainer(net, lambda model: made[0], config=TrainConfig(plan="none"), total_steps=4) as trainer:
+        trainer.step((X, Y))
+        trainer.optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.01})
+        with pytest.raises(UsageError, match=r"more parameters while training: 0\.weight, 0\.bias"):
+            trainer.step((X, Y))
+
+
+def groups_of(world: World) -> int:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+
+    config = TrainConfig(plan="none", stages=2, micro_batches=2, freeze="0,1")
+    with Trainer(make_net(), make, config=config, example=X[:2], world=world) as trainer:
+        trainer.step((X, Y))
+        return len(trainer.optimizer.param_groups)
+
+
+def test_a_worker_that_trains_nothing_has_an_optimizer_without_groups():
+    assert run_ranks(groups_of, 2) == [0, 1]
