@@ -259,7 +259,14 @@ def stages_from_plan(
             "Make a new plan for this model with `hybridpar plan`.",
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)
-    _require_repeatable(model, traced.counters, [stages[index] for index in _recomputed(plan)])
+    again = plan.pipeline.recompute if plan.pipeline is not None else ()
+    _require_repeatable(model, traced.counters, [stages[index] for index in again])
+    if again and traced.draws:
+        raise UsageError(
+            f"--recompute {again[0]} with a model that draws random numbers of Python or NumPy",
+            "A forward pass that runs again would draw others; torch's are the same in both.",
+            "Draw them by torch, in the data, or do not recompute.",
+        )
     if traced.checkpointed_norm is not None and plan.sync is not None and plan.sync.batch_norm == "local":
         raise UsageError(
             f"batch_norm='local' with BatchNorm under torch.utils.checkpoint, in {traced.checkpointed_norm}",
@@ -267,10 +274,6 @@ def stages_from_plan(
             "Use the default, 'pooled', which counts every sample once, or remove torch.utils.checkpoint.",
         )
     return stages
-
-
-def _recomputed(plan: Plan) -> tuple[int, ...]:
-    return plan.pipeline.recompute if plan.pipeline is not None else ()
 
 
 def _require_repeatable(model: nn.Module, counters: Mapping[str, str], stages: Iterable[Stage]) -> None:

@@ -53,6 +53,7 @@ class TracedModel:
         suspects: What the graphs may lack, by the name of the module whose code does it.
         counters: Python attributes that forward changes in every pass, by the name of the sub-module.
         remembering: Sub-modules whose Python attributes differ from pass to pass.
+        draws: Whether forward draws random numbers of Python or NumPy, as far as that was tried.
         checkpointed_norm: A sub-module that runs BatchNorm under torch.utils.checkpoint.
     """
 
@@ -64,6 +65,7 @@ class TracedModel:
     suspects: Mapping[str, str] = field(default_factory=dict)
     counters: Mapping[str, str] = field(default_factory=dict)
     remembering: Collection[str] = ()
+    draws: bool = False
     checkpointed_norm: str | None = None
 
 
@@ -106,7 +108,8 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         traced = _trace_both_modes(model, inputs, frozenset(whole))
     kept = {path: reason for path, reason in reasons.items() if path in whole}
     norm = _require_repeatable(model, kept, check.written)
-    return replace(traced, counters=check.counters, remembering=check.remembering, checkpointed_norm=norm)
+    traced = replace(traced, counters=check.counters, remembering=check.remembering, draws=check.draws)
+    return replace(traced, checkpointed_norm=norm)
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:

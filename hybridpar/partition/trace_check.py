@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.models.deferred import imagined
-from hybridpar.models.state import WrittenState, mutable_attributes, untouched
+from hybridpar.models.state import WrittenState, mutable_attributes, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 
@@ -83,6 +83,8 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
+        #: Whether forward draws random numbers of Python or NumPy.
+        self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
         self.remembering: set[str] = set()
         #: Why stages cannot train the model as it is: a tensor, and what happens to it.
@@ -185,8 +187,10 @@ def _run(
     with untouched(model, training=training), torch.set_grad_enabled(training):
         for seed, batch in enumerate(batches):
             _seed(model, seed)
+            drawn = python_random_state()
             outcomes.append(_results(model, call(*_copies(batch))))
             if check is not None:
+                check.draws |= drawn != python_random_state()
                 attributes.append(_attributes(model))
     if check is not None and (changed := _counting(*attributes)):
         check.remembering |= changed.keys()

@@ -142,7 +142,7 @@ class ModelProfile:
         parameters: Trained parameters, in the model's order.
         variants: Ways to compute it; the first is torch's default.
         batch_norm: Whether layers normalise over the micro-batch, so that its size is part of the result.
-        counts: Whether forward passes change Python attributes, so that stages cannot recompute their activations.
+        counts: Whether forward passes change Python attributes or draw its random numbers, so that they run once only.
         device: What times were taken on.
         threads: With how many intra-op threads.
         source: `measured` or `analytic`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,14 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.rand(x.shape, generator=self.generator)
+
+
+class Rolling(nn.Module):
+    """It draws from Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert bool(torch.isfinite(x.detach()).all())
+        return x + random.random()
 
 
 class Checkpointed(nn.Module):
@@ -185,6 +195,12 @@ def test_a_python_number_counts_the_passes_of_training_alone() -> None:
 def test_what_python_holds_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
     with pytest.raises(UsageError, match=f"2 \\({kind.__name__}\\), whose forward changes its attribute '{attribute}'"):
         trained(make(kind), schedule="1f1b", recompute=(0, 1))
+
+
+def test_random_numbers_of_python_are_refused_where_passes_run_twice() -> None:
+    trained(make(Rolling), schedule="1f1b")
+    with pytest.raises(UsageError, match="--recompute 0 with a model that draws random numbers of Python"):
+        trained(make(Rolling), schedule="1f1b", recompute=(0, 1))
 
 
 def test_batch_norm_under_checkpoint_is_refused_where_its_order_would_count() -> None:
