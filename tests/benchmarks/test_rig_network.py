@@ -9,13 +9,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from benchmarks.rig import network as network_module
-from benchmarks.rig.__main__ import Options, main
-from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import INTERFACE, Network, missing, sweep
 from hybridpar.errors import LaunchError, UsageError
@@ -53,16 +50,6 @@ def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch: pytes
     assert "--rate loopback" in caught.value.fix
 
 
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    assert missing() == "tc not found (package iproute2)"
-
-
-def test_the_loopback_has_no_counter_of_its_own() -> None:
-    with Network(2) as network, pytest.raises(UsageError, match="interface of their own"):
-        network.tx_bytes(0)
-
-
 def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
     started = network_module._started(own)
@@ -98,20 +85,6 @@ def test_ranks_know_their_place_and_share_their_settings(tmp_path: Path) -> None
         assert str(ROOT) in rank["PYTHONPATH"].split(os.pathsep)
 
 
-def test_the_output_of_rank_0_alone_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    with Network(2) as network:
-        launch(["-c", code], network)
-    assert capfd.readouterr() == ("out 0\n", "err 0\n")
-
-
-def test_the_command_line_says_what_is_wrong_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("sys.argv", ["rig", "--rate", "fast"]), pytest.raises(SystemExit) as ended:
-        run_command(main, Options)
-    assert ended.value.code == 2
-    assert "link rate 'fast'" in capsys.readouterr().err
-
-
 # Every rank and a child of it say who they are, then wait for longer than any test.
 SLEEPER = """
 import os, pathlib, subprocess, sys, time
@@ -127,23 +100,13 @@ def pids_in(folder: Path, ranks: int = 2) -> list[int]:
     return [int(pid) for rank in range(ranks) for pid in (folder / str(rank)).read_text().split()]
 
 
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [("print('boom', file=sys.stderr); sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
-)
-def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path, end: str, status: str) -> None:
+def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path) -> None:
     wait = "\nwhile len(list(pathlib.Path(os.environ['TO']).glob('?'))) < 2: time.sleep(0.01)"
+    end = "print('boom', file=sys.stderr); sys.exit(3)"
     code = f"{SLEEPER}{wait}\nif os.environ['RANK'] == '1': {end}\ntime.sleep(300)"
-    with Network(2) as network, pytest.raises(LaunchError, match=rf"rank 1 \(.*{status}\)") as caught:
+    with Network(2) as network, pytest.raises(LaunchError, match=r"rank 1 \(.*exit status 3\)") as caught:
         launch(["-c", code], network, environment={"TO": str(tmp_path)})
-    assert ("boom" in str(caught.value)) == ("boom" in end)
-    eventually(lambda: not any(map(running, pids_in(tmp_path))))
-
-
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    code = f"{SLEEPER}\nif os.environ['RANK'] == '1': time.sleep(300)"
-    with Network(2) as network, pytest.raises(LaunchError, match="rank 1 still running after 3 s"):
-        launch(["-c", code], network, timeout=3, environment={"TO": str(tmp_path)})
+    assert "boom" in str(caught.value)
     eventually(lambda: not any(map(running, pids_in(tmp_path))))
 
 
@@ -231,35 +194,11 @@ def test_nothing_is_left_after_an_exception_and_nothing_else_is_touched() -> Non
 
 @pytest.mark.root
 @shaped
-def test_a_network_that_could_not_be_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_module, "_address", lambda rank: "no address")
-    with pytest.raises(LaunchError, match="no address"), Network(2, "1gbit"):
-        pytest.fail("entered")
-    assert namespaces_of(os.getpid()) == []
-
-
-@pytest.mark.root
-@shaped
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
-def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_nothing_is_left_after_a_signal(tmp_path: Path) -> None:
     owner = start_owner("1gbit", tmp_path)
     pids = pids_in(tmp_path)
     assert len(namespaces_of(owner.pid)) == 2
-    owner.send_signal(number)
-    assert owner.wait(timeout=60) == status
+    owner.send_signal(signal.SIGTERM)
+    assert owner.wait(timeout=60) == 143
     assert namespaces_of(owner.pid) == []
-    eventually(lambda: not any(map(running, pids)))
-
-
-@pytest.mark.root
-@shaped
-def test_what_a_killed_owner_left_is_gone_after_the_next_start(tmp_path: Path) -> None:
-    owner = start_owner("1gbit", tmp_path)
-    pids = pids_in(tmp_path)
-    owner.kill()
-    owner.wait()
-    assert len(namespaces_of(owner.pid)) == 2
-    with Network(2, "1gbit"):
-        assert namespaces_of(owner.pid) == []
-    # The ranks' children too, which nothing but the namespace ties to their owner.
     eventually(lambda: not any(map(running, pids)))

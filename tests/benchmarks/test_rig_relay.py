@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
-import signal
-import socket
 import statistics
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.rig import load
-from benchmarks.rig import network as network_module
 from benchmarks.rig.launch import launch, rank_environment
 from benchmarks.rig.network import Link, Network, missing, parse_link
-from benchmarks.rig.relay import LONGEST_QUEUE, DelayLine, burst, relay
-from hybridpar.errors import LaunchError, UsageError
-from tests.benchmarks.test_rig_network import namespaces_of, pids_in, start_owner
-from tests.waiting import eventually, running
+from benchmarks.rig.relay import LONGEST_QUEUE, DelayLine, burst
+from hybridpar.errors import UsageError
 
 # ---------------------------------------------------------------------------------------------------- without root
 
@@ -48,17 +39,6 @@ def arrivals(line: DelayLine, sent: dict[int, float], step: float = 0.001) -> li
         if not waiting and line.due == float("inf"):
             return arrived
     raise AssertionError
-
-
-def test_packets_take_the_delay() -> None:
-    line = DelayLine(0.005)
-    assert line.due == float("inf")
-    line.push(packet(1), 1.0)
-    line.push(packet(2), 1.003)
-    assert line.due == 1.005
-    assert list(line.pop(1.00499)) == []
-    assert [number_of(data) for data in line.pop(1.005)] == [1]
-    assert [number_of(data) for data in line.pop(9.0)] == [2]
 
 
 def test_jitter_keeps_the_order() -> None:
@@ -98,39 +78,6 @@ def test_a_receivers_cable_has_a_rate_and_a_queue() -> None:
     assert len(list(line.pop(99.0))) == (at_most + int(LONGEST_QUEUE * 1e6)) // 1000
 
 
-@pytest.fixture
-def nodes() -> Iterator[list[socket.socket]]:
-    """Sockets that stand for the nodes' ends of three devices, whose other ends a relay serves."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
-    stop, stopper = os.pipe()
-    for ours, theirs in pairs:
-        ours.settimeout(30)
-        theirs.setblocking(False)
-    lines = [DelayLine(0.001) for _ in pairs]
-    thread = threading.Thread(target=relay, args=([theirs.fileno() for _, theirs in pairs], lines, stop))
-    thread.start()
-    yield [ours for ours, _ in pairs]
-    os.close(stopper)
-    thread.join(30)
-    assert not thread.is_alive()
-    os.close(stop)
-    for ours, theirs in pairs:
-        ours.close()
-        theirs.close()
-
-
-def test_packets_go_to_the_node_that_their_address_names(nodes: list[socket.socket]) -> None:
-    for number in range(200):
-        nodes[0].send(packet(number, node=1 + number % 2))
-        nodes[0].send(packet(0, node=9))  # nobody
-        nodes[0].send(packet(0, node=-1))  # the subnet itself
-        nodes[0].send(packet(0, version=6))  # what kernels say unasked
-    for receiver, first in ((nodes[1], 0), (nodes[2], 1)):
-        assert [number_of(receiver.recv(200)) for _ in range(100)] == list(range(first, 200, 2))
-    nodes[2].send(packet(7, node=0))
-    assert number_of(nodes[0].recv(200)) == 7
-
-
 @pytest.mark.parametrize(
     ("text", "link"),
     [
@@ -160,34 +107,13 @@ def test_what_is_no_link_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "rate", "per_node", "said"),
     [
-        (4, "loopback", 2, "at least two nodes"),
-        (4, "1gbit", 3, "at least two nodes"),
         (4, "1gbit", 4, "at least two nodes"),
-        (1, "1gbit", 1, "64 ranks"),
         (65, "1gbit", 1, "64 ranks"),
     ],
 )
 def test_ranks_that_make_no_network_are_refused(ranks: int, rate: str, per_node: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Network(ranks, rate, per_node)
-
-
-def test_a_machine_without_tun_devices_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(network_module, "missing", lambda: "")
-    monkeypatch.setattr(network_module, "_TUN", str(tmp_path / "tun"))
-    monkeypatch.setattr(network_module, "_run", lambda *command: pytest.fail(f"ran {command}"))
-    with pytest.raises(LaunchError, match="kernel module tun"), Network(2, "1gbit+1ms"):
-        pytest.fail("entered")
-
-
-def test_the_relays_work_is_no_foreign_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(2)
-    assert "RIG_RELAY" not in rank_environment(0, network, 1)
-    network.relay = os.getpid()
-    monkeypatch.setenv("RIG_RELAY", rank_environment(0, network, 1)["RIG_RELAY"])
-    assert 0 < load.relay_seconds() <= load.process_seconds()
-    monkeypatch.delenv("RIG_RELAY")
-    assert load.relay_seconds() == 0
 
 
 # ---------------------------------------------------------------------------------------------------- with root
@@ -254,39 +180,3 @@ def test_ranks_of_a_node_share_its_namespace(tmp_path: Path) -> None:
         launch(["-c", code], network, environment={"TO": f"{tmp_path}/"})
     homes = [(tmp_path / str(rank)).read_text() for rank in range(4)]
     assert homes[0] == homes[1] != homes[2] == homes[3]
-
-
-def relays_of(pid: int) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text()
-        except OSError:
-            continue
-        if "relay.py" in command and f"hprig-{pid}-" in command:
-            found.append(int(folder.name))
-    return found
-
-
-@pytest.mark.root
-@shaped
-def test_a_relay_that_ends_ends_the_run() -> None:
-    with Network(2, "1gbit+1ms") as network:
-        code = f"import os, time\nif os.environ['RANK'] == '0': os.kill({network.relay}, 9)\ntime.sleep(300)"
-        with pytest.raises(LaunchError, match=r"relay of the 1gbit\+1ms link ended with status -9"):
-            launch(["-c", code], network)
-
-
-@pytest.mark.root
-@shaped
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_relay_outlives_its_owner(tmp_path: Path, number: signal.Signals) -> None:
-    owner = start_owner("100mbit+10ms", tmp_path)
-    pids_in(tmp_path)
-    (carrier,) = relays_of(owner.pid)
-    owner.send_signal(number)
-    owner.wait(timeout=60)
-    eventually(lambda: not running(carrier))
-    if number == signal.SIGKILL:
-        network_module.sweep()
-    assert namespaces_of(owner.pid) == []
