@@ -11,18 +11,11 @@ import pytest
 
 from benchmarks.pipeline.hidden_sync import hidden
 from benchmarks.pipeline.main import Options, main
-from benchmarks.pipeline.prediction import summarise
 from benchmarks.rig.network import missing
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.spans import Span, StepSpans
 
 needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
-
-
-@pytest.mark.sweep
-def test_the_table_against_torch_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table="torch", quick=True)) == 0
-    assert "pipeline" in capfd.readouterr().out
 
 
 @needs_root
@@ -62,12 +55,3 @@ def test_a_sum_begins_when_its_last_replica_has_come() -> None:
         (1, "sync", "0SYNC0", 70, 110, 65),
     )
     assert hidden(steps) == {0: (40.0, 35.0, 30.0)}
-
-
-def test_the_choice_is_judged_by_what_was_measured(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    notes = tmp_path / "notes"
-    # The simulator would take the first; the second is really faster by a tenth.
-    notes.write_text("m|l\ta\t-0.1\t90\t110\nm|l\tb\t0.0\t100\t100\n")
-    output = tmp_path / "prediction.csv"
-    summarise(notes, str(output))
-    assert "1.1,1.1,1.1,1.05" in output.read_text()

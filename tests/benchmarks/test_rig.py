@@ -49,12 +49,6 @@ def test_the_interval_holds_the_true_ratio_about_95_times_in_100() -> None:
     assert 180 <= held <= 199
 
 
-@pytest.mark.parametrize(("times", "over"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [float("nan")])])
-def test_bootstrap_refuses_what_has_no_ratio(times: list[float], over: list[float]) -> None:
-    with pytest.raises(ValueError):
-        bootstrap_ratio(times, over)
-
-
 @pytest.mark.parametrize(
     ("low", "high", "target", "word"),
     [
@@ -136,28 +130,6 @@ def test_busy_rounds_are_dropped_and_taken_again(machine: Machine) -> None:
     assert result.milliseconds["a"] == pytest.approx([1000.0] * 20)
     assert result.load == pytest.approx(0.1)
     assert len(machine.calls) == 28
-
-
-def test_a_machine_that_is_always_busy_ends_the_run_and_is_said(machine: Machine) -> None:
-    def step() -> None:
-        machine.foreign = 0.2 + 0.01 * len(machine.calls)
-        machine.work("a", 1.0)
-
-    result = paired({"a": step}, 20, warmup=1)
-    assert (result.rounds, result.dropped, result.loaded) == (20, 40, True)
-    assert len(machine.calls) == 61
-    # The least disturbed rounds are kept: here the first twenty after the warm-up.
-    assert result.load == pytest.approx(0.2 + 0.01 * 20)
-
-
-@pytest.mark.parametrize(("foreign", "seen", "load_is"), [(0.3, 0.0, 0.3), (-0.2, 0.25, 0.25), (-0.2, -0.1, 0.0)])
-def test_the_larger_of_the_two_accounts_is_the_load(
-    machine: Machine, foreign: float, seen: float, load_is: float
-) -> None:
-    machine.foreign, machine.seen = foreign, seen
-    result = paired({"a": lambda: machine.work("a", 1.0)})
-    assert result.load == pytest.approx(load_is, abs=1e-9)
-    assert result.loaded == (load_is > 0.15)
 
 
 TWO_RANKS = """

@@ -16,15 +16,13 @@ from benchmarks.rig.table import check_csv
 from benchmarks.thesis import __main__ as command
 from benchmarks.thesis import cells
 from benchmarks.thesis.cells import DDP, METHODS, ONE, OURS, Job, Place, Setting
-from benchmarks.thesis.ours import Ours, StageLayout, choose
+from benchmarks.thesis.ours import Ours, StageLayout
 from benchmarks.thesis.peers import Peer
-from benchmarks.thesis.rounds import Meeting
 from benchmarks.thesis.task import Task
 from benchmarks.thesis.worker import work
 from hybridpar.comm.world import World
 from hybridpar.config import DataConfig
 from hybridpar.data import load_dataset
-from hybridpar.errors import UsageError
 from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
@@ -90,36 +88,6 @@ def test_peer_and_hybridpar_train_the_same() -> None:
     assert peer.accuracy() == ours.accuracy()
     assert not ours.captured
     ours.close()
-
-
-def test_the_fastest_layout_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    plain, cut, broken = (StageLayout(stages=stages, replicas=1, micro_batches=1) for stages in (1, 2, 99))
-    took = {plain: 5.0, cut: 3.0}
-
-    def probe(task: Task, world: World, layout: StageLayout, *_: object) -> tuple[float, None]:
-        if layout not in took:
-            raise UsageError("no such cut")
-        return took[layout], None
-
-    monkeypatch.setattr("benchmarks.thesis.ours._probe", probe)
-    choice = choose(make_task(world), world, [plain, cut, broken], 1, Meeting())
-    assert choice.layout == cut
-    assert choice.facts()["probe_ms"] == {str(plain): 5.0, str(cut): 3.0}
-    assert choice.facts()["probe_failed"] == {str(broken): "no such cut"}
-    with pytest.raises(UsageError, match="no such cut"):
-        choose(make_task(world), world, [broken], 1, Meeting())
-
-
-@pytest.mark.gpu
-def test_a_captured_peer_trains_like_an_eager_one() -> None:
-    world = World(device=torch.device("cuda", 0))
-    task = make_task(world)
-    eager, captured = (Peer(method, task, world) for method in (ONE, cells.ONE_GRAPH))
-    for epoch in range(3):
-        eager.epoch(epoch)
-        captured.epoch(epoch)
-    assert torch.allclose(weights(eager._model), weights(captured._model), rtol=1e-3, atol=1e-4)
 
 
 # ------------------------------------------------------------------------ the command
