@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.depthwise import operations
-from benchmarks.kernels.roofline import measure_speed
-from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import all_records, tuned
@@ -30,11 +28,3 @@ def test_all_sides_of_a_row_compute_the_same(
     assert (kernels.calls[direction] > 0) is on_kernels
     for result in results[1:]:
         assert torch.allclose(results[0], result, rtol=1e-4, atol=1e-4)
-
-
-def test_speed_is_measured() -> None:
-    with Builder() as builder:
-        speed = measure_speed(builder, Machine(4, 16))
-    assert speed.multiply_adds > 0
-    assert all(rate > 0 for _, rate in speed.copies)
-    assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)

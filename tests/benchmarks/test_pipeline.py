@@ -20,12 +20,9 @@ needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can 
 
 @needs_root
 @pytest.mark.root
-@pytest.mark.parametrize(
-    "table", ["ddp", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("prediction", "hidden_sync"))]
-)
-def test_a_table_on_shaped_links_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
-    assert "100mbit" in capfd.readouterr().out or table == "hidden_sync"
+def test_a_table_on_shaped_links_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(Options(table="ddp", quick=True)) == 0
+    assert "100mbit" in capfd.readouterr().out
 
 
 def _steps(*rows: tuple[Any, ...]) -> dict[int, StepSpans]:
@@ -45,13 +42,3 @@ def test_sync_is_hidden_as_long_as_anyone_computes() -> None:
     )
     # At best, the 80 ms that two sums took on two lanes run from 35 on; 65 of them while rank 0 computes.
     assert hidden(steps) == {1: (80.0, 65.0, 60.0)}
-
-
-def test_a_sum_begins_when_its_last_replica_has_come() -> None:
-    steps = _steps(
-        (0, "compute", "0B0", 0, 100),
-        (0, "sync", "0SYNC0", 20, 110, 15),
-        (1, "compute", "0B0", 0, 90),
-        (1, "sync", "0SYNC0", 70, 110, 65),
-    )
-    assert hidden(steps) == {0: (40.0, 35.0, 30.0)}

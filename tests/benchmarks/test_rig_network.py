@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,16 +10,11 @@ import pytest
 
 from benchmarks.rig import network as network_module
 from benchmarks.rig.launch import launch
-from benchmarks.rig.network import INTERFACE, Network, missing, sweep
+from benchmarks.rig.network import Network, sweep
 from hybridpar.errors import LaunchError, UsageError
 from tests.waiting import eventually, running
 
 ROOT = Path(__file__).parents[2]
-
-
-def namespaces_of(pid: int) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.startswith(f"hprig-{pid}-")]
 
 
 def dead_pid() -> int:
@@ -59,29 +53,6 @@ def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.Monkey
     assert sweep() == removed == [dead, recycled]
 
 
-def test_ranks_know_their_place_and_share_their_settings(tmp_path: Path) -> None:
-    code = "import json, os; json.dump(dict(os.environ), open(os.environ['TO'] + os.environ['RANK'], 'w'))"
-    with Network(3) as network:
-        launch(["-c", code], network, threads=2, environment={"TO": f"{tmp_path}/"})
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [rank["RANK"] for rank in told] == ["0", "1", "2"]
-    for rank in told:
-        expected = {
-            "WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": told[0]["MASTER_PORT"],
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "2",
-            "MKL_NUM_THREADS": "2",
-            "MALLOC_MMAP_MAX_": "0",
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 46),
-            "MALLOC_ARENA_MAX": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        assert expected.items() <= rank.items()
-        assert str(ROOT) in rank["PYTHONPATH"].split(os.pathsep)
-
-
 # Every rank says who it is, and waits for the other; then one fails, and the other waits for longer than any test.
 FAILING = """
 import os, pathlib, sys, time
@@ -105,40 +76,3 @@ def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- with root
-
-shaped = pytest.mark.skipif(bool(missing()), reason=missing() or "can shape links")
-
-
-@pytest.mark.root
-@shaped
-def test_both_ends_of_every_cable_have_its_rate() -> None:
-    with Network(3, "100mbit") as network:
-        ranks = [network.command(rank, [])[3] for rank in range(3)]
-        ends = [(ranks[0].removesuffix("-r0") + "-bridge", f"port{rank}") for rank in range(3)]
-        for namespace, device in [*ends, *((rank, INTERFACE) for rank in ranks)]:
-            shown = subprocess.check_output(["tc", "-n", namespace, "qdisc", "show", "dev", device], text=True)
-            assert "tbf" in shown
-            assert "rate 100Mbit burst 128Kb" in shown
-
-
-def fail_inside_two_networks() -> None:
-    with Network(2, "1gbit"), Network(4, "100mbit"):
-        assert len(namespaces_of(os.getpid())) == 2 + 5
-        raise KeyError
-
-
-@pytest.mark.root
-@shaped
-def test_nothing_is_left_after_an_exception_and_nothing_else_is_touched() -> None:
-    foreign = f"hpother-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", foreign], check=True)
-    try:
-        with pytest.raises(KeyError):
-            fail_inside_two_networks()
-        assert namespaces_of(os.getpid()) == []
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert foreign in listed
-        links = subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True, check=True).stdout
-        assert INTERFACE not in links
-    finally:
-        subprocess.run(["ip", "netns", "del", foreign], check=True)

@@ -3,66 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-import statistics
 from pathlib import Path
 
 import pytest
 
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import Link, Network, missing, parse_link
-from benchmarks.rig.relay import DelayLine, burst
+from benchmarks.rig.relay import burst
 from hybridpar.errors import UsageError
 
 # ---------------------------------------------------------------------------------------------------- without root
-
-
-def packet(number: int, size: int = 100, node: int = 1, version: int = 4) -> bytes:
-    """A virtio_net_hdr of zeros, and an IP packet of that many bytes."""
-    return bytes(10) + bytes([version << 4]) + bytes(18) + bytes([node + 1]) + number.to_bytes(4) + bytes(size - 24)
-
-
-def number_of(data: bytes) -> int:
-    return int.from_bytes(data[30:34])
-
-
-def arrivals(line: DelayLine, sent: dict[int, float], step: float = 0.001) -> list[tuple[int, float]]:
-    """Numbers of packets and the times at which they arrive, on a clock that goes on in steps."""
-    waiting = sorted(sent.items(), key=lambda item: item[1])
-    arrived: list[tuple[int, float]] = []
-    for tick in itertools.count():
-        now = tick * step
-        while waiting and waiting[0][1] <= now:
-            number, when = waiting.pop(0)
-            line.push(packet(number), when)
-        arrived += [(number_of(data), now) for data in line.pop(now)]
-        if not waiting and line.due == float("inf"):
-            return arrived
-    raise AssertionError
-
-
-def test_jitter_keeps_the_order() -> None:
-    sent = {number: number * 0.001 for number in range(500)}
-    arrived = arrivals(DelayLine(0.010, jitter=0.008), sent)
-    assert [number for number, _ in arrived] == list(range(500))
-    delays = [when - sent[number] for number, when in arrived]
-    assert min(delays) >= 0.002
-    assert max(delays) <= 0.0191
-    assert statistics.stdev(delays) > 0.001
-    # Far apart, packets cannot overtake each other: all delays are alike likely.
-    sent = {number: number * 0.1 for number in range(300)}
-    apart = [when - sent[number] for number, when in arrivals(DelayLine(0.010, jitter=0.008), sent)]
-    assert abs(statistics.mean(apart) - 0.0105) < 0.001  # half a step of the clock later
-    assert statistics.stdev(apart) == pytest.approx(0.016 / 12**0.5, rel=0.1)
-
-
-def test_the_asked_share_is_lost_and_no_more() -> None:
-    sent = {number: number * 0.001 for number in range(4000)}
-    kept = [number for number, _ in arrivals(DelayLine(0.002, loss=0.1), sent)]
-    assert kept == sorted(set(kept))
-    assert 1 - len(kept) / 4000 == pytest.approx(0.1, abs=0.015)
-    assert kept != [number for number, _ in arrivals(DelayLine(0.002, loss=0.1, seed=1), sent)]
-    assert len(arrivals(DelayLine(0.002), sent)) == 4000
 
 
 @pytest.mark.parametrize(

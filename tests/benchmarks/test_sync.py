@@ -14,7 +14,7 @@ from hybridpar.errors import UsageError
 
 
 def test_the_links_table_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    methods = ("none", "ddp", "own:onebit@1", "hook:powersgd:rank=1", "grace-topk")
+    methods = ("ddp", "own:onebit@1", "hook:powersgd:rank=1", "grace-topk")
     assert main(Options(table="links", links=("loopback",), methods=methods, quick=True)) == 0
     shown = capfd.readouterr().out
     assert "no rows for grace-topk: no checkout of grace" in shown

@@ -9,20 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from benchmarks.rig.table import check_csv
 from benchmarks.thesis import __main__ as command
 from benchmarks.thesis import cells
-from benchmarks.thesis.cells import DDP, METHODS, ONE, OURS, Job, Place, Setting
-from benchmarks.thesis.ours import Ours, StageLayout
-from benchmarks.thesis.peers import Peer
-from benchmarks.thesis.task import Task
+from benchmarks.thesis.cells import DDP, ONE, OURS, Job, Place, Setting
 from benchmarks.thesis.worker import work
-from hybridpar.comm.world import World
-from hybridpar.config import DataConfig
-from hybridpar.data import load_dataset
 from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
@@ -40,54 +32,13 @@ SETTING = Setting(
 PLACE = Place(device="cpu", workers=2, name="some CPU", commit="abc1234", code="0123456789ab")
 
 
-def make_task(world: World, *, seed: int = 0, samples: int = 40) -> Task:
-    data = load_dataset(DataConfig(data="synthetic", image_size=8, synthetic_samples=samples))
-    steps = cells.whole_steps(samples, SETTING.batch, 4)
-    return Task(setting=SETTING, data=data, seed=seed, steps=steps, workers=world.size, device=world.device)
-
-
 # ------------------------------------------------------------------------ what is measured
-
-
-def test_every_method_runs_or_says_why_not() -> None:
-    def can(device: str, workers: int) -> set[str]:
-        return {method for method in METHODS if cells.why_not(method, device, workers) is None}
-
-    assert can("cpu", 1) == {ONE, cells.ONE_COMPILED, OURS}
-    assert can("cpu", 2) == {ONE, DDP, cells.DDP_COMPILED, OURS}
-    assert can("cuda", 1) == {ONE, cells.ONE_GRAPH, cells.ONE_COMPILED, OURS}
-    assert can("cuda", 4) == {ONE, cells.DATA_PARALLEL, DDP, cells.DDP_GRAPH, cells.DDP_COMPILED, OURS}
-    wanted, reasons = cells.runnable(METHODS, PLACE)
-    assert set(wanted) | set(reasons) == set(METHODS)
-    assert reasons[cells.DATA_PARALLEL] == "nn.DataParallel needs two GPUs"
 
 
 # ------------------------------------------------------------------------ rounds
 
 
 # ------------------------------------------------------------------------ methods
-
-
-def weights(model: torch.nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def test_peer_and_hybridpar_train_the_same() -> None:
-    world = World()
-    task = make_task(world)
-    assert task.steps == 2
-    peer, ours = Peer(ONE, task, world), Ours(task, world, StageLayout(stages=1, replicas=1, micro_batches=1))
-    before = weights(peer._model).clone()
-    assert torch.equal(before, weights(ours.trainer.model))
-    for epoch in range(3):
-        peer.epoch(epoch)
-        ours.epoch(epoch)
-    assert ours.trainer.steps_done == 6
-    assert not torch.allclose(before, weights(peer._model))
-    assert torch.allclose(weights(peer._model), weights(ours.trainer.model), rtol=1e-4, atol=1e-6)
-    assert peer.accuracy() == ours.accuracy()
-    assert not ours.captured
-    ours.close()
 
 
 # ------------------------------------------------------------------------ the command
