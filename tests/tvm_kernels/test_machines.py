@@ -1,4 +1,4 @@
-"""Tests what is decided for made-up machines: nothing depends on what a machine says of its last cache."""
+"""Tests what a machine decides: the width of vectors, the memory of a bench, and which norms threads share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpar.tvm_kernels import norm_swap
+from hybridpar.tvm_kernels import machine, norm_swap
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-AVX2, AVX512 = "sse2 avx avx2 fma", "sse2 avx avx2 fma avx512f avx512bw avx512vl"
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "expected"),
+    [
+        ("x86_64", "sse2 avx avx2 fma avx512f", machine.Machine(16, 32)),
+        ("x86_64", "sse2 avx avx2 fma", machine.Machine(8, 16)),
+        ("x86_64", "sse2", machine.Machine(4, 16)),
+        ("aarch64", "", machine.Machine(4, 32)),
+    ],
+)
+def test_vectors_are_those_of_the_instruction_sets(
+    architecture: str, flags: str, expected: machine.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("platform.machine", lambda: architecture)
+    assert machine.this_machine.__wrapped__() == expected
 
 
 def bench_bytes(shape: ConvShape, direction: Direction) -> int:
