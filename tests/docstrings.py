@@ -6,11 +6,8 @@ Public is what a user imports from a package or reads in the docs: functions and
 `__all__` exports, that a Python block of a document imports, or that a document names in backticks; and the public
 methods of such classes.
 
-- A public function has an `Args:` section that names each parameter, and a `Returns:` or `Yields:` section where it
-  hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns"; and a
-  `Raises:` section where it raises an error itself. A public class says in `Args:` what its `__init__` takes; a
-  dataclass, named tuple or pydantic model describes its fields in `Attributes:`, in `Args:`, or in a string or comment
-  beside each. A method that overrides another may leave it all to the docstring of the base class.
+- A public function has an `Args:` section that names each parameter, a public class one of what its `__init__` takes. A
+  method that overrides another may leave it all to the docstring of the base class.
 - Everything else has none of these sections: a sentence at most, where it says more than the name and the signature.
   Only `Attributes:` of a dataclass, named tuple or pydantic model is free.
 """
@@ -27,31 +24,6 @@ from pathlib import Path
 
 from tests.structure import PACKAGE, ROOT, python_files, relative
 
-#: Words that begin a docstring which says what a function does; any other word begins what it returns.
-_VERBS = set(
-    re.findall(
-        r"\w+",
-        """
-accept add adopt advance agree allocate allow append apply arrange ask assign attach await balance become begin bind
-block bring broadcast build calculate call capture change check choose clear clip close collect combine come commit
-compare compile compute connect convert copy count create cut decide declare decode define delete describe detach
-divide do draw drop empty encode end enter estimate evaluate exchange execute expect explain export extend fetch
-fill find finish fix flush fold follow forget format free fuse gather generate get give go guess handle have hold
-import initialise insert install issue join keep know launch learn leave let list load look make map mark match
-measure meet merge move multiply name need note observe open pack parse pass pause pick place plan predict prepare
-press print probe process produce profile project prove prune put raise reach read rebuild receive record reduce
-refuse register release remove rename repeat replace replay report reset resolve restore resume roll round run
-sample save scale scan schedule search select send separate set share show simulate skip sort split start step stop
-store sum swap synchronize take tell test time trace train translate try tune turn unpack update use validate verify
-visit wait walk watch write
-""",
-    )
-)
-#: Words of that list which are also nouns: "Time of a message", "Plan of a run".
-_NOUN = (
-    r"(count|cut|end|measure|name|need|pass|plan|place|project|record|report|round|sample|schedule|share|start|step|"
-)
-_NOUN += r"sum|test|time|trace|walk)s? (of|in|that|until|between|for|from|\w+ of|and)\b"
 #: Sections that only docstrings of public names have.
 SECTIONS = ("Args", "Arguments", "Returns", "Yields", "Raises", "Attributes")
 #: Base classes whose fields are parameters.
@@ -143,81 +115,14 @@ def _parameters(function: _Function) -> list[str]:
     return [name for name in named if not name.startswith("_")]
 
 
-def _own_nodes(function: _Function) -> Iterator[ast.AST]:
-    """All nodes of a function, without those of functions defined in it."""
-    waiting: list[ast.AST] = list(function.body)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, (*_Function.__args__, ast.Lambda, ast.ClassDef)):
-            waiting.extend(ast.iter_child_nodes(node))
-
-
-def _gives(function: _Function) -> bool:
-    """Whether a function returns or yields something other than None."""
-    kind = function.returns
-    if kind is not None:
-        return ast.unparse(kind) not in ("None", "NoReturn", "Iterator[None]", "Generator[None]")
-    returned = (node for node in _own_nodes(function) if isinstance(node, (ast.Return, ast.Yield)))
-    return any(node.value is not None for node in returned)
-
-
 def _missing_of_function(function: _Function, text: str) -> Iterator[str]:
     described = _named(_section(text, "Args", "Arguments"))
     lacking = [name for name in _parameters(function) if name not in described]
     if lacking:
         yield f"Args: {', '.join(lacking)}"
-    decorators = set(map(_name, function.decorator_list))
-    if _gives(function) and not decorators & {"property", "cached_property"}:
-        first = re.split(r"\s", text.lower())[0].strip(".:;")
-        does = first in _VERBS and not re.match(_NOUN, text.lower())
-        says = _section(text, "Returns", "Yields") or re.search(r"\b(returns?|yields?)\b", text.lower())
-        if does and not says:
-            yield "Returns"
-    if _raises(function) and not _section(text, "Raises"):
-        yield "Raises"
 
 
-def _raises(function: _Function) -> bool:
-    """Whether a function raises an error itself, which it does not catch; what is only declared does not count."""
-    caught = {id(inner) for node in _own_nodes(function) if isinstance(node, ast.Try) for inner in _nodes(node.body)}
-    return any(
-        isinstance(node, ast.Raise) and node.exc is not None and _name(node.exc) != "NotImplementedError"
-        for node in _own_nodes(function)
-        if id(node) not in caught
-    )
-
-
-def _nodes(statements: list[ast.stmt]) -> Iterator[ast.AST]:
-    return (node for statement in statements for node in ast.walk(statement))
-
-
-def _fields(node: ast.ClassDef) -> dict[str, int]:
-    """Public fields of a dataclass and the place of each in the body."""
-    found = {}
-    for index, item in enumerate(node.body):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            name, hidden = item.target.id, isinstance(item.value, ast.Call) and "init=False" in ast.unparse(item.value)
-            if not name.startswith("_") and _name(item.annotation) != "ClassVar" and not hidden:
-                found[name] = index
-    return found
-
-
-def _missing_of_fields(node: ast.ClassDef, text: str, lines: list[str]) -> Iterator[str]:
-    described = _named(_section(text, "Args", "Attributes"))
-    for name, index in _fields(node).items():
-        item, after = node.body[index], node.body[index + 1 :][:1]
-        below = after and isinstance(after[0], ast.Expr) and isinstance(after[0].value, ast.Constant)
-        beside = "#:" in lines[item.lineno - 2] or "  # " in lines[(item.end_lineno or item.lineno) - 1]
-        if name not in described and not below and not beside:
-            yield name
-
-
-def _missing_of_class(node: ast.ClassDef, text: str, lines: list[str]) -> Iterator[str]:
-    if is_record(node):
-        lacking = list(_missing_of_fields(node, text, lines))
-        if lacking:
-            yield f"Attributes: {', '.join(lacking)}"
+def _missing_of_class(node: ast.ClassDef, text: str) -> Iterator[str]:
     for item in node.body:
         if isinstance(item, _Function) and item.name == "__init__":
             described = _named(_section(text + "\n\n" + (ast.get_docstring(item) or ""), "Args", "Arguments"))
@@ -299,11 +204,11 @@ def _superfluous(item: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, te
             yield f"{title}, which is not public"
 
 
-def _wrong(node: ast.AST, prefix: str, path: Path, lines: list[str], public: bool | None) -> Iterator[Missing]:
+def _wrong(node: ast.AST, prefix: str, path: Path, public: bool | None) -> Iterator[Missing]:
     """What is wrong in a module, class or function; `public` is None in a module, where each name says it."""
     for item in ast.iter_child_nodes(node):
         if not isinstance(item, (*_Function.__args__, ast.ClassDef)):
-            yield from _wrong(item, prefix, path, lines, public)  # under an `if`, or in a `with`
+            yield from _wrong(item, prefix, path, public)  # under an `if`, or in a `with`
             continue
         name, text = prefix + item.name, ast.get_docstring(item) or ""
         seen = (path, item.name) in public_names() if public is None else public
@@ -313,21 +218,19 @@ def _wrong(node: ast.AST, prefix: str, path: Path, lines: list[str], public: boo
         if not seen:
             wrong.extend(_superfluous(item, text))
         elif isinstance(item, ast.ClassDef):
-            wrong.extend(_missing_of_class(item, text, lines) if text else ["docstring"])
+            wrong.extend(_missing_of_class(item, text) if text else ["docstring"])
         elif text and not inherited and item.name != "__init__":
             wrong.extend(_missing_of_function(item, text))
         elif not text and not inherited and not {"overload", "setter"} & set(map(_name, item.decorator_list)):
             wrong.extend(["docstring"] if item.name != "__init__" else [])
-        if seen and re.search(r"\ASee (also )?[^.]*\.?\Z|^ +(\w+: )?See `[^`]*`", text, flags=re.MULTILINE):
-            wrong.append("more than a reference")
         for what in wrong:
             yield Missing(path, item.lineno, name, what)
-        yield from _wrong(item, f"{name}.", path, lines, seen and isinstance(item, ast.ClassDef))
+        yield from _wrong(item, f"{name}.", path, seen and isinstance(item, ast.ClassDef))
 
 
 def missing(path: Path) -> list[Missing]:
     """What is wrong with the docstrings of a file of the repository."""
-    return list(_wrong(_parsed(path), "", path, path.read_text(encoding="utf-8").splitlines(), None))
+    return list(_wrong(_parsed(path), "", path, None))
 
 
 def main(folders: list[str]) -> int:

@@ -22,6 +22,9 @@ from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank
 
+#: A model and images that take no time.
+SMALL_NET = ("tests.small_nets:plain", "--data", "synthetic", "--image-size", "8")
+
 
 @pytest.fixture
 def call(tmp_path, capsys, monkeypatch):
@@ -112,8 +115,8 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
         (["resnet18", "--checkpoint-every", "often"], ["'often'", "60s"]),
-        (["resnet18", "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
-        (["resnet18", "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
+        ([*SMALL_NET, "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
+        ([*SMALL_NET, "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
         (["mobilenet_v2", "--stem", "cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
         (["resnet18", "--nesterov", "--momentum", "0"], ["--nesterov", "momentum"]),
     ],

@@ -87,11 +87,6 @@ def gpu_check() -> ModuleType:
     return load(ROOT / "scripts/gpu_check.py")
 
 
-def test_gpu_check_finds_equal_devices_equal(gpu_check: ModuleType) -> None:
-    checks = gpu_check.compare("clipping", gpu_check.EQUAL["clipping"], (CPU, CPU))
-    assert [(check.value, check.passed) for check in checks] == [(0.0, True), (0.0, True)]
-
-
 def test_gpu_check_finds_a_lost_gradient(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     train, calls = gpu_check.train, []
 
@@ -135,6 +130,7 @@ LIGHT = {
     "convnext-tiny": "timm/test_convnext",
     "deit-small": "timm/test_vit",
     "timm-efficientnet-b0": "timm/test_efficientnet",
+    "timm-mobilenetv3-large-100": "timm/test_efficientnet",
     "torchvision-resnet50": "resnet18",
     "torchvision-resnet50-v2": "resnet18",
 }

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from benchmarks.kernels.depthwise import Row, operations, report
-from benchmarks.kernels.roofline import measure_speed
-from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
+from benchmarks.kernels.depthwise import operations
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import all_records, tuned
-
-
-def row(**values: Any) -> Row:
-    filled: dict[str, Any] = {
-        **{"shapes": "listed", "name": "mb32_112", "shape": "8x32x112x112 k3x3 s1x1 p1x1 d1x1", "direction": "forward"},
-        **{"layout": "channels_last", "threads": 1, "runs_on": "kernel", "own_ms": 1.0, "last_ms": 2.0},
-        **{"device": cpu_fingerprint()},
-        **{"contiguous_ms": 3.0, "floor_ms": 0.5, "ratio": 2.0, "low": 1.9, "high": 2.1, "best_ratio": 2.2},
-        **{"error": 1e-6, "rounds": 20, "loaded": False, **values},
-    }
-    return Row(**filled)
 
 
 @pytest.mark.parametrize("on_kernels", [True, False])
@@ -43,21 +28,3 @@ def test_all_sides_of_a_row_compute_the_same(
     assert (kernels.calls[direction] > 0) is on_kernels
     for result in results[1:]:
         assert torch.allclose(results[0], result, rtol=1e-4, atol=1e-4)
-
-
-def test_the_report_takes_geometric_means_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    others = row(shape="8x96x112x112 k3x3 s2x2 p1x1 d1x1", ratio=8.0, best_ratio=2.2, runs_on="torch", own_ms=0.4)
-    report([row(), others, row(threads=2, ratio=1.3)])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[2].split(" | ")[5:] == ["1 of 2", "4.00", "2.20", "2.00", "71%", "1.5 |"]
-    assert lines[3].split(" | ")[6] == "1.30"
-    assert lines[3].endswith("1.4 |")
-
-
-def test_speed_is_measured() -> None:
-    with Builder() as builder:
-        speed = measure_speed(builder, Machine(4, 16))
-    assert speed.multiply_adds > 0
-    assert all(rate > 0 for _, rate in speed.copies)
-    assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)

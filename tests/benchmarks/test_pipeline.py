@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pipeline.checks import Check
 from benchmarks.pipeline.hidden_sync import hidden
 from benchmarks.pipeline.main import Options, main
-from benchmarks.pipeline.prediction import summarise
 from benchmarks.rig.network import missing
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.spans import Span, StepSpans
@@ -20,20 +18,11 @@ from hybridpar.schedule.spans import Span, StepSpans
 needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
 
 
-@pytest.mark.sweep
-def test_the_table_against_torch_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table="torch", quick=True)) == 0
-    assert "pipeline" in capfd.readouterr().out
-
-
 @needs_root
 @pytest.mark.root
-@pytest.mark.parametrize(
-    "table", ["ddp", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("prediction", "hidden_sync"))]
-)
-def test_a_table_on_shaped_links_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
-    assert "100mbit" in capfd.readouterr().out or table == "hidden_sync"
+def test_a_table_on_shaped_links_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(Options(table="ddp", quick=True)) == 0
+    assert "100mbit" in capfd.readouterr().out
 
 
 def _steps(*rows: tuple[Any, ...]) -> dict[int, StepSpans]:
@@ -53,40 +42,3 @@ def test_sync_is_hidden_as_long_as_anyone_computes() -> None:
     )
     # At best, the 80 ms that two sums took on two lanes run from 35 on; 65 of them while rank 0 computes.
     assert hidden(steps) == {1: (80.0, 65.0, 60.0)}
-
-
-def test_a_sum_that_waits_though_it_is_ready_is_not_hidden() -> None:
-    steps = _steps(
-        (0, "compute", "0B0", 0, 100),
-        (1, "compute", "1B0", 0, 50),
-        (1, "sync", "1SYNC0", 90, 130, 40),
-    )
-    assert hidden(steps) == {1: (40.0, 40.0, 10.0)}
-
-
-def test_a_sum_begins_when_its_last_replica_has_come() -> None:
-    steps = _steps(
-        (0, "compute", "0B0", 0, 100),
-        (0, "sync", "0SYNC0", 20, 110, 15),
-        (1, "compute", "0B0", 0, 90),
-        (1, "sync", "0SYNC0", 70, 110, 65),
-    )
-    assert hidden(steps) == {0: (40.0, 35.0, 30.0)}
-
-
-def test_a_check_is_met_at_its_bound_and_missed_beyond() -> None:
-    common = {"setting": "s", "link": "none", "what": "w", "low": 0.0, "high": 1.0}
-    assert Check(value=0.5, at_most=0.5, **common).verdict == "met"
-    assert Check(value=0.51, at_most=0.5, **common).verdict == "missed"
-    assert Check(value=0.9, at_least=0.9, **common).verdict == "met"
-    assert Check(value=0.89, at_least=0.9, **common).verdict == "missed"
-    assert Check(value=0.5, **common).verdict == ""
-
-
-def test_the_choice_is_judged_by_what_was_measured(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    notes = tmp_path / "notes"
-    # The simulator would take the first; the second is really faster by a tenth.
-    notes.write_text("m|l\ta\t-0.1\t90\t110\nm|l\tb\t0.0\t100\t100\n")
-    output = tmp_path / "prediction.csv"
-    summarise(notes, str(output))
-    assert "1.1,1.1,1.1,1.05" in output.read_text()

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +17,7 @@ from benchmarks.rig import paired as paired_module
 from benchmarks.rig.launch import launch
 from benchmarks.rig.network import Network
 from benchmarks.rig.paired import balanced_orders, paired
-from benchmarks.rig.rank import process_group, sent_bytes
 from benchmarks.rig.stats import Ratio, bootstrap_ratio, meets, verdict
-from hybridpar.errors import LaunchError, UsageError
 
 # ---------------------------------------------------------------------------------------------------- statistics
 
@@ -42,31 +36,6 @@ def test_bootstrap_is_seeded_and_keeps_the_median_of_the_ratios() -> None:
     assert ratio.low < ratio.median < ratio.high
     assert bootstrap_ratio(list(one), list(other), seed=3) == ratio
     assert len({bootstrap_ratio(list(one), list(other), seed=seed) for seed in range(8)}) > 1
-
-
-def test_the_interval_holds_the_true_ratio_about_95_times_in_100() -> None:
-    generator = np.random.default_rng(2)
-    held = 0
-    for _ in range(200):
-        over = generator.uniform(1, 2, 20)
-        times = 0.8 * over * generator.lognormal(0, 0.1, 20)
-        ratio = bootstrap_ratio(list(times), list(over))
-        held += ratio.low <= 0.8 <= ratio.high
-    assert 180 <= held <= 199
-
-
-def test_many_rounds_are_resampled_in_portions_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = list(np.random.default_rng(3).uniform(1, 2, 700_000))
-    monkeypatch.setattr("benchmarks.rig.stats.RESAMPLES", 5)
-    ratio = bootstrap_ratio(times, [1.0] * len(times))
-    assert ratio.low <= ratio.median <= ratio.high
-    assert ratio.median == pytest.approx(1.5, abs=0.01)
-
-
-@pytest.mark.parametrize(("times", "over"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [float("nan")])])
-def test_bootstrap_refuses_what_has_no_ratio(times: list[float], over: list[float]) -> None:
-    with pytest.raises(ValueError):
-        bootstrap_ratio(times, over)
 
 
 @pytest.mark.parametrize(
@@ -139,14 +108,6 @@ def test_every_method_takes_every_place_equally_often_and_orders_change() -> Non
     assert list(itertools.islice(balanced_orders(["a", "b", "c"], seed=1), 30)) != orders
 
 
-def test_repeats_are_timed_as_one_and_reported_per_step(machine: Machine) -> None:
-    methods = {"fast": lambda: machine.work("fast", 0.01), "slow": lambda: machine.work("slow", 0.5)}
-    result = paired(methods, 20, warmup=2, repeats={"fast": 50})
-    assert result.median_ms("fast") == pytest.approx(10)
-    assert result.ratio("fast", "slow").median == pytest.approx(0.02)
-    assert Counter(machine.calls) == {"fast": 22 * 50, "slow": 22}
-
-
 def test_busy_rounds_are_dropped_and_taken_again(machine: Machine) -> None:
     def step() -> None:
         # Somebody else works during rounds 5 to 9 after the warm-up, which also slows this method down.
@@ -158,97 +119,6 @@ def test_busy_rounds_are_dropped_and_taken_again(machine: Machine) -> None:
     assert result.milliseconds["a"] == pytest.approx([1000.0] * 20)
     assert result.load == pytest.approx(0.1)
     assert len(machine.calls) == 28
-
-
-def test_a_machine_that_is_always_busy_ends_the_run_and_is_said(machine: Machine) -> None:
-    def step() -> None:
-        machine.foreign = 0.2 + 0.01 * len(machine.calls)
-        machine.work("a", 1.0)
-
-    result = paired({"a": step}, 20, warmup=1)
-    assert (result.rounds, result.dropped, result.loaded) == (20, 40, True)
-    assert len(machine.calls) == 61
-    # The least disturbed rounds are kept: here the first twenty after the warm-up.
-    assert result.load == pytest.approx(0.2 + 0.01 * 20)
-
-
-def test_short_rounds_are_judged_together(machine: Machine) -> None:
-    def step() -> None:
-        machine.foreign = 1.0 if len(machine.calls) < 50 else 0.0
-        machine.work("a", 0.01)
-
-    result = paired({"a": step}, 20, warmup=1)
-    # A window of half a second holds fifty rounds; the first is disturbed in all but one of them.
-    assert (result.rounds, result.dropped, result.loaded) == (50, 50, False)
-
-
-@pytest.mark.parametrize(("foreign", "seen", "load_is"), [(0.3, 0.0, 0.3), (-0.2, 0.25, 0.25), (-0.2, -0.1, 0.0)])
-def test_the_larger_of_the_two_accounts_is_the_load(
-    machine: Machine, foreign: float, seen: float, load_is: float
-) -> None:
-    machine.foreign, machine.seen = foreign, seen
-    result = paired({"a": lambda: machine.work("a", 1.0)})
-    assert result.load == pytest.approx(load_is, abs=1e-9)
-    assert result.loaded == (load_is > 0.15)
-
-
-def test_processes_are_added_up_without_kernel_threads(tmp_path: Path) -> None:
-    def process(pid: int, name: str, flags: int) -> None:
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(
-            f"{pid} ({name}) S 1 1 1 0 -1 {flags} 0 0 0 0 100 20 3 4 20 0 1 0 999"
-        )
-
-    process(1, "init", 0x400100)
-    process(77, "a ) (b 1 2", 0x400000)
-    process(12, "kworker/0:1", 0x4208060)
-    (tmp_path / "99").mkdir()  # ended while the table was read
-    (tmp_path / "meminfo").touch()
-    assert load.process_seconds(str(tmp_path)) == 2 * (100 + 20 + 3 + 4) / os.sysconf("SC_CLK_TCK")
-
-
-def test_the_load_is_what_the_kernel_counts_less_interrupts_and_idling(tmp_path: Path) -> None:
-    table = tmp_path / "stat"
-    table.write_text("cpu  100 20 30 4000 500 60 70 8 9 10\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-    assert load.busy_seconds(str(table)) == (100 + 20 + 30 + 8) / os.sysconf("SC_CLK_TCK")
-    with pytest.raises(LaunchError, match="Measure on Linux"):
-        load.busy_seconds(str(tmp_path / "none"))
-
-
-def test_children_that_still_run_count_as_own_work() -> None:
-    def children() -> float:
-        return load.own_seconds() - time.process_time()
-
-    before = children()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        while children() - before < 0.03:  # ends only if the work of the child is counted
-            assert child.poll() is None
-        child.kill()
-    assert children() - before >= 0.02, "its time stays when it has ended"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"methods": {}}, "at least one"),
-        ({"rounds": 19}, "at least 20"),
-        ({"repeats": 0}, "At least 1"),
-        ({"repeats": {"aa": 2}}, "no such method"),
-    ],
-)
-def test_paired_refuses(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"methods": {"a": lambda: pytest.fail("must not run")}} | change
-    with pytest.raises(UsageError, match=message):
-        paired(**arguments)  # type: ignore[arg-type]
-
-
-def test_a_process_that_is_no_rank_says_how_to_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with pytest.raises(LaunchError, match=r"benchmarks\.rig\.launch"), process_group():
-        pytest.fail("joined")
-    with pytest.raises(LaunchError, match=r"benchmarks\.rig\.launch"):
-        sent_bytes()
 
 
 TWO_RANKS = """

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from benchmarks.rig import network as network_module
-from benchmarks.rig.__main__ import Options, main
-from benchmarks.rig.command import run_command
 from benchmarks.rig.launch import launch
-from benchmarks.rig.network import INTERFACE, Network, missing, sweep
+from benchmarks.rig.network import Network, sweep
 from hybridpar.errors import LaunchError, UsageError
 from tests.waiting import eventually, running
 
 ROOT = Path(__file__).parents[2]
-
-
-def namespaces_of(pid: int) -> list[str]:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.startswith(f"hprig-{pid}-")]
 
 
 def dead_pid() -> int:
@@ -53,16 +41,6 @@ def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch: pytes
     assert "--rate loopback" in caught.value.fix
 
 
-def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
-    assert missing() == "tc not found (package iproute2)"
-
-
-def test_the_loopback_has_no_counter_of_its_own() -> None:
-    with Network(2) as network, pytest.raises(UsageError, match="interface of their own"):
-        network.tx_bytes(0)
-
-
 def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getpid()
     started = network_module._started(own)
@@ -75,191 +53,26 @@ def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.Monkey
     assert sweep() == removed == [dead, recycled]
 
 
-def test_ranks_know_their_place_and_share_their_settings(tmp_path: Path) -> None:
-    code = "import json, os; json.dump(dict(os.environ), open(os.environ['TO'] + os.environ['RANK'], 'w'))"
-    with Network(3) as network:
-        launch(["-c", code], network, threads=2, environment={"TO": f"{tmp_path}/"})
-    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [rank["RANK"] for rank in told] == ["0", "1", "2"]
-    for rank in told:
-        expected = {
-            "WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": told[0]["MASTER_PORT"],
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "2",
-            "MKL_NUM_THREADS": "2",
-            "MALLOC_MMAP_MAX_": "0",
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 46),
-            "MALLOC_ARENA_MAX": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        assert expected.items() <= rank.items()
-        assert str(ROOT) in rank["PYTHONPATH"].split(os.pathsep)
-
-
-def test_the_output_of_rank_0_alone_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    with Network(2) as network:
-        launch(["-c", code], network)
-    assert capfd.readouterr() == ("out 0\n", "err 0\n")
-
-
-def test_the_command_line_says_what_is_wrong_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("sys.argv", ["rig", "--rate", "fast"]), pytest.raises(SystemExit) as ended:
-        run_command(main, Options)
-    assert ended.value.code == 2
-    assert "link rate 'fast'" in capsys.readouterr().err
-
-
-# Every rank and a child of it say who they are, then wait for longer than any test.
-SLEEPER = """
-import os, pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-path = pathlib.Path(os.environ["TO"], os.environ["RANK"])
-path.with_suffix(".tmp").write_text(f"{os.getpid()} {child.pid}")
-path.with_suffix(".tmp").rename(path)
+# Every rank says who it is, and waits for the other; then one fails, and the other waits for longer than any test.
+FAILING = """
+import os, pathlib, sys, time
+place = pathlib.Path(os.environ["TO"])
+(place / os.environ["RANK"]).write_text(str(os.getpid()))
+while len(list(place.glob("?"))) < 2:
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    print("boom", file=sys.stderr)
+    sys.exit(3)
+time.sleep(300)
 """
 
 
-def pids_in(folder: Path, ranks: int = 2) -> list[int]:
-    eventually(lambda: all((folder / str(rank)).exists() for rank in range(ranks)))
-    return [int(pid) for rank in range(ranks) for pid in (folder / str(rank)).read_text().split()]
-
-
-@pytest.mark.parametrize(
-    ("end", "status"),
-    [("print('boom', file=sys.stderr); sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
-)
-def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path, end: str, status: str) -> None:
-    wait = "\nwhile len(list(pathlib.Path(os.environ['TO']).glob('?'))) < 2: time.sleep(0.01)"
-    code = f"{SLEEPER}{wait}\nif os.environ['RANK'] == '1': {end}\ntime.sleep(300)"
-    with Network(2) as network, pytest.raises(LaunchError, match=rf"rank 1 \(.*{status}\)") as caught:
-        launch(["-c", code], network, environment={"TO": str(tmp_path)})
-    assert ("boom" in str(caught.value)) == ("boom" in end)
-    eventually(lambda: not any(map(running, pids_in(tmp_path))))
-
-
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    code = f"{SLEEPER}\nif os.environ['RANK'] == '1': time.sleep(300)"
-    with Network(2) as network, pytest.raises(LaunchError, match="rank 1 still running after 3 s"):
-        launch(["-c", code], network, timeout=3, environment={"TO": str(tmp_path)})
-    eventually(lambda: not any(map(running, pids_in(tmp_path))))
-
-
-# An owner of a network whose ranks wait; it is what the tests below end in all ways.
-OWNER = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # so does a child of nohup
-from benchmarks.rig.network import Network
-from benchmarks.rig.__main__ import Options, main
-from benchmarks.rig.launch import launch
-with Network(2, sys.argv[1]) as network:
-    launch(["-c", sys.argv[2] + "\\ntime.sleep(300)"], network, environment={"TO": sys.argv[3]})
-"""
-
-
-def start_owner(rate: str, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", OWNER, rate, SLEEPER, str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-
-
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    owner = start_owner("loopback", tmp_path)
-    ranks = pids_in(tmp_path)[::2]
-    owner.kill()
-    owner.wait()
-    eventually(lambda: not any(map(running, ranks)))
+def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path) -> None:
+    with Network(2) as network, pytest.raises(LaunchError, match=r"rank 1 \(.*exit status 3\)") as caught:
+        launch(["-c", FAILING], network, environment={"TO": str(tmp_path)})
+    assert "boom" in str(caught.value)
+    pids = [int((tmp_path / rank).read_text()) for rank in "01"]
+    eventually(lambda: not any(map(running, pids)))
 
 
 # ---------------------------------------------------------------------------------------------------- with root
-
-shaped = pytest.mark.skipif(bool(missing()), reason=missing() or "can shape links")
-
-
-@pytest.mark.root
-@shaped
-def test_both_ends_of_every_cable_have_its_rate() -> None:
-    with Network(3, "100mbit") as network:
-        ranks = [network.command(rank, [])[3] for rank in range(3)]
-        ends = [(ranks[0].removesuffix("-r0") + "-bridge", f"port{rank}") for rank in range(3)]
-        for namespace, device in [*ends, *((rank, INTERFACE) for rank in ranks)]:
-            shown = subprocess.check_output(["tc", "-n", namespace, "qdisc", "show", "dev", device], text=True)
-            assert "tbf" in shown
-            assert "rate 100Mbit burst 128Kb" in shown
-
-
-@pytest.mark.root
-@shaped
-def test_a_rank_counts_what_its_namespace_counts(tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    code = "from benchmarks.rig.rank import link, sent_bytes; print(sent_bytes(), link())"
-    with Network(2, "1gbit") as network:
-        before = network.tx_bytes(0)
-        with output.open("w") as file:
-            launch(["-c", code], network, timeout=120, stdout=file)
-        after = network.tx_bytes(0)
-    counted, link = output.read_text().split()
-    assert before <= int(counted) <= after
-    assert link == "1gbit"
-
-
-def fail_inside_two_networks() -> None:
-    with Network(2, "1gbit"), Network(4, "100mbit"):
-        assert len(namespaces_of(os.getpid())) == 2 + 5
-        raise KeyError
-
-
-@pytest.mark.root
-@shaped
-def test_nothing_is_left_after_an_exception_and_nothing_else_is_touched() -> None:
-    foreign = f"hpother-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", foreign], check=True)
-    try:
-        with pytest.raises(KeyError):
-            fail_inside_two_networks()
-        assert namespaces_of(os.getpid()) == []
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert foreign in listed
-        links = subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True, check=True).stdout
-        assert INTERFACE not in links
-    finally:
-        subprocess.run(["ip", "netns", "del", foreign], check=True)
-
-
-@pytest.mark.root
-@shaped
-def test_a_network_that_could_not_be_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_module, "_address", lambda rank: "no address")
-    with pytest.raises(LaunchError, match="no address"), Network(2, "1gbit"):
-        pytest.fail("entered")
-    assert namespaces_of(os.getpid()) == []
-
-
-@pytest.mark.root
-@shaped
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2)])
-def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    owner = start_owner("1gbit", tmp_path)
-    pids = pids_in(tmp_path)
-    assert len(namespaces_of(owner.pid)) == 2
-    owner.send_signal(number)
-    assert owner.wait(timeout=60) == status
-    assert namespaces_of(owner.pid) == []
-    eventually(lambda: not any(map(running, pids)))
-
-
-@pytest.mark.root
-@shaped
-def test_what_a_killed_owner_left_is_gone_after_the_next_start(tmp_path: Path) -> None:
-    owner = start_owner("1gbit", tmp_path)
-    pids = pids_in(tmp_path)
-    owner.kill()
-    owner.wait()
-    assert len(namespaces_of(owner.pid)) == 2
-    with Network(2, "1gbit"):
-        assert namespaces_of(owner.pid) == []
-    # The ranks' children too, which nothing but the namespace ties to their owner.
-    eventually(lambda: not any(map(running, pids)))

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import csv
 import io
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from benchmarks.rig.paired import Paired
 from benchmarks.rig.rows import COLUMNS, Row, row
-from benchmarks.rig.table import append_rows, check_csv, print_rows
+from benchmarks.rig.table import append_rows, check_csv
 from hybridpar.errors import DataError
 
 
@@ -64,31 +62,6 @@ def test_a_busy_machine_proves_nothing(tmp_path: Path) -> None:
     check_csv(tmp_path / "table.csv")
 
 
-def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    path, rows = tmp_path / "table.csv", rows_of(result_of())
-    writers = [threading.Thread(target=append_rows, args=(path, rows)) for _ in range(12)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert len(check_csv(path)) == 36
-
-
-def test_a_failed_write_leaves_the_table_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, rows = tmp_path / "table.csv", rows_of(result_of())
-    append_rows(path, rows)
-    before = path.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="no space"):
-        append_rows(path, rows)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["table.csv"]
-
-
 def test_a_table_with_other_columns_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("method,ms\nours,1\n")
@@ -132,20 +105,3 @@ def test_every_wrong_value_is_named_with_its_line_and_rule(
     with pytest.raises(DataError, match=f"line 3, column {named}.*") as caught:
         check_csv(path)
     assert (rule or "'loaded'") in str(caught.value)
-
-
-def test_a_row_cut_short_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    append_rows(path, rows_of(result_of()))
-    text = path.read_text()
-    path.write_text(text[: text.rindex(",1gbit")])
-    with pytest.raises(DataError, match="24 cells"):
-        check_csv(path)
-
-
-def test_people_see_losses_too() -> None:
-    text = io.StringIO()
-    print_rows(rows_of(result_of()), Console(file=text, width=160))
-    shown = text.getvalue()
-    assert "2 ranks, link 1gbit" in shown
-    assert all(word in shown for word in ("baseline", "met", "slower", "20 (3)", "1.111 [1.111, 1.111]"))

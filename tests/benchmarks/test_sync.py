@@ -7,36 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rig.network import missing
 from benchmarks.sync.main import CODECS, Options, main, place_of
 from benchmarks.sync.methods import codec_of, split_lanes
 from hybridpar.compress.policy import parse_codec
 from hybridpar.errors import UsageError
 
-needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
-
 
 def test_the_links_table_runs(capfd: pytest.CaptureFixture[str]) -> None:
-    methods = ("none", "ddp", "own:onebit@1", "hook:powersgd:rank=1", "grace-topk")
+    methods = ("ddp", "own:onebit@1", "hook:powersgd:rank=1", "grace-topk")
     assert main(Options(table="links", links=("loopback",), methods=methods, quick=True)) == 0
     shown = capfd.readouterr().out
     assert "no rows for grace-topk: no checkout of grace" in shown
     assert shown.count("replicas equal: True") == 3  # and none differs, as it must
-
-
-@needs_root
-@pytest.mark.root
-@pytest.mark.sweep
-def test_the_links_table_runs_on_a_shaped_link(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table="links", links=("1gbit", "1gbit:4"), quick=True)) == 0
-    shown = capfd.readouterr().out
-    assert "interface 0." in shown
-
-
-@pytest.mark.sweep
-def test_the_losses_run(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(Options(table="loss", methods=("ddp", "own:onebit"), quick=True)) == 0
-    assert "loss, own:onebit" in capfd.readouterr().out
 
 
 def test_names_of_methods() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.sync import throughput
 
 
@@ -12,9 +10,3 @@ def test_each_part_of_a_codec_has_its_rate() -> None:
     assert set(owned) == {"encode", "merge", "decode", "decode_add", "memcpy"}
     assert set(throughput.rates_of("fp16", "tests.small_nets:plain", 1)) == {"encode", "decode", "memcpy"}
     assert min(owned.values()) > 0
-
-
-@pytest.mark.sweep
-def test_each_kind_of_code_is_measured_in_a_process(capfd: pytest.CaptureFixture[str]) -> None:
-    throughput.measure(True, None)
-    assert "one core, torch" in capfd.readouterr().out

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +16,7 @@ import torch
 
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen import nvrtc as kernel_cuda
-from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.cuda_driver import CudaError, CudaFunction, CudaModule, Driver
+from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, Driver
 from hybridpar.codegen.nvrtc import compiler, cubin, load_cuda_kernels
 from tests.emulated import IMAGE, emulated_driver
 
@@ -104,30 +101,6 @@ def test_a_launch_is_in_torchs_context_and_stream(module: CudaModule, library: P
     assert out.tolist() == [lane ^ 1 for lane in range(64)]
 
 
-def test_threads_launch_at_the_same_time(module: CudaModule) -> None:
-    function = module.function("mixed", MIXED)
-    found: dict[int, set[float]] = {}
-
-    def use(number: int) -> None:
-        found[number] = {value for _ in range(50) for value in mixed(function, float(number))}
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: {number + 208.75} for number in range(4)}
-
-
-def test_the_drivers_message_is_passed_on(module: CudaModule) -> None:
-    with pytest.raises(CudaError, match="cuModuleGetFunction nothing: named symbol not found"):
-        module.function("nothing", "P")
-    with pytest.raises(CudaError, match="cuLaunchKernel mixed: invalid argument"):
-        module.function("mixed", "P")((1, 1, 1), (32, 1, 1), 0)
-    with pytest.raises(CudaError, match="cuModuleLoadData: invalid argument"):
-        module.driver.load(b"something else", 0)
-
-
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
@@ -165,18 +138,6 @@ def test_the_name_says_what_it_was_made_from(source: Path, tmp_path: Path, monke
     assert len(list((tmp_path / "kernels").glob("mixed-*.cubin"))) == 4
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_by_nvcc_where_there_is_no_nvrtc(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cuda, "_nvrtc", lambda: None)
-    version, _ = compiler()
-    assert version.startswith("nvcc cuda_")
-    assert is_machine_code(cubin("mixed", source.read_bytes(), "sm_90"))
-    bad = tmp_path / "bad.cu"
-    bad.write_text("__global__ void wrong() { nothing(); }")
-    with pytest.raises(KernelsUnavailable, match=r"nvcc for sm_90: .*nothing"):
-        cubin("bad", bad.read_bytes(), "sm_90")
-
-
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
@@ -212,14 +173,6 @@ def test_a_source_that_does_not_compile(tmp_path: Path, caplog: pytest.LogCaptur
     message = fails(bad, caplog)
     assert 'identifier "nothing" is undefined' in message
     assert "cuda:1" in message
-
-
-@pytest.mark.usefixtures("cuda_compiler")
-def test_a_gpu_that_the_compiler_does_not_know(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (3, 5))
-    assert "sm_35" in fails(source, caplog)
 
 
 def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridpar.commands.doctor import checkup
-from hybridpar.commands.doctor.checkup import Finding, check_places, check_software, check_tools
+from hybridpar.commands.doctor.checkup import Finding, check_places, check_software
 from hybridpar.errors import LaunchError
 
 TORCH = {
@@ -55,15 +53,6 @@ def software(monkeypatch):
         return {finding.name: finding for finding in check_software()}
 
     return look
-
-
-def test_all_is_well(software, monkeypatch):
-    found = software({**TORCH, "gpus": ["NVIDIA H100"], "cuda_error": None}, {**TVM, "cuda_device": True})
-    assert {finding.status for finding in found.values()} == {"ok"}
-    assert not any(finding.fix for finding in found.values()), "nothing to mend"
-    assert found["CUDA"].value == "NVIDIA H100"
-    assert found["TVM"].value == "0.27.0, LLVM 22, CUDA"
-    assert found["backends"].value == "gloo yes, nccl yes, mpi no"
 
 
 def test_torch_that_cannot_be_imported_fails_with_the_reason(software):
@@ -130,19 +119,6 @@ def test_missing_packages_name_their_purpose_and_their_command(software, monkeyp
     for name in ("scikit-learn", "matplotlib", "tensorboard", "lightning", "accelerate"):
         assert found[name].fix == f"python -m pip install {name}"
         assert found[name].value.startswith("for ")
-
-
-def test_tools(monkeypatch):
-    monkeypatch.setattr(checkup.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(checkup, "_may_administer", lambda: True)
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert {finding.status for finding in check_tools()} == {"ok"}
-    monkeypatch.setattr(checkup.shutil, "which", lambda name: "/usr/bin/dnf" if name == "dnf" else None)
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    found = {finding.name: finding for finding in check_tools()}
-    assert {finding.status for finding in found.values()} == {"absent"}
-    assert found["C++ compiler"].fix == "sudo dnf install -y g++"
-    assert found["network namespaces"].fix == "sudo dnf install -y iproute2"
 
 
 @pytest.fixture

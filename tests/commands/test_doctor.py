@@ -18,7 +18,6 @@ from hybridpar.commands.doctor.diagnosis import (
     diagnose,
     plain_lines,
     run_doctor,
-    to_json,
 )
 from hybridpar.errors import LaunchError
 from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, write_cluster
@@ -56,13 +55,6 @@ def machine(monkeypatch):
 
 def by_name(found: Cluster) -> dict[str, Finding]:
     return {finding.name: finding for finding in cluster_findings(found)}
-
-
-def test_rates_are_told_in_units_that_fit():
-    found = by_name(cluster(CPU, GPU))
-    assert found["CPU"].value == ("a CPU, 2 cores, 8.0 GiB; copies 20.0 GB/s")
-    assert found["GPU 0"].value == "a GPU, 80.0 GiB; copies 3,000 GB/s"
-    assert found["2 workers, gloo"].value == "all-reduce: 0.31 ms latency, 1,500 MB/s per worker"
 
 
 def test_a_link_that_default_workers_need_is_a_failure_and_any_other_a_warning():
@@ -128,18 +120,6 @@ def test_a_cpu_that_cannot_be_measured_is_a_failure(machine):
     diagnosis = diagnose(False)
     assert not diagnosis.ready
     assert diagnosis.findings[-1].value == "measuring the devices failed: killed by signal 4"
-
-
-def test_json_says_the_same(machine, capsys):
-    machine([FINE, Finding("software", "TVM", "warning", "[missing]", "pip install it")], cluster())
-    assert run_doctor(fresh=True, as_json=True) == 0
-    content = json.loads(capsys.readouterr().out)
-    assert content["ready"] is True
-    finding = {"group": "software", "name": "TVM", "status": "warning", "value": "[missing]", "fix": "pip install it"}
-    assert content["findings"][1] == finding
-    assert Cluster.model_validate(content["cluster"]) == cluster()
-    assert content["use"] in "\n".join(plain_lines(diagnose(False)))
-    assert json.loads(to_json(Diagnosis((FINE,), None, "")))["cluster"] is None
 
 
 @pytest.mark.parametrize("width", [60, 120])

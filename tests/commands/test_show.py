@@ -14,8 +14,6 @@ from hybridpar.observe import write_timeline
 from hybridpar.plan import (
     Pipeline,
     Predicted,
-    Sync,
-    SyncRule,
 )
 from hybridpar.schedule.actions import place_stages
 from hybridpar.schedule.schedules import ScheduleRequest, make
@@ -59,16 +57,6 @@ def test_a_schedule_is_printed_checked_and_drawn(tmp_path):
     assert any(title.startswith("step 27.0 slots,  bubble 33 %") for title in said)
 
 
-def test_a_plan_says_what_gradients_travel_as(tmp_path):
-    rules = [SyncRule(pattern="layer4." + "x" * 50, codec="powersgd:rank=2,decay=0.95,warmup=1000")]
-    rules += [SyncRule(pattern=f"layer{index}.*", codec="onebit") for index in range(20)]
-    a_plan(sync=Sync(policy=tuple(rules))).save(tmp_path / "plan.json")
-    text = shown(tmp_path / "plan.json")
-    assert f"          layer0.*{' ' * 28} as onebit" in text
-    assert "and 9 more rules" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
-
-
 def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
     predicted = Predicted(step_ms=25.0, bubble=0.2, bytes_sent_per_step=2_500_000, peak_saved_bytes=10**7)
     recomputing = Pipeline(schedule="1f1b", micro_batches=4, recompute=(0,))
@@ -80,12 +68,6 @@ def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
     assert "sent 2.50 MB per worker" in text
     assert "kept for backward 10.0 MB" in text
     assert max(len(line) for line in text.splitlines()) <= 80
-
-
-def test_the_schedule_of_a_plan_is_drawn(tmp_path):
-    a_plan(pipeline=Pipeline(schedule="1f1b", micro_batches=4, recompute=(0,))).save(tmp_path / "plan.json")
-    shown(tmp_path / "plan.json", tmp_path / "picture.svg")
-    assert any(said.startswith("step 180.0 ms") for said in texts(tmp_path / "picture.svg"))
 
 
 def test_a_plan_without_a_schedule_is_printed_but_not_drawn(tmp_path):

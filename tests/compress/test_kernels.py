@@ -218,15 +218,6 @@ def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> Non
             kernels.powersgd_left(torch.randn(8, 8), some, five[:2], torch.empty(2, 7))
 
 
-def test_the_largest_magnitude() -> None:
-    for count in (1, 63, 64, 1000):
-        values = torch.randn(count)
-        values[count // 2] = -7.0
-        out = torch.empty(1)
-        assert kernels.largest(values, out)
-        assert out.item() == 7.0
-
-
 def test_other_layouts_and_devices_go_the_other_way() -> None:
     every_other = torch.randn(8, 64)[:, ::2]
     levels, packed = torch.empty(8), torch.empty(32, dtype=torch.uint8)

@@ -10,7 +10,6 @@ import ctypes
 import mmap
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,16 +77,6 @@ def test_it_compiles_and_keeps_to_registers(
     for name, (stack, spilled, registers) in seen.items():
         assert stack == spilled == 0, name
         assert registers <= MOST_REGISTERS, name
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_takes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cuda, "_nvrtc", lambda: None)
-    _, compile_source = kernel_cuda.compiler()
-    code, log = compile_source(SOURCE.read_bytes(), "sm_90", tmp_path)
-    assert code[:4] == b"\x7fELF"
-    assert set(figures(log)) == set(PARAMETERS)
 
 
 def test_numbers_are_those_of_the_source() -> None:

@@ -95,10 +95,9 @@ def amp(world: World, codec: str) -> tuple[list[bool], Tensor]:
         return counted, weights(model)
 
 
-@pytest.mark.parametrize("codec", ["powersgd:gain=0", "onebit"])
-def test_an_overflow_under_mixed_precision_poisons_nothing(codec: str) -> None:
+def test_an_overflow_under_mixed_precision_poisons_nothing() -> None:
     """[pytorch PR 55031: PowerSGD gives NaN with AMP]."""
-    (counted, one), (same, other) = run_ranks(amp, 2, codec)
+    (counted, one), (same, other) = run_ranks(amp, 2, "powersgd:gain=0")
     assert counted == same == [True, True, False, True]
     assert torch.equal(one, other)
     assert bool(one.isfinite().all())

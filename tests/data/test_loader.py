@@ -390,13 +390,6 @@ def test_batches_are_kept_until_they_were_used(file_data, seed):
         train_on(batches.epoch(0))
 
 
-def test_epochs_can_be_read_by_another_thread_than_the_one_that_made_them(file_data):
-    batches = train_batches(file_data, batch_size=8)
-    with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(lambda: train_on(batches.epoch(0))).result()
-    assert same(read, train_on(batches.epoch(0)))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("loader_workers", [0, 1])

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -61,13 +59,6 @@ def test_what_is_written_is_read():
     assert read_cluster(HOST) == written
 
 
-def test_the_file_is_private_and_nothing_is_left_beside_it(cache):
-    write_cluster(cluster())
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert stat.S_IMODE(kept(HOST).stat().st_mode) == 0o600
-    assert list(cache.iterdir()) == [kept(HOST)]
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -85,24 +76,6 @@ def test_a_damaged_file_is_one_log_line(damage, caplog):
         assert read_cluster(HOST) is None
     assert len(caplog.records) == 1
     assert "measuring again" in caplog.text
-
-
-def test_a_file_that_cannot_be_opened_is_one_log_line(caplog):
-    kept(HOST).mkdir(parents=True)
-    assert read_cluster(HOST) is None
-    assert len(caplog.records) == 1
-
-
-def test_a_failed_write_keeps_what_was_there(monkeypatch, cache):
-    write_cluster(cluster())
-
-    def full(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    write_cluster(cluster(gpu(0)))
-    assert read_cluster(HOST) == cluster()
-    assert len(list(cache.iterdir())) == 1, "the file aside is removed"
 
 
 @pytest.mark.parametrize(

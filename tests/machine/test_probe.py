@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from pathlib import Path
 
@@ -75,25 +74,6 @@ def test_a_program_that_hangs_is_stopped_and_quoted():
         with pytest.raises(LaunchError, match="took more than 60 s; it last said: joining"):
             started.answer()
     assert not alive(started._processes[0].pid)
-
-
-def test_leaving_early_stops_and_cleans_up():
-    started = Programs(["import time; time.sleep(600)"], "measuring it", workers=1)
-    place = Path(started._directory.name)
-    assert place.exists()
-    with pytest.raises(KeyboardInterrupt), started:
-        raise KeyboardInterrupt
-    assert not alive(started._processes[0].pid)
-    assert not place.exists()
-
-
-def test_a_system_without_processes_is_told(monkeypatch):
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(LaunchError, match="cannot start a process: Resource temporarily unavailable"):
-        run(["pass"])
 
 
 def test_programs_do_not_see_the_current_directory(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hybridpar.machine import probe_worker
 from hybridpar.machine.cluster import Device, Link
-from hybridpar.machine.probe_worker import devices, measure_gpu, measure_link, torch_facts
+from hybridpar.machine.probe_worker import devices, measure_link, torch_facts
 
 CPU = torch.device("cpu")
 CPU_RATES = Device(kind="cpu", name="a CPU", memory_bytes=1, cores=1, threads=1, bytes_per_second=1)
@@ -55,11 +55,6 @@ def test_runs_go_on_until_the_two_fastest_agree_but_not_for_ever(clock):
     assert never.now == pytest.approx(100.1 + 15.0), "three times as long as asked for"
 
 
-def test_a_copy_counts_what_it_reads_and_writes(monkeypatch):
-    monkeypatch.setattr(probe_worker, "_fastest", lambda work, device, seconds: (0.5, 0.02))
-    assert probe_worker._copy_rate(CPU, 4096, 0.1) == (2 * 4096 / 0.5, 0.02)
-
-
 def test_a_gpu_that_fails_is_a_problem_and_the_others_are_measured(monkeypatch):
     def measure(index: int, seconds: float) -> Device:
         if index == 0:
@@ -74,13 +69,6 @@ def test_a_gpu_that_fails_is_a_problem_and_the_others_are_measured(monkeypatch):
     answer = json.loads(devices(0.0))
     assert [(device["kind"], device["index"]) for device in answer["devices"]] == [("cpu", 0), ("cuda", 1)]
     assert answer["problems"] == ["GPU 0 (a GPU) cannot be used: CUDA out of memory."]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_gpu():
-    device = measure_gpu(0, 0.01)
-    assert device.bytes_per_second > 1e10
 
 
 @pytest.mark.parametrize(("world_size", "factor"), [(2, 1.0), (4, 1.5)])

@@ -1,6 +1,5 @@
 """Tests the progress bar on a terminal, by what an emulated screen shows after all control codes."""
 
-import contextlib
 import io
 import re
 from dataclasses import replace
@@ -96,23 +95,6 @@ def test_no_line_of_the_bar_is_wider_than_the_terminal_or_a_hundred_columns(info
     screen = Screen(width)
     lines = screen.play(sent(stream))
     assert all(len(line) <= min(width, MOST_COLUMNS) for line in lines[-3:])
-
-
-def test_a_terminal_without_unicode_gets_an_ascii_bar(info, make_step, clock):
-    console, stream = terminal(80, encoding="ascii")
-    with LiveProgress(console, clock=clock) as progress:
-        progress.start(info)
-        progress.step(make_step(10))
-    assert any("###---" in line for line in Screen(80).play(sent(stream)))
-
-
-def test_the_cursor_is_given_back_after_a_failure(info):
-    console, stream = terminal(80)
-    with contextlib.suppress(KeyboardInterrupt), LiveProgress(console) as progress:
-        progress.start(info)
-        hidden = sent(stream).rindex("\x1b[?25l")
-        raise KeyboardInterrupt
-    assert sent(stream).rindex("\x1b[?25h") > hidden
 
 
 def test_a_terminal_that_went_away_does_not_end_the_run(info, make_step, make_epoch, clock):

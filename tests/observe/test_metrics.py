@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.errors import RunDirectoryError
-from hybridpar.observe import files
 from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS, MetricsWriter, read_metrics
 from hybridpar.observe.records import StepRecord
 
@@ -96,22 +95,6 @@ def test_a_whole_line_without_its_newline_is_not_glued_to_the_next(tmp_path, mak
     with MetricsWriter(tmp_path, resume_step=2) as writer:
         writer.write_step(make_step(3))
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
-
-
-def test_the_old_file_stays_where_the_rewrite_fails(tmp_path, make_step, monkeypatch):
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3):
-            writer.write_step(make_step(step))
-    before = (tmp_path / METRICS_FILE).read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(RunDirectoryError, match="No space left"):
-        MetricsWriter(tmp_path, resume_step=1)
-    assert (tmp_path / METRICS_FILE).read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE]
 
 
 class FillingFile:

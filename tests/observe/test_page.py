@@ -8,8 +8,7 @@ import re
 import pytest
 
 from hybridpar.errors import UsageError
-from hybridpar.observe.page import check_page_file, lanes_block, page_html, write_page
-from tests.observe.timelines import a_timeline
+from hybridpar.observe.page import check_page_file, page_html, write_page
 
 DATA = {"title": "</script><script>alert(1)</script>", "runs": []}
 
@@ -44,17 +43,3 @@ def test_only_an_earlier_report_is_replaced(tmp_path):
     for name, said in (("mine.html", "is no report"), ("none/new.html", "no folder"), (".", "cannot be replaced")):
         with pytest.raises(UsageError, match=said):
             check_page_file(tmp_path / name)
-
-
-def test_lanes_are_those_of_the_drawn_timeline():
-    block = lanes_block(a_timeline())
-    predicted, measured = block["panels"]
-    assert predicted["title"].startswith("predicted:  step")
-    assert measured["title"].startswith("measured, step")
-    assert predicted["length"] < measured["length"]
-    assert [row["name"] for row in predicted["rows"] if row["compute"]] == ["worker 0", "worker 2"]
-    boxes = [box for row in measured["rows"] for box in row["boxes"]]
-    assert sum(box[4] == "F3 stage 1" for box in boxes) == 2  # of each replica
-    assert all(start <= joined <= end for start, joined, end, *_ in boxes)
-    assert {kind for kind, _ in block["kinds"]} == {"F", "B", "STEP", "SEND_F", "SYNC"}
-    json.dumps(block, allow_nan=False)

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.observe import plots
 from hybridpar.observe.metrics import MetricsWriter
-from hybridpar.observe.plots import draw_loss, draw_staleness, running_mean
+from hybridpar.observe.plots import draw_loss, running_mean
 
 figures = pytest.importorskip("matplotlib.figure")
 image = pytest.importorskip("matplotlib.image")
@@ -87,37 +86,3 @@ def test_running_mean_is_the_mean_of_what_the_window_holds(values, window):
     for index, value in enumerate(smooth):
         present = [x for x in values[max(index - half, 0) : index + half + 1] if not math.isnan(x)]
         assert value == pytest.approx(sum(present) / len(present), abs=1e-9) if present else math.isnan(value)
-
-
-def test_a_single_huge_loss_does_not_drown_those_after_it():
-    assert running_mean(np.array([1e30, 1.0, 2.0, 3.0, 4.0]), 3)[2:].tolist() == [2.0, 3.0, 3.5]
-
-
-def test_a_picture_of_ages(tmp_path):
-    path = draw_staleness(tmp_path, {0: 3, 1: 10, 7: 1}, expected=1.5)
-    assert path == tmp_path / "staleness.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("classes", "texts"), [(2, 3), (30, 0), (300, 0)])
-def test_a_confusion_matrix_has_numbers_and_names_where_there_is_room(tmp_path, monkeypatch, classes, texts):
-    drawn = []
-    monkeypatch.setattr(plots, "_png", lambda draw, height: _kept(draw, height, drawn))
-    counts = np.eye(classes, dtype=np.int64) * 5
-    counts[0, 1] = 1
-    names = [f"class-{number}" for number in range(classes)]
-    path = plots.draw_confusion(tmp_path, counts, names, "net on $data$")
-    assert path is not None
-    assert path.name == "confusion.png"
-    axes = drawn[0].axes[0]
-    assert [text.get_text() for text in axes.texts] == ["5", "1", "5"][:texts]
-    shown = [label.get_text() for label in axes.get_yticklabels()]
-    assert (shown == names) == (classes <= 40)
-
-
-def _kept(draw, height, drawn):
-    from matplotlib.figure import Figure
-
-    drawn.append(Figure(figsize=(9, height)))
-    draw(drawn[-1])
-    return b""

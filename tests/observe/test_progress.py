@@ -85,10 +85,3 @@ def test_a_stream_that_cannot_encode_a_name_does_not_end_the_run():
 def test_the_form_suits_the_output(terminal, variables, form):
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=variables)
     assert type(open_progress(console)) is form
-
-
-@pytest.mark.parametrize("color", ["", "1"])
-def test_a_pipe_gets_plain_lines_on_standard_output(capsys, monkeypatch, color):
-    monkeypatch.setenv("FORCE_COLOR", color)
-    open_progress().message("to the [bold] pipe")
-    assert capsys.readouterr().out == "to the [bold] pipe\n"

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from hybridpar.observe.report import percentages, print_report
 from hybridpar.observe.summary import summary_schema
-from hybridpar.observe.text import format_bytes, format_duration
 
 SUMMARY = dict.fromkeys(summary_schema()["required"]) | {
     "model": "resnet18",
@@ -100,41 +99,6 @@ def test_a_choice_that_was_predicted_is_shown_beside_what_was_measured():
     )
 
 
-def test_what_was_not_measured_has_no_row():
-    measured = "test_accuracy best_test_accuracy step_ms_median images_per_second bytes_sent_per_step compute_ms"
-    unmeasured = dict.fromkeys([*measured.split(), "exposed_sync_ms", "data_ms", "resumed_from"])
-    some = {"steps": 1, "workers": 1, "skipped_steps": 0, "train_seconds": 0.4, "exit": "interrupted"}
-    assert printed(SUMMARY | unmeasured | some).splitlines() == [
-        "",
-        "run  resnet18 on cifar10",
-        "     1 worker on cpu, batch 128",
-        "     interrupted after 1 step in 0.4 s",
-    ]
-
-
-def test_long_names_fold_and_lose_nothing():
-    path = Path("/data/" + "Q" * 150)
-    text = printed(SUMMARY | {"model": "package.models:[wide]"}, files=[path])
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert text.count("Q") == 150
-    assert "package.models:[wide]" in text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(9.94, "9.9 s"), (9.96, "10 s"), (59.6, "1:00"), (3599.6, "1:00:00"), (93605, "26:00:05")]
-)
-def test_durations(seconds, text):
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(999, "999 B"), (1000, "1.00 kB"), (999_600, "1.00 MB"), (12_345_678, "12.3 MB"), (5e18, "5000 PB")],
-)
-def test_bytes_have_three_digits(count, text):
-    assert format_bytes(count) == text
-
-
 def test_a_run_with_servers_tells_where_gradients_met_and_how_old_they_were():
     ages = {"mean": 1.875, "most": 4, "histogram": {"1": 3, "4": 1}}
     more = {"sync": "softsync:2", "servers": 1, "staleness": ages, "bytes_pulled_per_step": 45_000_000}
@@ -151,11 +115,3 @@ def test_percentages_add_up_to_a_hundred_and_none_is_further_off_than_one(values
     whole = sum(values)
     assert sum(told) == (100 if whole else 0)
     assert all(abs(share - 100 * value / whole) < 1 for share, value in zip(told, values, strict=True) if whole)
-
-
-def test_the_best_checkpoint_is_named():
-    best = {"step": 391, "test_accuracy": 0.9545, "checkpoint": "checkpoints/step-391"}
-    assert printed(SUMMARY | {"best": best}).splitlines()[4:6] == [
-        "test accuracy  93.26%",
-        "best           95.45% after step 391, kept in checkpoints/step-391",
-    ]

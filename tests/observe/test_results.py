@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import confusion_matrix
 
-from hybridpar.observe.results import BINS, MOST_CLASSES, TestResult
+from hybridpar.observe.results import BINS, TestResult
 
 
 def a_result(targets, predictions, confidences, classes=("a", "b", "c"), **more):
@@ -80,9 +80,3 @@ def test_images_of_several_classes_have_neither_matrix_nor_calibration() -> None
     assert figures["confusion"] is figures["calibration_error"] is figures["top5_accuracy"] is None
     assert [one["accuracy"] for one in figures["classes"]] == [0.75, 1.0]
     assert "1 images cannot be read" in result.text()
-
-
-def test_very_many_classes_have_no_matrix() -> None:
-    result = a_result([0, 1], [0, 1], [0.9, 0.9], classes=tuple(map(str, range(MOST_CLASSES + 1))))
-    assert result.confusion is None
-    assert "confusion.csv" not in result.tables()

@@ -63,12 +63,6 @@ def test_the_sync_of_gradients_in_numbers(info, record):
     assert (summary["codec"], summary["compression_ratio"]) == ("onebit", 32.0)
 
 
-def test_the_ratio_covers_all_steps_those_in_full_precision_too(info, record):
-    record([20.0] * 4, bytes_before=4000, bytes_after=4000)
-    table = record([20.0] * 4, first=5, resume_step=4, bytes_before=4000, bytes_after=100)
-    assert summarize(info, table, seed=7, ended="finished")["compression_ratio"] == round(32000 / 16400, 3)
-
-
 def test_warm_up_is_left_out_where_there_are_enough_others(info, record):
     many = summarize(info, record([100, 100, 100, 10, 20, 30]), seed=0, ended="finished")
     assert many["step_ms_median"] == 20

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from hybridpar.errors import RunDirectoryError
 from hybridpar.observe.timeline import (
     Timeline,
     TimelineRow,
@@ -19,7 +18,6 @@ from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of
 from hybridpar.schedule.actions import parse_action
 from hybridpar.schedule.spans import Span, StepSpans
 from tests.observe.timelines import a_step, a_timeline
-from tests.runs import small_disk
 
 TIMELINES = {
     "replicas": a_timeline(),
@@ -105,23 +103,6 @@ def test_everybody_has_a_process_and_every_queue_a_thread():
     assert len(flows) == 3 * transfers * (2 + 1), "in each of three steps, of both replicas and of the prediction"
 
 
-def test_events_say_what_they_are():
-    events = [event for event in trace_of(a_timeline())["traceEvents"] if event["ph"] == "X"]
-    found = {event["name"]: event for event in events if not event["args"]["predicted"]}
-    assert {"F3 stage 1", "B0 stage 0", "send F2 to stage 1", "receive B2 from stage 1", "optimizer stage 0"} <= set(
-        found
-    )
-    assert found["F3 stage 1"]["args"] == {
-        **{"step": 6, "worker": 3, "predicted": False},
-        **{"action": "1F3", "lane": 1, "stage": 1, "micro_batch": 3},
-    }
-    assert found["sync bucket 1 stage 0"]["args"]["bucket"] == 1
-    assert found["receive B2 from stage 1"]["args"]["peer_stage"] == 1
-    # The second replica is half a millisecond late for the sums, and the first waits for it.
-    waited = {event["args"]["waited_ms"] for event in events if "waited_ms" in event["args"] and event["cat"] == "sync"}
-    assert waited == {0.5}
-
-
 def test_a_prediction_begins_with_its_step_and_never_overlaps_the_next():
     predicted = a_step(2.0)  # longer than the steps, which begin every 100 ms
     assert predicted.step_ms > 100
@@ -144,12 +125,3 @@ def test_steps_that_overlap_on_other_lanes_are_shown_one_after_the_other():
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path):
-    with small_disk(tmp_path / "disk", kilobytes=16) as disk:
-        (disk / "trace.json").write_text("what was there")
-        with pytest.raises(RunDirectoryError, match="No space left"):
-            write_timeline(disk / "trace.json", a_timeline())
-        assert (disk / "trace.json").read_text() == "what was there"
-        assert [path.name for path in disk.iterdir()] == ["trace.json"]

@@ -49,25 +49,6 @@ def test_the_text_to_the_letter():
     assert printed(TINY) == GOLDEN
 
 
-@pytest.mark.parametrize("width", [80, 120, 60])
-def test_the_text_fits_the_screen(width):
-    text = printed(a_timeline(stages=4, workers=2), width)
-    assert max(len(line) for line in text.splitlines()) <= min(width, 80)
-
-
-def test_the_text_has_predicted_above_measured_and_every_lane():
-    text = printed(a_timeline())
-    assert text.index("predicted:") < text.index("measured:  step 5, the one of median length")
-    assert text.splitlines()[0] == "resnet18, 2 stages x 2 replicas, 4 micro-batches, 1f1b, steps 4 to 6"
-    assert [len(re.findall(f"^worker {rank} computes", text, re.MULTILINE)) for rank in range(4)] == [2, 1, 2, 1]
-    strips = [line for line in text.splitlines() if re.match("^worker . computes", line)]
-    for line in strips:
-        assert (line.count("F"), line.count("B")) == (4, 4)
-        assert line.rstrip(".").endswith("o")
-    measured = text[text.index("measured:") :]
-    assert re.findall(r"^ +(to \d) ", measured, re.MULTILINE) == ["to 2", "to 3", "to 0", "to 1"], "ranks"
-
-
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 

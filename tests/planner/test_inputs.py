@@ -186,11 +186,6 @@ def test_one_size_alone_gives_times_in_proportion():
     assert Variant("contiguous", "stock", (sized(4, 5.0),)).unit_ms(2) == ([2.5], [5.0])
 
 
-def test_a_variant_is_named_by_what_is_not_torchs_default():
-    assert Variant("contiguous", "stock", (sized(4, 5.0),)).name == ""
-    assert Variant("channels_last", "tuned", (sized(4, 5.0),)).name == "channels_last, tuned kernels"
-
-
 def test_a_profile_that_does_not_fit_its_graph_is_refused():
     with pytest.raises(UsageError, match="2 units"):
         chain([(1, 2), (1, 2)], [(8, 8), (8, 8)], variants=(Variant("contiguous", "stock", (sized(4, 1.0),)),))

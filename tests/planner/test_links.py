@@ -69,27 +69,6 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
 
 
-def remembered_alone(world: World, cache: str) -> list[str]:
-    import os
-
-    os.environ["HYBRIDPAR_CACHE"] = cache
-    before = links.DRIFT
-    links.CONFIRMED = 1e9  # whatever the machine does meanwhile
-    try:
-        one = measure_cluster(world, fresh=True, seconds=0.002)
-        links.DRIFT = 1e9  # whatever the machine does meanwhile
-        other = measure_cluster(world, seconds=0.002)
-    finally:
-        links.DRIFT = before
-        del os.environ["HYBRIDPAR_CACHE"]
-    return [one.key, other.key]
-
-
-def test_a_link_that_has_not_changed_is_not_measured_again(tmp_path):
-    for one, other in run_ranks(remembered_alone, 2, str(tmp_path)):
-        assert one == other
-
-
 def ways_measured(world: World, cache: str) -> list[object]:
     import os
 
@@ -154,19 +133,6 @@ def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
     assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(PLAIN) == 0.4
     faster = spec.faster_links(10).between
     assert faster.cores.all_reduce / faster.bandwidth == pytest.approx(0.4 / 1e8), "a byte takes a core as long"
-
-
-def test_a_cluster_with_measured_cores_is_written_and_read(tmp_path):
-    from hybridpar.errors import UsageError
-    from hybridpar.machine.cluster_file import read_cluster_file
-
-    spec = parse_cluster({"hosts": [{"count": 2}], "between": {"bandwidth": 1e8, "cores": {"all_reduce": 0.4}}})
-    path = tmp_path / "cluster.toml"
-    path.write_text(spec.to_toml())
-    assert read_cluster_file(path) == spec
-    path.write_text(spec.to_toml().replace("all_reduce = 0.4", "all_reduce = -1"))
-    with pytest.raises(UsageError, match=r"cores\.all_reduce"):
-        read_cluster_file(path)
 
 
 def broken(world: World) -> str:

@@ -76,13 +76,6 @@ def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone
     assert all(one.is_contiguous() for one in model.parameters())
 
 
-def test_an_estimated_profile_runs_nothing_twice():
-    profile = profile_model(net(), images(2), measure=False, lanes=(2,))
-    assert profile.source == "analytic"
-    assert profile.co_run == {}
-    assert profile.noise == 0
-
-
 def test_figures_of_stages_are_those_of_their_units():
     profile = profile_model(net(), images(2), measure=False)
     whole = figures_of(profile, cuts_of(profile, 1)[0], 0, 2)
@@ -143,31 +136,6 @@ def test_ways_to_compute_are_compared_in_turns_and_units_add_up_to_that(monkeypa
     turns.clear()
     profile_model(net(), images(2), passes=2)
     assert not turns, "one way alone has nothing to be compared with"
-
-
-def test_units_of_a_compiled_model_add_up_to_its_compiled_step(monkeypatch):
-    model, steps = net(), []
-
-    class Compiled(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-    def step(run, inputs, clock):
-        assert isinstance(run, Compiled)
-        assert run.inner is model
-        steps.append(len(inputs[0]))
-        return 7.0
-
-    monkeypatch.setattr(torch, "compile", Compiled)
-    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", step)
-    profile = profile_model(model, images(2, 4), passes=2, compiled=True)
-    assert steps == [4, 4] * TURNS
-    (only,) = profile.variants
-    assert only.step_ms == pytest.approx(7.0)
-    assert profile.compiled is not None
-    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", lambda *_: pytest.fail("nothing is compared"))
-    assert profile_model(model, images(2, 4), passes=2).compiled is None
 
 
 def test_what_disturbs_most_steps_of_one_way_makes_it_no_worse_than_the_others(monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from hybridpar.config import TrainConfig
 from hybridpar.plan import Sync
 from hybridpar.planner import outer_steps
-from hybridpar.planner.explain import notes, rows
 from hybridpar.planner.fixed import decided_options, fixed_by
 from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
 from hybridpar.planner.record import is_as_recorded, plan_of
@@ -131,14 +130,6 @@ def test_the_plan_says_it():
     assert resolved.sync.outer == 16
     assert resolve(TrainConfig(sync="outer:4"), 2, plan).sync.outer == 4
     assert resolve(TrainConfig(), 2).sync == Sync()
-
-
-def test_it_is_explained_with_the_table():
-    found = find_plan(asked())
-    assert "an exchange every 16 steps as onebit" in rows(found)[0].name
-    told = "\n".join(notes(asked(), found))
-    assert "1.02 (not above 1.10 with 95 % certainty) times the steps of synchronous training" in told
-    assert "5 runs of 230 steps, 4 workers" in told
 
 
 def test_the_table_is_read_by_the_next_larger_number_of_workers_and_the_longest_run_that_is_no_longer(monkeypatch):

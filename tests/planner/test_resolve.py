@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.partition import Problem, partition_model
+from hybridpar.partition import partition_model
 from hybridpar.plan import Kernels, Placement, Plan, StagePlacement
 from hybridpar.planner.resolve import lane_threads, resolve
 from hybridpar.schedule.actions import Shape
@@ -63,25 +62,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
         resolve(TrainConfig(**options), workers)
     for word in words:
         assert word in str(info.value)
-
-
-def test_every_division_covers_all_workers_and_stages() -> None:
-    for stages, workers, replicas, kind in itertools.product(
-        range(1, 7), range(1, 7), (None, 1, 2), (None, "loop", "v")
-    ):
-        try:
-            shape = shape_of(TrainConfig(stages=stages, replicas=replicas, placement=kind), workers)
-        except UsageError:
-            continue
-        assert shape.positions * shape.replicas == workers
-        assert shape.stages == stages
-        Problem(shape.stages, (partition_worker(shape.lanes),) * shape.positions, shape.placement)  # refuses misfits
-
-
-def partition_worker(lanes: int) -> Any:
-    from hybridpar.partition.cost import Worker
-
-    return Worker(lanes=lanes)
 
 
 def test_the_threads_of_a_process_are_divided_among_its_lanes() -> None:

@@ -99,14 +99,6 @@ def test_a_crowded_host_and_the_rest_of_a_step_are_in_the_prediction():
     assert gap == pytest.approx(0.5 * 15 + 1.5 * (3.0 + 2.0))
 
 
-def test_plans_differ_by_what_their_workers_share():
-    profile = chain([(5, 10)], [(100, 100)])
-    assert profile.crowding(2) == 1
-
-    known = replace(profile, crowd={2: 1.2, 4: 1.6})
-    assert [known.crowding(workers) for workers in (1, 2, 3, 4, 8)] == [1, 1.2, 1.2, 1.6, 1.6]
-
-
 def test_noise_beyond_reason_is_doubted_but_not_taken_literally():
     noisy = chain([(5, 10), (5, 10)], [(8, 8), (8, 8)], noise=2.6)
     found = find_plan(inputs(noisy, cluster(2, 1e10)))

@@ -13,7 +13,6 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.observe import read_metrics
-from hybridpar.observe.report import _rows
 from hybridpar.plan import read_plan
 from hybridpar.run import kernels as kernels_of_run
 from hybridpar.run.kernels import prepare_kernels
@@ -178,13 +177,6 @@ def test_strict_runs_do_not_start_without_their_kernels(tmp_path, kernels, monke
     assert not (tmp_path / "run").exists()
 
 
-def test_auto_reads_what_was_tuned_here(tmp_path, kernels, monkeypatch):
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
-    database(tmp_path / "cache" / "kernels.jsonl", 16)
-    train(tmp_path / "run", "separable", kernels="auto", epochs=1)
-    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
-
-
 def _confirming(patch: pytest.MonkeyPatch, cache: Path, batch: int) -> None:
     """Confirm all convolutions at once, and note that it was asked for."""
     patch.setenv("HYBRIDPAR_CACHE", str(cache))
@@ -224,17 +216,6 @@ def test_one_of_several_workers_confirms_and_all_use_it(tmp_path):
     run_ranks(_confirming_rank, 2, tmp_path)
     assert (tmp_path / "cache" / "asked").read_text() == "once\n"
     assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
-
-
-def test_a_report_has_a_row_for_kernels():
-    keys = ("test_accuracy", "images_per_second", "step_ms_median", "bytes_sent_per_step", "resumed_from")
-    summary = dict.fromkeys(keys) | {
-        **{"exit": "finished", "steps": 1, "train_seconds": 1.0, "model": "m", "data": "d", "workers": 1},
-        **{"device": "cpu", "batch_size": 2, "stages": 1, "codec": "none", "skipped_steps": 0},
-        **{"predicted_sync_ms": None, "sync_ms": None},
-        "kernels": {"tuned": 3, "stock": 1, "saved_ms": 2.5},
-    }
-    assert ("kernels", "3 of 4 operations on kernels, 2.50 ms a step less than torch", "") in _rows(summary)
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,6 @@ def test_a_run_that_was_stopped_before_its_last_test_makes_it_when_it_is_resumed
     assert "nan" not in capsys.readouterr().out
 
 
-def test_a_changed_option_of_a_resumed_run_is_said(tmp_path, capsys):
-    train(tmp_path, steps=2)
-    train(tmp_path, steps=4, lr=0.01, resume=True)
-    said = capsys.readouterr().out
-    assert "resumed  lr: 0.05 -> 0.01 after step 2" in said
-    assert "resumed  steps: 2 -> 4 after step 2" in said
-
-
 def test_a_run_can_start_from_the_checkpoint_of_another(straight, tmp_path):
     before = sorted(path.relative_to(straight) for path in straight.rglob("*"))
     middle = straight / "checkpoints" / "step-6"

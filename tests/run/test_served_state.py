@@ -40,15 +40,6 @@ def averaged(state: ServedState) -> float:
     return float(state.average.state_dict()["weight"])
 
 
-def test_the_average_moves_once_for_each_step_since_the_last_answer(state):
-    state.follow(2)
-    assert averaged(state) == 0.5
-    state.follow(2)
-    assert averaged(state) == 0.5
-    state.follow(4)
-    assert averaged(state) == 0.875
-
-
 def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(state):
     state.follow(3, applied=False)
     assert averaged(state) == (0.0 if state._barrier else 0.75)

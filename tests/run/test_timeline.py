@@ -177,16 +177,6 @@ def test_the_plan_of_a_run_is_what_it_did(place):
     assert plan.predicted.step_ms == pytest.approx(summary["predicted_step_ms"], abs=1e-3)
 
 
-@both
-def test_the_summary_tells_of_the_pipeline(place):
-    summary = check_run(place / "run")
-    assert (summary["stages"], summary["replicas"], summary["micro_batches"]) == (2, 1, 2)
-    assert summary["schedule"] == "greedy"
-    assert 0 < summary["bubble"] < 1
-    assert summary["overlap"] is None, "there is one replica, so nothing is summed"
-    assert summary["peak_saved_bytes"] > 0
-
-
 def test_predicted_bytes_are_the_bytes_that_were_sent(two):
     predicted, summary = read_plan(two / "run" / "plan.json").predicted, check_run(two / "run")
     agreement = 80  # 40 bytes around two workers: a message that the simulator counts as time only

@@ -65,16 +65,6 @@ def test_evaluation_and_checkpoints_are_no_waiting_for_data():
     assert later.data_ms == pytest.approx(500)
 
 
-def test_time_away_while_the_lanes_worked_is_not_counted_against_data():
-    now = iter([1.0, 1.95])  # away until the lanes had been idle for 50 ms
-    clock = StepClock(lambda: next(now))
-    with clock.away():
-        pass
-    clock.divide(busy(1.0, 1.9), 0.0)
-    times, _ = clock.divide(busy(2.0, 2.5), 0.0)
-    assert times.data_ms == pytest.approx(50)
-
-
 def test_receives_that_waited_during_the_step_before_are_cut():
     clock = StepClock()
     clock.divide(busy(0.0, 1.0), 0.0)
@@ -173,18 +163,6 @@ def test_overlap_is_what_did_not_outlast_computation():
 def _accumulate():
     layout = place_stages(1, 1)
     return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
-
-
-def test_the_first_steps_count_only_where_there_are_no_others():
-    timings = Timings()
-    for number in range(6):
-        first = number < 3
-        timings.add(StepTimes(1.0 - first, float(first), 0.0), 1 + 99 * first, NOTHING)
-    assert timings.share().parts == (1.0, 0.0, 0.0)
-    assert combined([timings.share()], 1, 1.0)["bytes_sent"] == 1.0
-    few = Timings()
-    few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
-    assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)
 
 
 def test_a_mean_step_counts_the_few_that_exchange():

@@ -26,7 +26,3 @@ def test_all_methods_of_a_setting_train_alike(monkeypatch: pytest.MonkeyPatch) -
     assert rows["hybridpar"].extra["loss"] == rows["plain loop"].extra["loss"]
     assert rows["hybridpar"].median_ms == 5.0  # of one step, not of a round of two
     assert rows["hybridpar"].extra["images_per_second"] == 400.0
-
-
-def test_settings_have_names_of_their_own() -> None:
-    assert len({setting.name for setting in gpu_steps.SETTINGS}) == len(gpu_steps.SETTINGS)

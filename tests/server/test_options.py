@@ -18,13 +18,9 @@ from tests.small_nets import plain
     [
         ({"sync": "softsync:0", "workers": 3}, "--sync softsync:0: split=0"),
         ({"sync": "softsync:4", "workers": 3}, "softsync:4 with 3 workers"),
-        ({"sync": "softsync:x"}, "--sync softsync:x: split=x"),
-        ({"sync": "ps,staleness=inverse"}, "--sync ps,staleness=inverse has no option 'staleness'"),
-        ({"sync": "allreduce,servers=2"}, "has no option 'servers'"),
         ({"sync": "ps,servers=-1"}, "--sync ps,servers=-1: servers=-1"),
         ({"sync": "ps", "plan": "some.json"}, "--plan some.json with --sync ps"),
         ({"sync": "ps", "replicas": 2}, "--replicas 2 with --sync ps"),
-        ({"sync": "outer:4,ps"}, "--sync outer:4,ps"),
         (
             {"sync": "ps", "stages": 2, "replicas": 2, "placement": "0,0;1,2"},
             "--placement 0,0;1,2 with --sync ps",

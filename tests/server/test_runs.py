@@ -15,9 +15,8 @@ from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
-from tests.runs import assert_same_state, check_run, command, saved_state, small_arguments, train, train_rank
+from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
 from tests.server.jobs import ends, job, pids, store, train_process
-from tests.small_nets import FAULT_VARIABLE
 from tests.waiting import eventually, saved
 
 
@@ -203,21 +202,3 @@ def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
     run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoint_every="never")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["skipped_steps"] == 2
-
-
-@pytest.mark.sweep
-def test_the_command_replaces_a_worker_that_dies_and_starts_servers_again(tmp_path):
-    for run_dir, options, said in (
-        (tmp_path / "async", ["--sync=ps-async"], "the others go on, and it joins again"),
-        (
-            tmp_path / "sync",
-            ["--sync=ps", "--checkpoint-every=2"],
-            "all processes start again from the last checkpoint",
-        ),
-    ):
-        arguments = small_arguments(run_dir, "--workers=2", *options)
-        with command(arguments, **{FAULT_VARIABLE: "KILL@1:4"}) as process:
-            _, messages = process.communicate(timeout=300)
-        assert process.returncode == 0, messages
-        assert said in messages
-        check_run(run_dir, steps=12)

@@ -22,7 +22,7 @@ from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
 from hybridpar.server.meetings import save_occasion
-from hybridpar.server.present import PresentWorkers, exchange
+from hybridpar.server.present import exchange
 from tests.server.problems import unsent
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 from tests.waiting import eventually
@@ -462,19 +462,3 @@ def test_stop_save_and_the_end_reach_everybody_in_the_same_step():
         third = together([lambda w=w: w.step(w.number, 2) for w in team])
         assert [one.done for one in third] == [True, True]
         together([worker.close for worker in team])
-
-
-def test_workers_exchange_facts_over_shard_0():
-    rules = Rules.asynchronous(3)
-    with serving(rules, 2) as served:
-        team, _ = train(served, rules, 3, 1)
-        firsts = [worker.links.links[0] for worker in team]
-        found = together([lambda n=n: exchange(firsts[n], "a/0", {"n": n}) for n in range(3)])
-        assert found == [([0, 1, 2], [{"n": 0}, {"n": 1}, {"n": 2}])] * 3
-        team[1].close(graceful=False)
-        found = together([lambda n=n: exchange(firsts[n], "b/0", n) for n in (0, 2)])
-        assert found == [([0, 2], [0, 2])] * 2
-        worlds = [PresentWorkers(partial(exchange, firsts[n]), "c", n, [0, 2], torch.device("cpu"), 5) for n in (0, 2)]
-        assert [world.is_main for world in worlds] == [True, False]
-        assert together([lambda w=w: w.gather(w.rank) for w in worlds]) == [[0, 1]] * 2
-        team[0].close(), team[2].close()

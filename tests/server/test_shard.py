@@ -75,41 +75,6 @@ def test_staleness_scales_the_gradient(scale, weight):
     assert torch.allclose(shard.values, -0.1 * weight * ONES)
 
 
-@pytest.mark.parametrize("rules", [Rules.asynchronous(1), Rules.soft(1, 1, "mean"), Rules.synchronous(1)])
-def test_without_staleness_every_rule_is_plain_sgd(rules):
-    shard = small_shard(rules, lr=0.05, momentum=0.9)
-    weights = torch.zeros(4, requires_grad=True)
-    plain = torch.optim.SGD([weights], lr=0.05, momentum=0.9, fused=True)
-    draw = torch.Generator().manual_seed(3)
-    for sequence in range(1, 8):
-        gradient = torch.randn(4, generator=draw)
-        push(shard, 0, sequence, shard.clock, gradient)
-        weights.grad = gradient
-        plain.step()
-        assert torch.equal(shard.values, weights.detach())
-
-
-def test_momentum_and_weight_decay_are_the_servers():
-    stripe = Stripe((Piece("a.weight", 0, (2, 2), True, True), Piece("a.bias", 0, (2,), False, True)))
-    start = torch.arange(6.0)
-    shard = Shard(stripe, start, Rules.synchronous(1), sgd(0.1, 0.9, 0.5, nesterov=True))
-    shard.join(0)
-    weight, bias = torch.nn.Parameter(start[:4].clone()), torch.nn.Parameter(start[4:].clone())
-    plain = torch.optim.SGD(
-        [{"params": [weight], "weight_decay": 0.5}, {"params": [bias], "weight_decay": 0.0}],
-        lr=0.1,
-        momentum=0.9,
-        nesterov=True,
-    )
-    for sequence in (1, 2, 3):
-        gradient = torch.randn(6, generator=torch.Generator().manual_seed(sequence))
-        push(shard, 0, sequence, shard.clock, gradient)
-        weight.grad, bias.grad = gradient[:4].clone(), gradient[4:].clone()
-        plain.step()
-        # The fused and the plain kernel round differently.
-        torch.testing.assert_close(shard.values, torch.cat([weight, bias]).detach())
-
-
 def test_the_learning_rate_is_what_the_pushes_say():
     shard = small_shard(Rules.soft(2, 1, "none"))
     push(shard, 0, 1, 0, rate=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
@@ -84,25 +83,6 @@ def test_threads_change_nothing(threads: int) -> None:
             assert torch.equal(one, other)
     finally:
         torch.set_num_threads(1)
-
-
-def test_several_threads_may_call() -> None:
-    x, gradient = images(2, 40, 14, 14), images(2, 40, 14, 14)
-    weight, bias = parameters(40)
-    expected = fused(x, gradient, weight, bias, "relu6")
-    same: list[bool] = []
-
-    def work() -> None:
-        for _ in range(5):
-            found = fused(x, gradient, weight, bias, "relu6")
-            same.append(all(map(torch.equal, found, expected)))
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert same == [True] * 15
 
 
 @pytest.mark.parametrize("size", [1, 4096])

@@ -143,12 +143,6 @@ def test_what_goes_wrong_is_a_line(outcome: Any, why: str, monkeypatch: pytest.M
     assert said.endswith(f"; 1 are left to torch: {why}")
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cache").touch()
-    said = confirm_kernels({WEIGHT: 1}, Database())
-    assert said.startswith(f"no kernel could be confirmed on this CPU: cannot write {user_database()}: ")
-
-
 def test_optimize_confirms_what_an_example_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import bank_conflicts, candidates, default, resident_blocks, wavefronts
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import make_kernels
-from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint, gpu_at, is_gpu
+from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
@@ -152,16 +151,6 @@ def test_a_kernel_needs_what_its_vectors_need() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the space
-
-
-def test_devices_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(is_gpu(gpu.fingerprint) for gpu in KNOWN.values())
-    assert not is_gpu(cpu_fingerprint())
-    told = {"name": "A new one", "major": 10, "minor": 0, "multi_processor_count": 10}
-    told |= {"max_threads_per_multi_processor": 1536}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**told))
-    gpu = gpu_at.__wrapped__(0)
-    assert (gpu.fingerprint, gpu.processors, gpu.threads) == ("A new one sm_100", 10, 1536)
 
 
 def test_wavefronts_of_patterns_that_everybody_knows() -> None:

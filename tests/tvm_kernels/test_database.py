@@ -13,7 +13,6 @@ import pytest
 
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import database as module
-from hybridpar.tvm_kernels.choice import why_no_record
 from hybridpar.tvm_kernels.database import (
     Database,
     append_records,
@@ -215,10 +214,3 @@ def test_a_kernel_may_be_as_far_off_as_torch_is_there():
     half = ONE.model_copy(update={"error": 3e-3, "dtype": "bfloat16"})
     assert not half.doubt, "its last rounding alone is that far off"
     assert not record_of(SHAPE, Direction.WEIGHT_GRADIENT, Layout.CONTIGUOUS, error=5e-5).doubt
-
-
-def test_a_run_says_why_a_record_is_not_used():
-    wrong = ONE.model_copy(update={"error": 3e-2})
-    assert why_no_record(Database("", [wrong]), ONE.key).startswith("its error is 3.0e-02, and at most")
-    unsteady = ONE.model_copy(update={"noise": 1.5})
-    assert "150 % apart" in why_no_record(Database("", [unsteady]), ONE.key)

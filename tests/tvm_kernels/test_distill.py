@@ -17,7 +17,7 @@ from hybridpar.tvm_kernels.database import (
 )
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import reject
-from scripts.package_kernels import MOST_BYTES, distill, short_line
+from scripts.package_kernels import MOST_BYTES, distill, main, short_line
 from tests.tvm_kernels.standin import record_of
 
 ROOT = Path(__file__).parents[2]
@@ -30,31 +30,6 @@ def records(ms: float, **fields):
         record_of(shape, Direction.FORWARD, Layout.CHANNELS_LAST, parameters=OWN, ms=ms, stock_ms=2.0 + place, **fields)
         for place, shape in enumerate(SHAPES)
     ]
-
-
-def test_the_best_of_the_newest_search_is_kept(tmp_path):
-    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    append_records(one, records(0.5, tuned_at=1.0))
-    append_records(other, [*records(1.5, tuned_at=2.0), *records(1.0, tuned_at=2.0)])
-    kept = distill([one, other])
-    assert [record.shape for record in kept] == SHAPES
-    assert {(record.ms, record.tuned_at) for record in kept} == {(1.0, 2.0)}
-    assert distill([other, one]) == kept
-
-
-def test_where_there_is_no_room_what_saves_most_stays(tmp_path):
-    append_records(tmp_path / "k.jsonl", records(1.0))
-    two = sum(len(short_line(one)) + 1 for one in records(1.0)[1:])
-    assert [record.shape for record in distill([tmp_path / "k.jsonl"], two)] == SHAPES[1:]
-
-
-def test_devices_share_the_room(tmp_path):
-    every = [*records(0.1, device="a fast one"), *records(1.0, device="a slower one")]
-    append_records(tmp_path / "k.jsonl", every)
-    three = sum(len(short_line(one)) + 1 for one in (every[2], every[5], every[1]))  # those that save most, in turn
-    kept = distill([tmp_path / "k.jsonl"], three)
-    assert [record.shape for record in kept if record.device == "a fast one"] == SHAPES[1:]
-    assert [record.shape for record in kept if record.device == "a slower one"] == SHAPES[2:]
 
 
 def test_a_short_line_says_the_same(tmp_path):
@@ -92,11 +67,11 @@ def test_the_packaged_database_is_small_and_sound():
         assert record.wins
 
 
-def test_the_script_writes_what_it_says(tmp_path):
+def test_the_script_writes_what_it_says(tmp_path, monkeypatch):
     append_records(tmp_path / "k.jsonl", records(1.0))
-    command = [sys.executable, "scripts/package_kernels.py", str(tmp_path / "k.jsonl"), "-o", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["package_kernels", str(tmp_path / "k.jsonl"), "-o", str(tmp_path / "out")])
     for _ in range(2):  # the second time it reads its own output too
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        assert main() == 0
         assert read_database(tmp_path / "out").records == records(1.0)
 
 

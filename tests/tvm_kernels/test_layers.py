@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from hybridpar.errors import UsageError
@@ -56,17 +55,6 @@ def test_what_is_found_is_what_a_pass_with_values_finds(layout: Layout, monkeypa
     assert one[0][1].needs == tuple(Direction)
     assert [norm.name for norm in one[1]] == ["norm"]
     assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize(
-    "name", ["mobilenet_v2", "efficientnet_b0", "convnext_tiny", "shufflenet_v2_x0_5", "densenet121", "regnet_y_400mf"]
-)
-def test_known_models(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torchvision.models.get_model(name)
-    fast = tunable_layers(model, (2, 3, 64, 64), layout=layout)
-    assert fast == with_values(model, layout, monkeypatch, 64)
 
 
 def test_a_layer_that_does_not_fit_is_refused() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from hybridpar.partition.trace import trace_model
 from hybridpar.tvm_kernels import Database, norm_kernels, norm_swap, optimize
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.layers import NormLayer, tunable_layers
 from hybridpar.tvm_kernels.norm_swap import fused_norms, why_stock
 from hybridpar.tvm_kernels.shapes import Layout, NormShape
 from tests.tvm_kernels.norms import images, step
@@ -77,18 +76,6 @@ def test_why_a_norm_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_stock(large, *where) == "HYBRIDPAR_KERNELS is off"
 
 
-def test_where_kernels_cannot_it_is_torch(norms: NormStandIn) -> None:
-    model = optimize(block(), Database())
-    model(torch.randn(2, 3, 9, 9, dtype=torch.float64).to(torch.float32).contiguous())  # the convolutions turn it
-    count = norms.calls["forward"].total()
-    model.to(memory_format=torch.contiguous_format)
-    model(torch.randn(2, 3, 9, 9))
-    model.double()(torch.randn(2, 3, 9, 9, dtype=torch.float64))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.float()(images(2, 3, 9, 9))
-    assert norms.calls["forward"].total() == count
-
-
 def test_before_and_after_a_partition(norms: NormStandIn) -> None:
     x = images(2, 3, 9, 9)
     graphs = [trace_model(model, (x,)).graph for model in (block(), optimize(block(), Database()))]
@@ -107,33 +94,3 @@ def test_before_and_after_a_partition(norms: NormStandIn) -> None:
 
 
 # -------------------------------------------------------------------------------------------- what there is to be tuned
-
-
-@pytest.mark.parametrize("optimized", [False, True])
-def test_norms_are_found_beside_convolutions(norms: NormStandIn, optimized: bool) -> None:
-    model = block()
-    if optimized:
-        optimize(model, Database())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    convolutions, found = tunable_layers(model, (2, 3, 9, 9))
-    assert [layer.name for layer in convolutions] == ["depthwise"]
-    assert found == [
-        NormLayer("stem.1", FIRST, Layout.CHANNELS_LAST),
-        NormLayer("norm", SECOND, Layout.CHANNELS_LAST),
-    ]
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    assert not norms.calls["forward"], "nothing was computed"
-    _, found = tunable_layers(model.to(memory_format=torch.contiguous_format), (2, 3, 9, 9), layout=Layout.CONTIGUOUS)
-    assert {layer.layout for layer in found} == {Layout.CONTIGUOUS}
-
-
-def test_nobody_waits_for_kernels_that_nobody_wants(norms: NormStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "table", lambda: pytest.fail("kernels were loaded"))
-    with monkeypatch.context() as patch:
-        patch.setattr(norm_swap, "LEAST_VALUES", 1 << 20)
-        step(optimize(block(), Database()), images(2, 3, 9, 9))
-    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
-    model = optimize(block(), Database())
-    step(model, images(2, 3, 9, 9))
-    assert not fused_norms(model)

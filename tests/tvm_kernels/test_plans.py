@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional
-from torch.utils import _python_dispatch
 
 from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels import op
@@ -47,50 +43,6 @@ def test_a_form_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
             depthwise_conv2d(x * 1, weight, None, (1, 1), [1, 1]).sum().backward()
         assert len(in_use().plans) == 1
     assert kernels.calls == dict.fromkeys(Direction, 4)
-
-
-def test_modes_that_two_threads_leave_out_of_turn_cost_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps one flag for all threads, which is left standing by these two."""
-    for flag in ("_is_in_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals"):
-        monkeypatch.setattr(_python_dispatch, flag, False, raising=False)  # and is put back afterwards
-    inside, go_on = threading.Barrier(2), threading.Event()
-
-    def first() -> None:
-        with FakeTensorMode():
-            inside.wait()
-            inside.wait()
-        go_on.set()
-
-    def second() -> None:
-        inside.wait()
-        with FakeTensorMode():
-            inside.wait()
-            go_on.wait()
-
-    threads = [threading.Thread(target=one) for one in (first, second)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    with tuned(all_records(SHAPE)), torch.no_grad():
-        depthwise_conv2d(*operands(), None, 1, 1)
-        assert len(in_use().plans) == 1
-
-
-def test_threads_and_records_make_other_plans() -> None:
-    x, weight = operands(grads=False)
-    with tuned(all_records(SHAPE, threads=2)) as kernels:
-        depthwise_conv2d(x, weight, None, 1, 1)
-        assert not any(kernels.calls.values())
-        torch.set_num_threads(2)
-        try:
-            depthwise_conv2d(x, weight, None, 1, 1)
-        finally:
-            torch.set_num_threads(1)
-        assert kernels.calls[Direction.FORWARD] == 1
-    with tuned(all_records(SHAPE)) as kernels:
-        depthwise_conv2d(x, weight, None, 1, 1)
-    assert kernels.calls[Direction.FORWARD] == 1
 
 
 def test_an_error_of_strict_says_how_to_get_the_record(monkeypatch: pytest.MonkeyPatch) -> None:

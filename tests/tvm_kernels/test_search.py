@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import pytest
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels import search
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
 from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
@@ -97,15 +96,6 @@ def test_time_is_measured_as_far_as_there_is_time_and_predicted_beyond():
     assert len(asked) == len(KEYS)
     larger, smaller = (key for key in (KEYS[3], KEYS[0]))
     assert none[larger] / none[smaller] == pytest.approx(4.0, rel=0.1), "twice as large and run twice as often"
-
-
-def test_what_was_not_measured_is_predicted_from_its_like(monkeypatch):
-    clock = iter([0.0, 0.0, 2.0])
-    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
-    forward = [key for key in KEYS if key.direction is Direction.FORWARD]
-    found = weigh(dict.fromkeys(forward, 1), 1.0, lambda key: 7.0)
-    assert found[forward[1]] == 7.0
-    assert found[forward[0]] == pytest.approx(3.5, rel=0.1), "half of the images"
 
 
 def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch):

@@ -104,16 +104,6 @@ def test_what_no_kernel_covers() -> None:
     assert not list(candidates(both, Direction.INPUT_GRADIENT, 1, MACHINES[0]))
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_neighbours_are_one_step_away(direction: Direction) -> None:
-    space = list(candidates(SHAPE, direction, 2, MACHINES[0]))
-    for one in space[::20]:
-        for other in neighbours(one, space):
-            changed = [name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0)]
-            assert len(changed) == 1 or set(changed) == {"strip", "tile_rows"}
-    assert any(neighbours(one, space) for one in space[::20])
-
-
 def test_the_nearest_candidate_is_the_one_that_differs_least() -> None:
     space = list(candidates(SHAPE, Direction.FORWARD, 1, MACHINES[0]))
     assert all(nearest(one, space) == one for one in space[::20])

@@ -169,23 +169,6 @@ def test_the_op_runs_what_was_compiled(builder: Builder) -> None:
         use_choices(before)
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_small_phases_start_no_threads(direction: Direction, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
-    spread: list[int] = []
-
-    def run_ranges(run: Any, rows: int, threads: int) -> None:
-        spread.append(rows)
-        run(0, 1)
-        run(1, rows)
-
-    monkeypatch.setattr("hybridpar.tvm_kernels.kernel.run_ranges", run_ranges)
-    variant = Variant(SHAPE, direction, next(candidates(SHAPE, direction, 2, Machine(8, 16))))
-    kernel = load_image(variant, builder.build(variant.request), threads=2)
-    assert ConvBench(SHAPE, direction, LAST, 2).error(kernel) < 1e-5
-    assert spread == [count for name, count in variant.phases if name == "rows"]
-    assert len(variant.phases) == 2
-
-
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 

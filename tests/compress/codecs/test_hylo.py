@@ -102,12 +102,3 @@ def test_waiting_times_of_other_options_are_refused() -> None:
         coder.load_state_dict({"waited": torch.full((20,), 10)})
     with pytest.raises(CheckpointError, match="20 filters"):
         coder.load_state_dict({"waited": torch.zeros(19)})
-
-
-def test_no_filter_starves_in_a_run() -> None:
-    team = Team("hylo:least=45,rate=0.05,delay=4", CONV, 3)
-    scale = torch.logspace(-4, 0, 20).unsqueeze(1)
-    for seed in range(12):
-        team.step([[(own[0].view(20, 36) * scale).view(-1)] for own in team.gradients(seed)])
-        for coder in team.coders("w"):
-            assert int(coder.state_dict()["inner"]["waited"].max()) <= 4
