@@ -1,31 +1,70 @@
-"""Tests what a machine decides: the width of vectors, the memory of a bench, and which norms threads share."""
+"""Tests what is decided for made-up machines: nothing depends on what a machine says of its last cache."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hybridpar.tvm_kernels import machine, norm_swap
-from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.codegen import build
+from hybridpar.machine.process import available_cores, threads_per_worker
+from hybridpar.tvm_kernels import machine, norm_kernels, norm_swap
+from hybridpar.tvm_kernels.conv_bench import ConvBench, turns
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import candidates
+
+LARGE = ConvShape.parse("8x96x112x112 k3x3 s1x1 p1x1 d1x1")
+SMALL = ConvShape.parse("2x96x14x14 k3x3 s1x1 p1x1 d1x1")
+AVX2, AVX512 = "sse2 avx avx2 fma", "sse2 avx avx2 fma avx512f avx512bw avx512vl"
 
 
-@pytest.mark.parametrize(
-    ("architecture", "flags", "expected"),
-    [
-        ("x86_64", "sse2 avx avx2 fma avx512f", machine.Machine(16, 32)),
-        ("x86_64", "sse2 avx avx2 fma", machine.Machine(8, 16)),
-        ("x86_64", "sse2", machine.Machine(4, 16)),
-        ("aarch64", "", machine.Machine(4, 32)),
-    ],
-)
-def test_vectors_are_those_of_the_instruction_sets(
-    architecture: str, flags: str, expected: machine.Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "cpu_features", lambda: frozenset(flags.split()))
-    monkeypatch.setattr("platform.machine", lambda: architecture)
-    assert machine.this_machine.__wrapped__() == expected
+@dataclass(frozen=True)
+class Host:
+    """What a machine says of itself."""
+
+    cores: int
+    level3_mib: int
+    flags: str = AVX512
+    architecture: str = "x86_64"
+    level2_kib: int = 1024
+
+    def read(self, path: Path) -> str | None:
+        """What the file of the system has; None for other files."""
+        if str(path) == "/proc/cpuinfo":
+            return f"processor : 0\nmodel name : made up\nflags : {self.flags}\n"
+        if "/cpu/cpu0/cache/" not in str(path):
+            return None
+        size = f"{self.level3_mib << 10}K" if "index3" in str(path) else f"{self.level2_kib}K"
+        return {"type": "Unified", "size": size, "level": "3" if "index3" in str(path) else "2"}[path.name] + "\n"
+
+
+MACHINES = {
+    "desktop": Host(8, 32),
+    "xeon-vm": Host(2, 300, level2_kib=2048),
+    "no-last-cache": Host(4, 0, AVX2, level2_kib=256),
+    "old": Host(1, 6, "sse2"),
+    "arm": Host(64, 64, "", "aarch64"),
+}
+
+
+@pytest.fixture
+def host(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This process believes to be on a machine of `MACHINES`."""
+    one, read = MACHINES[request.param], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, *a, **k: one.read(path) or read(path, *a, **k))
+    monkeypatch.setattr("platform.machine", lambda: one.architecture)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(one.cores)))
+    caches = (build.cpu_info, machine.this_machine)
+    for cache in caches:
+        cache.cache_clear()
+    yield one
+    monkeypatch.undo()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def bench_bytes(shape: ConvShape, direction: Direction) -> int:
@@ -35,6 +74,40 @@ def bench_bytes(shape: ConvShape, direction: Direction) -> int:
         turns = [operands for layout in Layout for operands in bench.operands(layout)]
         memory = {id(tensor): tensor.nbytes for operands in turns for tensor in operands}
         return sum(memory.values()) + len(turns) * bench.arguments()[2].nbytes
+
+
+def decisions(shape: ConvShape) -> dict[str, Any]:
+    """What is decided for a convolution on this machine, but for the width of vectors and the number of threads."""
+    here = machine.this_machine()
+    found: dict[str, Any] = {}
+    for direction in Direction:
+        space = list(candidates(shape, direction, 1, here))
+        found[f"streamed {direction}"] = {one.get("stream") for one in space if one["lanes"] % 16 == 0}
+        found[f"swept {direction}"] = {one.get("sweep", 0) for one in space}
+        found[f"bench of {direction}"] = bench_bytes(shape, direction)
+    size = 4 * shape.batch * shape.channels * (shape.height * shape.width + shape.out_height * shape.out_width)
+    found["turns"] = turns(size)
+    result = torch.empty(shape.batch, shape.channels, shape.height, shape.width, device="meta")
+    found["norm streamed"] = result.numel() * 4 > norm_kernels.FAR
+    return found
+
+
+@pytest.mark.parametrize("host", MACHINES, indirect=True)
+def test_what_a_machine_says_of_its_caches_decides_nothing(host: Host) -> None:
+    large, small = decisions(LARGE), decisions(SMALL)
+    for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT):
+        assert (large[f"streamed {direction}"], small[f"streamed {direction}"]) == ({1}, {0})
+    for direction in Direction:
+        assert large[f"swept {direction}"] == {0, 1}
+        assert small[f"swept {direction}"] == {0}
+    assert (large["norm streamed"], small["norm streamed"]) == (True, False)
+    assert (large["turns"], small["turns"]) == (2, 64)
+    lanes = {AVX512: 16, AVX2: 8}.get(host.flags, 4)
+    assert (machine.this_machine().lanes, machine.this_machine().registers) == (
+        lanes,
+        16 if lanes < 16 and host.flags else 32,
+    )
+    assert threads_per_worker(1, available_cores()) <= host.cores
 
 
 @pytest.mark.parametrize("direction", Direction)
