@@ -287,7 +287,8 @@ class PipelineEngine:
         save: bool = False,
     ) -> LateOutcome:
         """Issue one step on this replica's share of a global batch. Does not wait for it."""
-        refresh(self._copies)
+        if self._copies:
+            refresh(self._copies)
         return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:

@@ -74,6 +74,7 @@ class LocalGradients:
         self._parameters = parameters
         self._compute = compute
         self._measure = measure
+        self._complex = any(one.is_complex() for one in parameters.values())
         self._steps = 0
         self.buckets: list[Bucket] = []
         self.layout = 0
@@ -109,7 +110,9 @@ class LocalGradients:
 
         It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
         """
-        gradients = [as_real(one.grad) for one in self._parameters.values() if one.grad is not None]
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if self._complex:
+            gradients = list(map(as_real, gradients))
         if self._measure and gradients:
             flight.squares = _sum_of_all_squares(gradients, None, self._compute.device)
             if flight.squares.device.type == "cpu" and not bool(torch.isfinite(flight.squares)):
