@@ -24,28 +24,6 @@ SCHEDULES = {
 }
 
 
-LEARNING = {name for name in PIECES if name.startswith("buffer")} | {
-    *(
-        "instance_norm_tracked",
-        "spectral_norm",
-        "spectral_norm_by_hook",
-        "batch_norm_subclass",
-        "codebook",
-        "queue_of_samples",
-        "teacher_in_a_buffer",
-        "flag_of_first_pass",
-        "penalty",
-        "parent_writes_childs_buffer",
-        "moving_mean",
-        "moving_scale",
-        "table_by_index",
-        "moving_mean_by_data",
-        "moving_mean_copied",
-        "mask_of_bools",
-    ),
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """What is trained, and how.
@@ -155,7 +133,7 @@ def draw(seed: int, workers: int = 1) -> Case:
     names, joinings = list(PIECES), list(JOININGS)
     pieces = [names[seed % len(names)], *chance.choices(names, k=chance.randint(1, 4))]
     chance.shuffle(pieces)
-    replicas = chance.choice((1, 2)) if workers == 2 and LEARNING.isdisjoint(pieces) else 1
+    replicas = chance.choice((1, 2)) if workers == 2 else 1
     is_spread = workers > replicas
     stages = chance.choice((2, 2, 4)) if is_spread else chance.choice((1, 2, 2, 2, 3, 3, 4))
     each = stages // workers if is_spread else stages

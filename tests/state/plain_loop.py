@@ -88,11 +88,23 @@ def _plain_step(
             return total
         if commit is not None:
             commit()
+    for model in models[1:]:
+        _take_buffers(model, models[0])
     for model, optimizer in zip(models, optimizers, strict=True):
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
     return total
+
+
+def _take_buffers(model: nn.Module, first: nn.Module) -> None:
+    """Give a replica the buffers of the first, but for statistics that all have in common anyway."""
+    for mine, other in zip(model.modules(), first.modules(), strict=True):
+        for name, buffer in other._buffers.items() if not _pools(mine) else ():
+            if buffer is None or (present := mine._buffers.get(name)) is None or present.shape != buffer.shape:
+                mine._buffers[name] = buffer if buffer is None else buffer.clone()
+            else:
+                present.copy_(buffer)
 
 
 def _summed(models: list[nn.Module]) -> list[Tensor | None]:

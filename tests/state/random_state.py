@@ -35,11 +35,14 @@ LONGEST = 60.0
 #: What may be refused: how the message begins, and of which cases it is right.
 REFUSALS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     (r"\d stages are asked for, the model has \d+ unit", lambda case: case.stages > 2 or case.joining in TIED),
-    (r"--recompute \d with .* whose forward changes its attribute", lambda case: case.has("counts")),
-    (r".* cannot be cut into stages: forward changes .*, a parameter of", lambda case: case.has("changes")),
+    (
+        r"--recompute \d with .* whose forward changes its attribute",
+        lambda case: case.has("counts") or "spectral_norm_by_hook" in case.pieces,
+    ),
+    (r".* cannot be cut into stages because of .*: forward changes it", lambda case: case.has("changes")),
+    (r".* cannot be cut into stages because of .*: forward writes into it", lambda case: case.has("overwrites")),
     (r"counter_of_the_root changes its attribute 'calls'", lambda case: True),
     (r"cannot trace .*", lambda case: case.joining == "buffer_of_the_root"),
-    (r"the model has extra state", lambda case: "extra_state" in case.pieces),
     (r"features cannot be cut into stages", lambda case: case.joining == "features_by_hook"),
     (r"'.*', which leaves stage \d, needs a gradient now", lambda case: case.frozen > 0),
 )
