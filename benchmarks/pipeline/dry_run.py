@@ -78,7 +78,7 @@ class DryRun:
             local = self._stages[index] = LocalStage(
                 run, lane, self._lanes, World(), [], SyncOptions(), count, optimizer_step(stage)
             )
-            run.attach(local.after_forward, local.buffers_now, local.seeing)
+            run.attach(local.after_forward, local.state_now, local.seeing)
         self._step = 0
 
     def run(self) -> dict[tuple[int, str], float]:

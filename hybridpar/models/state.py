@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 #: them.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+#: What every module has.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class OutsideGraphError(Exception):
@@ -102,7 +103,7 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
 
 def mutable_attributes(module: nn.Module) -> dict[str, Any]:
     """Values of a module's Python attributes, in a form that can be compared later."""
-    return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
+    return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
 
 
 class _Same:
@@ -121,7 +122,7 @@ def reachable(module: nn.Module) -> dict[int, object]:
     for inside in module.modules():
         found[id(inside)] = inside
         for name, value in vars(inside).items():
-            if name not in _MODULE_ATTRIBUTES:
+            if name not in MODULE_ATTRIBUTES:
                 _reach(value, 4, found)
     return found
 
@@ -196,7 +197,7 @@ class _State:
         library = type(module).__module__.partition(".")[0] in _LIBRARIES
         empty = []
         for name, value in held.items():
-            if name in _MODULE_ATTRIBUTES and value == {}:
+            if name in MODULE_ATTRIBUTES and value == {}:
                 empty.append(value)  # most of a module's dictionaries are
             elif not library or name in ("_parameters", "_buffers"):
                 self._keep(value)

@@ -245,7 +245,7 @@ class _Flight:
     share: Callable[[], float] = lambda: 1.0
     target: Any = None
     parked: Parked | None = None  # where what it saved is to move
-    seen: Any = None  # the buffers that its forward pass saw, where that is run again
+    seen: Any = None  # the state that its forward pass saw, where that is run again
 
 
 class StageRun:
@@ -275,7 +275,7 @@ class StageRun:
         self._context = context
         self._after_forward: Callable[[], None] = lambda: None
         self._scratch: Sequence[Tensor] = ()
-        self._buffers_now: Callable[[], Any] = lambda: None
+        self._state_now: Callable[[], Any] = lambda: None
         self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
         self._device: torch.device | None = None
@@ -295,16 +295,16 @@ class StageRun:
     def attach(
         self,
         after_forward: Callable[[], None],
-        buffers_now: Callable[[], Any],
+        state_now: Callable[[], Any],
         seeing: Callable[[Any], AbstractContextManager[Any]],
         scratch: Sequence[Tensor] = (),
     ) -> None:
-        """Say what belongs to every forward pass: what follows it, the buffers that it sees, how it is run again with
-        them, and memory that every forward pass writes to, whatever autograd has saved of it.
+        """Say what belongs to every forward pass: what follows it, the state that it sees, how it is run again with
+        it, and memory that every forward pass writes to, whatever autograd has saved of it.
         """
         self._scratch = scratch
         self._after_forward = after_forward
-        self._buffers_now = buffers_now
+        self._state_now = state_now
         self._seeing = seeing
 
     def start_step(self, step: int) -> None:
@@ -343,7 +343,7 @@ class StageRun:
             stays = (*leaves.values(), *tree_leaves(flight.target), *held)
             flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
         if self._recompute:
-            flight.seen = self._buffers_now()
+            flight.seen = self._state_now()
         with (
             torch.set_grad_enabled(not self._recompute),
             nullcontext() if flight.parked is None else flight.parked.hooks(),

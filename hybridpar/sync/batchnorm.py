@@ -166,8 +166,8 @@ class BufferRollback:
 
     def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
         ignored = set(spared)  # but not what is in them, as observers are
-        modules = (module for module in model.modules() if module not in ignored)
-        self._places = [(module._buffers, name) for module in modules for name in module._buffers]
+        self._held = [module._buffers for module in model.modules() if module not in ignored]
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._before: list[Any] = []  # tensors, and None
         self._shapes: list[Any] = []
         self._kinds: list[_Kept] = []
@@ -176,6 +176,7 @@ class BufferRollback:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the buffers; called before the first forward pass of a step."""
+        self._places = [(held, name) for held in self._held for name in held]
         present = self._present()
         shapes = [None if one is None else one.shape for one in present]
         if not self._kinds or shapes != self._shapes or not all(map(operator.is_, present, self._before)):
@@ -197,7 +198,11 @@ class BufferRollback:
             assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
         pairs = enumerate(zip(self._before, self._shapes, strict=True))
         resized = [place for place, (one, shape) in pairs if one is not None and one.shape != shape]
-        if unless is not None and (resized or (assigned and not self._can_choose(present))):
+        made = []  # by `register_buffer` in forward
+        if sum(map(len, self._held)) != len(self._places):
+            known = {(id(held), name) for held, name in self._places}
+            made = [(held, name) for held in self._held for name in held if (id(held), name) not in known]
+        if unless is not None and (made or resized or (assigned and not self._can_choose(present))):
             if bool(unless):
                 return
             unless = None
@@ -215,6 +220,8 @@ class BufferRollback:
         for place in assigned:
             buffers, name = self._places[place]
             buffers[name] = self._before[place]
+        for buffers, name in made:
+            del buffers[name]
 
     def _present(self) -> list[Any]:
         return [buffers.get(name) for buffers, name in self._places]

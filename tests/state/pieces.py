@@ -1,0 +1,811 @@
+"""Small modules that map a tensor [N, 16] to [N, 16], among them every way in which a module can keep state.
+
+`PIECES` has a factory of each by name. Most are a `forward` and what the module holds, from which `piece` makes a class
+of that name: parts of one class would be kept whole together.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import spectral_norm as spectral_norm_by_hook
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+
+PIECES: dict[str, Callable[[], nn.Module]] = {}
+
+#: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` its parameters,
+#: `tested` changes state in evaluation too, `float32` rounds,
+#: what is `poisoned` by a value that is not finite stays so, `overwrites` what autograd may have saved.
+TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned", "overwrites")}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape) / 4)
+
+
+def zeros(*shape: int, persistent: bool = True) -> nn.Buffer:
+    return nn.Buffer(torch.zeros(shape), persistent=persistent)
+
+
+def ones(*shape: int) -> nn.Buffer:
+    return nn.Buffer(torch.ones(*shape))
+
+
+def enter(name: str, factory: Callable[[], nn.Module], tags: str = "") -> None:
+    assert name not in PIECES
+    PIECES[name] = factory
+    for tag in tags.split():
+        TAGS[tag].add(name)
+
+
+def piece(tags: str = "", **held: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a module with this forward; it holds the values given, or what they return where they are functions."""
+
+    def made(forward: Callable[..., Any]) -> Callable[..., Any]:
+        kind = type(forward.__name__, (nn.Module,), {"forward": forward, "__module__": __name__})
+
+        def factory() -> nn.Module:
+            module = kind()
+            for name, value in held.items():
+                value = value() if callable(value) else value
+                module.register_buffer(name, None) if value is None else setattr(module, name, value)
+            return module
+
+        enter(forward.__name__, factory, tags)
+        return forward
+
+    return made
+
+
+# ---------------------------------------------------------------- layers
+
+
+class InEvaluation(nn.Sequential):
+    """A container whose layers stay in evaluation mode."""
+
+    def train(self, mode: bool = True) -> InEvaluation:
+        super().train(mode)
+        for module in self:
+            module.eval()
+        return self
+
+
+def images(*layers: nn.Module) -> nn.Sequential:
+    """Layers of images [N, 4, 2, 2]."""
+    return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), *layers, nn.Flatten())
+
+
+def frozen(module: nn.Module, every: int = 1) -> nn.Module:
+    for parameter in list(module.parameters())[::every]:
+        parameter.requires_grad_(False)
+    return module
+
+
+def hooked(module: nn.Module, register: str, hook: Callable[..., Any]) -> nn.Module:
+    getattr(module, register)(hook)
+    return module
+
+
+def without_mode(module: nn.Module) -> nn.Module:
+    module.training = False
+    return module
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": linear,
+    "linear_without_bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "low_rank": lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)),
+    "nested": lambda: nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(nn.Sequential(linear()))),
+    "identity": nn.Identity,
+    "relu_in_place": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
+    "prelu": nn.PReLU,
+    "tanh": nn.Tanh,
+    "dropout_of_rate_0": lambda: nn.Dropout(0.0),
+    "dropout_in_evaluation": lambda: nn.Dropout(0.5).eval(),
+    "dropout_in_a_container": lambda: InEvaluation(nn.Dropout(0.5), linear()).train(),
+    "layer_norm": lambda: nn.LayerNorm(WIDTH),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH),
+    "group_norm": lambda: nn.GroupNorm(4, WIDTH),
+    "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+    "batch_norm_average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "batch_norm_plain": lambda: nn.BatchNorm1d(WIDTH, affine=False),
+    "batch_norm_untracked": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+    "batch_norm_frozen": lambda: frozen(nn.BatchNorm1d(WIDTH)),
+    "batch_norm_in_evaluation": lambda: nn.BatchNorm1d(WIDTH).eval(),
+    "batch_norm_by_flag": lambda: without_mode(nn.BatchNorm1d(WIDTH)),
+    "batch_norm_in_a_container": lambda: InEvaluation(nn.BatchNorm1d(WIDTH), nn.ReLU()).train(),
+    "batch_norm_of_images": lambda: images(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU()),
+    "instance_norm": lambda: images(nn.InstanceNorm2d(4, affine=True)),
+    "instance_norm_tracked": lambda: images(nn.InstanceNorm2d(4, track_running_stats=True)),
+    "convolution": lambda: images(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)),
+    "depthwise": lambda: images(nn.Conv2d(4, 4, 3, padding=1, groups=4)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
+    "spectral_norm_by_hook": lambda: spectral_norm_by_hook(linear()),
+    "weight_norm": lambda: parametrizations.weight_norm(linear()),
+    "weight_norm_by_hook": lambda: weight_norm(linear()),
+    "orthogonal": lambda: parametrizations.orthogonal(linear()),
+    "frozen": lambda: frozen(linear()),
+    "half_frozen": lambda: frozen(nn.Sequential(linear(), nn.ReLU(), linear()), 2),
+    "transformer": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 4)), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), nn.Flatten()
+    ),
+    "hook_on_output": lambda: hooked(linear(), "register_forward_hook", lambda module, given, made: made * 1.5),
+    "hook_on_input": lambda: hooked(linear(), "register_forward_pre_hook", lambda module, given: (given[0] * 0.5,)),
+    "hook_on_gradient": lambda: hooked(
+        linear(), "register_full_backward_hook", lambda module, given, made: (given[0] * 0.5,)
+    ),
+}
+for _name, _factory in LAYERS.items():
+    enter(_name, _factory, "")
+
+
+def count_calls(module: Any, *_: Any) -> None:
+    module.calls = getattr(module, "calls", 0) + 1
+
+
+enter("hook_that_counts", lambda: hooked(linear(), "register_forward_hook", count_calls), "counts tested")
+enter("hook_that_counts_backward", lambda: hooked(linear(), "register_full_backward_hook", count_calls), "counts")
+
+
+def shared_module() -> nn.Module:
+    layer = linear()
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def shared_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(WIDTH)
+    return nn.Sequential(norm, linear(), norm)
+
+
+def tied_weights() -> nn.Module:
+    layers = nn.Sequential(linear(), nn.Tanh(), linear())
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+def hook_on_parameter() -> nn.Module:
+    layer = linear()
+    layer.weight.register_hook(lambda gradient: gradient * 0.5)
+    return layer
+
+
+for _made in (shared_module, shared_norm, tied_weights, hook_on_parameter):
+    enter(_made.__name__, _made)
+
+
+class ExtraState(nn.Module):
+    """Counts in a number that is in its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def get_extra_state(self) -> Any:
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state["passes"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return x * (1 + self.passes / 50)
+
+
+enter("extra_state", ExtraState, "counts")
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, w / (w.std((1, 2, 3), keepdim=True) + 0.1), self.bias)
+
+
+enter("weight_standardised", lambda: images(Standardised(4, 4, 3, padding=1)))
+
+
+class AddsMean(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.running_mean * 0.1
+
+
+enter("batch_norm_subclass", lambda: AddsMean(WIDTH))
+
+
+# ---------------------------------------------------------------- buffers
+
+
+@piece(n=zeros)
+def buffer_written(self, x):
+    if self.training:
+        self.n.add_(1)
+    return x * (1 + self.n / 50)
+
+
+@piece("tested", n=zeros)
+def buffer_written_always(self, x):
+    self.n += 1
+    return x * (1 + self.n / 50)
+
+
+@piece(n=zeros)
+def buffer_assigned(self, x):
+    if self.training:
+        self.n = self.n + 1
+    return x * (1 + self.n / 50)
+
+
+@piece("tested", n=zeros)
+def buffer_assigned_always(self, x):
+    self.n = self.n + x.detach().mean().abs()
+    return x * (1 + self.n / 50)
+
+
+@piece(n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
+def buffer_of_integers(self, x):
+    if self.training:
+        self.n += x.shape[0]
+    return x / (1 + self.n / 100)
+
+
+@piece("overwrites", n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
+def buffer_changes_dtype(self, x):
+    if self.training:
+        self.n = self.n * 0.9 + 1
+    return x / (1 + self.n / 100)
+
+
+@piece(seen=lambda: zeros(0))
+def buffer_grows(self, x):
+    if self.training:
+        self.seen = torch.cat([self.seen, x.detach().mean().view(1)])
+    return x + self.seen.sum() / 10
+
+
+@piece(mean=lambda: zeros(WIDTH, persistent=False))
+def buffer_not_saved(self, x):
+    if self.training:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+    return x - self.mean
+
+
+@piece(scale=None)
+def buffer_none_at_first(self, x):
+    if self.scale is None:
+        self.scale = x.detach().abs().mean() + 1
+    return x / self.scale
+
+
+@piece(unused=None)
+def buffer_none(self, x):
+    return x if self.unused is None else x * self.unused
+
+
+@piece("tested")
+def buffer_registered_in_forward(self, x):
+    if not hasattr(self, "scale"):
+        self.register_buffer("scale", x.detach().abs().mean() + 1)
+    return x / self.scale
+
+
+@piece(mean=lambda: zeros(WIDTH))
+def moving_mean(self, x):
+    if self.training:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return x - self.mean
+
+
+@piece("overwrites", scale=lambda: ones(WIDTH))
+def moving_scale(self, x):
+    if self.training:
+        self.scale.lerp_(x.detach().abs().mean(0), 0.1)
+    return x / self.scale
+
+
+@piece("overwrites", table=lambda: ones(2, WIDTH), at=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
+def table_by_index(self, x):
+    if self.training:
+        self.table[self.at % 2] = x.detach().abs().mean(0) + 0.5
+        self.at += 1
+    return x * self.table[0] / self.table[1]
+
+
+@piece(mean=lambda: zeros(WIDTH))
+def moving_mean_by_data(self, x):
+    if self.training:
+        self.mean.data = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+    return x - self.mean
+
+
+@piece("overwrites", mean=lambda: zeros(WIDTH))
+def moving_mean_copied(self, x):
+    y = x - self.mean
+    if self.training:
+        with torch.no_grad():
+            self.mean.copy_(0.9 * self.mean + 0.1 * x.mean(0))
+    return y
+
+
+@piece("overwrites", table=lambda: zeros(4, WIDTH))
+def buffer_by_views(self, x):
+    if self.training:
+        self.table[1:3] += x.detach().mean(0) / 10
+        self.table[0].fill_(0.5)
+    return x + self.table.mean(0)
+
+
+@piece("overwrites", mean=lambda: zeros(WIDTH), var=lambda: ones(WIDTH))
+def buffers_of_each_other(self, x):
+    if self.training:
+        d = x.detach() - self.mean
+        self.mean = self.mean + 0.1 * d.mean(0)
+        self.var.lerp_(d.square().mean(0) + self.mean.square(), 0.1)
+    return (x - self.mean) / (self.var + 0.1).sqrt()
+
+
+@piece(mean=lambda: nn.Buffer(torch.randn(WIDTH)), scale=lambda: nn.Buffer(torch.rand(WIDTH) + 0.5))
+def buffers_read(self, x):
+    return (x - self.mean) * self.scale
+
+
+@piece("overwrites", a=lambda: nn.Buffer(torch.rand(WIDTH)), b=lambda: zeros(WIDTH))
+def buffers_by_list(self, x):
+    for name in ("a", "b"):
+        x = x + getattr(self, name)
+    if self.training:
+        for buffer in self.buffers():
+            buffer.mul_(0.99).add_(0.01)
+    return x
+
+
+@piece(
+    "overwrites",
+    queue=lambda: nn.Buffer(torch.randn(6, WIDTH)),
+    at=lambda: nn.Buffer(torch.zeros(1, dtype=torch.int64)),
+)
+def queue_of_samples(self, x):
+    y = x + torch.softmax(x @ self.queue.clone().detach().T / 4, 1) @ self.queue.clone().detach()
+    if self.training:
+        at = int(self.at)
+        self.queue[at] = x.detach()[0]
+        self.at[0] = (at + 1) % 6
+    return y
+
+
+@piece("overwrites", codes=lambda: nn.Buffer(torch.randn(5, WIDTH)), counts=lambda: ones(5))
+def codebook(self, x):
+    nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+    if self.training:
+        chosen = functional.one_hot(nearest, 5).to(x.dtype)
+        self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+        self.codes.lerp_((chosen.T @ x.detach()) / (chosen.sum(0)[:, None] + 1), 0.1)
+    return x + (self.codes[nearest] - x).detach() * 0.3
+
+
+@piece(lin=linear, n=zeros)
+def parent_writes_childs_buffer(self, x):
+    if not hasattr(self.lin, "seen"):
+        self.lin.register_buffer("seen", torch.zeros(WIDTH, dtype=x.dtype))
+    if self.training:
+        self.lin.seen.lerp_(x.detach().mean(0), 0.2)
+    return self.lin(x - self.lin.seen)
+
+
+class SharesBuffer(nn.Module):
+    """Two modules with the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = PIECES["moving_mean"](), PIECES["moving_mean"]()
+        self.second.mean = self.first.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+enter("buffer_shared", SharesBuffer)
+
+
+@piece("overwrites", lin=linear, mean=lambda: nn.Buffer(torch.randn(WIDTH, WIDTH) / 4))
+def teacher_in_a_buffer(self, x):
+    if self.training:
+        self.mean.lerp_(self.lin.weight.detach(), 0.1)
+    return self.lin(x) + functional.linear(x, self.mean)
+
+
+@piece(w=lambda: nn.Buffer(torch.fft.fft(torch.randn(WIDTH, dtype=torch.float64)).to(torch.complex128)))
+def complex_filter(self, x):
+    return torch.fft.ifft(torch.fft.fft(x) * self.w / 4).real
+
+
+@piece(mask=lambda: nn.Buffer(torch.ones(WIDTH, dtype=torch.bool)))
+def mask_of_bools(self, x):
+    if self.training:
+        self.mask = x.detach().mean(0) > -0.5
+    return x * self.mask
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@piece(lin=linear)
+def asks_dtype(self, x):
+    return self.lin(x.to(self.lin.weight.dtype))
+
+
+@piece(lin=linear)
+def asks_first_parameter(self, x):
+    return self.lin(x.to(next(self.parameters()).dtype).to(next(self.parameters()).device))
+
+
+@piece(lin=linear)
+def asks_shape(self, x):
+    return self.lin(x) / self.lin.weight.shape[0] * self.lin.weight.size(1) + self.lin.weight.numel() / 1000
+
+
+@piece(lin=linear)
+def asks_type_as(self, x):
+    return self.lin(x.type_as(self.lin.weight))
+
+
+@piece(scale=lambda: weight(WIDTH))
+def layer_scale(self, x):
+    return x + x * self.scale
+
+
+@piece(lin=linear, gate=linear)
+def gated(self, x):
+    return self.lin(x) * torch.sigmoid(self.gate(x)) + x
+
+
+@piece(lin=linear, unused=linear, empty=lambda: nn.Parameter(torch.zeros(0, 3)))
+def parameter_unused(self, x):
+    return self.lin(x)
+
+
+@piece(lin=linear, rare=linear)
+def parameter_used_by_size(self, x):
+    return self.rare(x) if x.shape[0] > 3 else self.lin(x)
+
+
+@piece(lin=linear, rare=linear)
+def parameter_used_by_value(self, x):
+    return self.rare(x) if x.detach().sum() > 0 else self.lin(x)
+
+
+@piece(weights=lambda: nn.ParameterList([weight(WIDTH), weight(WIDTH)]))
+def list_of_parameters(self, x):
+    for scale in self.weights:
+        x = x * (1 + scale)
+    return x
+
+
+@piece(weights=lambda: nn.ParameterDict({"a": weight(WIDTH, WIDTH), "b": weight(WIDTH)}))
+def dict_of_parameters(self, x):
+    return x @ self.weights["a"] + self.weights["b"]
+
+
+@piece(layers=lambda: nn.ModuleDict({"a": linear(), "b": nn.BatchNorm1d(WIDTH)}))
+def dict_of_modules(self, x):
+    for name in ("a", "b"):
+        x = self.layers[name](x)
+    return x
+
+
+@piece(lin=linear)
+def weight_by_function(self, x):
+    return functional.linear(x, self.lin.weight * 0.5, self.lin.bias) + self.lin(x)
+
+
+@piece("changes", lin=linear, teacher=lambda: frozen(linear()))
+def mean_teacher(self, x):
+    if self.training:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.lin.weight, 0.1)
+    return self.lin(x) + self.teacher(x)
+
+
+@piece("changes overwrites", lin=linear)
+def weight_clamped(self, x):
+    with torch.no_grad():
+        self.lin.weight.clamp_(-0.2, 0.2)
+    return self.lin(x)
+
+
+@piece(table=lambda: nn.Embedding(8, WIDTH))
+def embedding(self, x):
+    return x + self.table(x.detach().argmax(1) % 8)
+
+
+@piece(w=lambda: weight(WIDTH, WIDTH), b=lambda: nn.Parameter(torch.zeros(())))
+def scalar_parameter(self, x):
+    return torch.einsum("ni,ij->nj", x, self.w) + self.b
+
+
+@piece(w=lambda: nn.Parameter(weight(WIDTH, WIDTH).data.T))
+def transposed_memory(self, x):
+    return x @ self.w
+
+
+# ---------------------------------------------------------------- Python values
+
+
+@piece("counts tested", calls=0)
+def counter_used(self, x):
+    self.calls += 1
+    return x * (1 + self.calls / 50)
+
+
+@piece("counts", calls=0)
+def counter_of_training(self, x):
+    if self.training:
+        self.calls += 1
+    return x * (1 + self.calls / 50)
+
+
+@piece("counts tested", calls=0, lin=linear)
+def counter_logged(self, x):
+    self.calls += 1
+    return self.lin(x)
+
+
+@piece("counts tested", sizes=list)
+def list_of_sizes(self, x):
+    self.sizes.append(int(x.shape[0]))
+    return x * 1.1
+
+
+@piece("counts tested poisoned", means=list)
+def list_of_floats(self, x):
+    self.means.append(float(x.detach().mean()))
+    return x + sum(self.means[-3:]) / 10
+
+
+@piece("counts tested poisoned", figures=dict)
+def dict_of_floats(self, x):
+    self.figures["mean"] = 0.5 * self.figures.get("mean", 0.0) + float(x.detach().mean())
+    return x + self.figures["mean"]
+
+
+@piece("counts tested poisoned", last=lambda: deque(maxlen=3))
+def deque_of_floats(self, x):
+    self.last.append(x.detach().mean().item())
+    return x - sum(self.last) / 10
+
+
+@piece("counts tested", seen=set)
+def set_of_sizes(self, x):
+    self.seen.add(len(x))
+    return x * len(self.seen)
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.total = 0
+
+
+@piece("counts tested", tally=Tally)
+def object_that_counts(self, x):
+    self.tally.total += 1
+    return x * (1 + self.tally.total / 100)
+
+
+@piece("counts tested poisoned", mean=0.0)
+def tensor_as_attribute(self, x):
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+    return x - self.mean
+
+
+@piece("counts tested", lin=linear, activation=0)
+def activation_stored(self, x):
+    self.activation = x.detach()
+    return self.lin(x)
+
+
+@piece("counts tested", generator=lambda: torch.Generator().manual_seed(3))
+def noise_of_a_generator(self, x):
+    return x + torch.rand(x.shape, generator=self.generator, dtype=x.dtype) / 10
+
+
+@piece("counts tested", generator=lambda: random.Random(3))
+def noise_of_python(self, x):
+    return x * (1 + self.generator.random() / 10)
+
+
+@piece("counts tested", first=linear, second=linear)
+def activation_handed_on(self, x):
+    y = self.first(x)
+    self.second.activation = y
+    return self.second(y.tanh()) + self.second.activation
+
+
+@piece("counts tested", warm=True, mean=lambda: zeros(WIDTH))
+def flag_of_first_pass(self, x):
+    if self.warm:
+        self.warm = False
+        self.mean.copy_(x.detach().mean(0))
+    return x - self.mean
+
+
+# ---------------------------------------------------------------- modes and functions
+
+
+@piece(lin=linear)
+def mode_asked(self, x):
+    return self.lin(x) * (2.0 if self.training else 0.5)
+
+
+@piece(lin=linear, only=linear)
+def layer_of_evaluation(self, x):
+    x = self.lin(x)
+    return x if self.training else self.only(x)
+
+
+@piece(lin=linear)
+def dropout_function(self, x):
+    return functional.dropout(self.lin(x), 0.0, training=self.training)
+
+
+@piece(lin=linear)
+def part_without_gradient(self, x):
+    with torch.no_grad():
+        y = self.lin(x)
+    return x + y
+
+
+@piece(lin=linear)
+def straight_through(self, x):
+    y = self.lin(x)
+    return y + (y.round(decimals=1) - y).detach()
+
+
+@piece()
+def in_place_on_a_copy(self, x):
+    x = x + 0
+    x.mul_(1.5).add_(0.1)
+    return x
+
+
+@piece(lin=linear)
+def in_place_on_a_view(self, x):
+    x = self.lin(x)
+    x[:, :4] += 1
+    x[:, 4:8].mul_(0.5)
+    return x
+
+
+@piece()
+def in_place_on_the_input(self, x):
+    return x.mul_(1.25)
+
+
+@piece()
+def chunks(self, x):
+    first, second = x.chunk(2, dim=1)
+    return torch.cat([second * 1.5, first], dim=1)
+
+
+@piece(lin=linear)
+def maximum(self, x):
+    values, indices = torch.max(self.lin(x), dim=1)
+    return x + values[:, None] * (1 + indices[:, None] / 10)
+
+
+@piece(lin=linear)
+def dicts_and_tuples(self, x):
+    parts = {"a": self.lin(x), "b": (x, [x * 2, None])}
+    return parts["a"] + parts["b"][1][0]
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    scale: Tensor
+
+
+class MakesPair(nn.Module):
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(x, x.abs().mean())
+
+
+@piece(pair=MakesPair, lin=linear)
+def named_tuple(self, x):
+    made = self.pair(x)
+    return self.lin(made.value) * made.scale
+
+
+@piece(lin=linear, last=linear)
+def checkpointed(self, x):
+    return self.last(checkpoint(lambda y: self.lin(y).tanh(), x, use_reentrant=False))
+
+
+@piece(lin=linear, norm=lambda: nn.BatchNorm1d(WIDTH))
+def checkpointed_norm(self, x):
+    return checkpoint(self.norm, self.lin(x), use_reentrant=False)
+
+
+@piece(attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True))
+def attention(self, x):
+    x = x.view(-1, 4, 4)
+    return (x + self.attention(x, x, x, need_weights=False)[0]).flatten(1)
+
+
+@piece(cells=lambda: nn.LSTM(4, 4, batch_first=True))
+def lstm(self, x):
+    return self.cells(x.view(-1, 4, 4))[0].flatten(1)
+
+
+@piece(cell=lambda: nn.GRUCell(8, WIDTH))
+def gru_cell(self, x):
+    state = torch.zeros_like(x)
+    for part in x.chunk(2, dim=1):
+        state = self.cell(part, state)
+    return state
+
+
+@piece("float32", w=lambda: weight(WIDTH, WIDTH))
+def part_in_float32(self, x):
+    return (x.float() @ self.w.float()).to(x.dtype)
+
+
+@piece("float32", norm=lambda: nn.LayerNorm(WIDTH))
+def norm_in_float32(self, x):
+    w, b = self.norm.weight.float(), self.norm.bias.float()
+    return functional.layer_norm(x.float(), (WIDTH,), w, b).type_as(x)
+
+
+class Scaling(torch.autograd.Function):
+    """Its gradient is not that of its value."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x * 1.5
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * 0.5
+
+
+@piece()
+def function_of_autograd(self, x):
+    return Scaling.apply(x)
+
+
+@piece(lin=linear)
+def hook_on_activation(self, x):
+    y = self.lin(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * 0.5)
+    return y.tanh()
+
+
+@piece(lin=linear, norm=lambda: nn.BatchNorm1d(WIDTH))
+def norm_asked(self, x):
+    return self.norm(self.lin(x - self.norm.running_mean)) + self.norm.num_batches_tracked * 0.01
+
+
+@piece(count=3, lin=linear)
+def repeated(self, x):
+    for _ in range(self.count):
+        x = x + self.lin(x).tanh() / 2
+    return x
+
+
+@piece("overwrites", scale=lambda: nn.Parameter(torch.ones(())), n=zeros)
+def penalty(self, x):
+    if self.training:
+        self.n = torch.maximum(self.n, x.detach().abs().max())
+    return x * self.scale / (1 + self.n)
