@@ -119,7 +119,6 @@ def _use_plan(plan: Plan) -> None:
 
 
 def _use_cluster(spec: ClusterSpec) -> None:
-    spec.to_toml()
     assert len(spec.by_worker) == spec.workers
     assert spec.key
 

@@ -69,7 +69,7 @@ def measure(
         world = World.join(lanes=2, timeout=900)
         cluster = cluster_of(world)
         if rank == 0:
-            print(cluster.to_toml(), flush=True)
+            print(cluster.model_dump_json(indent=2, exclude_none=True), flush=True)
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             reference = Reference(setting, world)
             inputs, took = planner_inputs(setting, world, cluster, "lossy")

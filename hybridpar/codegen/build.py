@@ -55,20 +55,16 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
     return load_or_warn(f"{name} kernels", load)
 
 
-def kernel_path(name: str, sources: Sequence[Path]) -> Path:
-    """The cache file of some kernels on this machine."""
-    return kernel_paths(name, sources, [{}])[0]
-
-
-def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[str, Any]]) -> list[Path]:
-    """The cache files of kernels that differ by the arguments of `define` only."""
+def kernel_path(name: str, sources: Sequence[Path], **arguments: Any) -> Path:
+    """The cache file of some kernels on this machine, made with these arguments of `define`."""
     own = [Path(__file__), Path(__file__).with_name("tir_writer.py")]
     made_from = {
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
         "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
         "device": _cpu(),
+        "arguments": arguments,
     }
-    return [cache_path(name, {**made_from, "arguments": one}, ".o") for one in arguments]
+    return cache_path(name, made_from, ".o")
 
 
 def _version(distribution: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable
 
@@ -117,6 +117,12 @@ class Builder:
         return child
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a Python that imports this package, too."""
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 class _Lost(Exception):
     """A child is not fit for use any more, and why."""
 
@@ -125,19 +131,19 @@ class _Child:
     """One process that compiles."""
 
     def __init__(self) -> None:
-        root = str(Path(__file__).parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hybridpar.codegen.build"],
-            env=environment,
+            env={**child_environment(), "TVM_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             bufsize=0,
             process_group=0,  # Ctrl-C is for the parent, which may want to finish
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._ready = False
 
     def ask(self, request: Request, timeout: float) -> Built:
@@ -147,7 +153,7 @@ class _Child:
             self._ready = True
         deadline = time.monotonic() + timeout
         try:
-            self._pipe(self._process.stdin).write(request.line)
+            self._requests.write(request.line)
         except OSError:
             raise self._lost() from None
         answer = json.loads(self._line(deadline, "building"))
@@ -163,14 +169,9 @@ class _Child:
         """End it and wait for that."""
         self.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+        for stream in (self._requests, self._answers, self._complaints):
             with contextlib.suppress(OSError):
-                self._pipe(stream).close()
-
-    @staticmethod
-    def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-        assert stream is not None
-        return stream
+                stream.close()
 
     def _line(self, deadline: float, doing: str) -> bytes:
         line = bytearray()
@@ -186,12 +187,11 @@ class _Child:
 
     def _some(self, most: int, deadline: float, doing: str) -> bytes:
         """What the child writes next."""
-        source = self._pipe(self._process.stdout)
         with selectors.DefaultSelector() as selector:
-            selector.register(source, selectors.EVENT_READ)
+            selector.register(self._answers, selectors.EVENT_READ)
             if not selector.select(max(deadline - time.monotonic(), 0)):
                 raise _Lost(f"{doing} took too long and was given up")
-        data = source.read(most)
+        data = self._answers.read(most)
         if not data:
             raise self._lost()
         return data

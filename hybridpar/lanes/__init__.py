@@ -1,7 +1,7 @@
 """Lanes: in-order queues of work on a device, with events between them.
 
 `Lanes` is all the lanes of one process, and picks the kind by the device. What a lane is and promises is in
-`hybridpar.lanes.base`; that a program has all the waits it needs is proved on a CPU by `hybridpar.lanes.check`.
+`hybridpar.lanes.base`; that a program has all the waits it needs is proved on a CPU by `tests/lanes/checked.py`.
 
 Example:
     >>> with Lanes("cpu") as lanes:
@@ -21,11 +21,10 @@ import torch
 
 from hybridpar.errors import LaneError
 from hybridpar.lanes.base import Event, Family, Lane
-from hybridpar.lanes.check import Checker
 from hybridpar.lanes.cpu import CpuCaller, CpuLane, Worker
 from hybridpar.lanes.cuda import CudaLane, current_device, open_stream
 
-__all__ = ["Checker", "Event", "Lane", "Lanes"]
+__all__ = ["Event", "Lane", "Lanes"]
 
 #: How long a program that ends by an exception waits for running work, which may hang, as a collective without peers.
 _PATIENCE_SECONDS = 10.0
@@ -39,7 +38,6 @@ class Lanes(Family):
 
     Args:
         device: A CPU or a CUDA device.
-        check: Proves that every access is ordered; CPU only.
 
     Attributes:
         caller: The host thread's own place. On CUDA it is the stream that is current at each call. On a CPU it is the
@@ -47,26 +45,21 @@ class Lanes(Family):
         closed: Whether `close` was called.
 
     Raises:
-        LaneError: Another kind of device, or a checker on CUDA.
+        LaneError: Another kind of device.
     """
 
-    def __init__(self, device: torch.device | str, *, check: Checker | None = None) -> None:
+    def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         if device.type not in ("cpu", "cuda"):
             raise LaneError(f"there are no lanes on device {str(device)!r}", "A lane is a CUDA stream or a CPU thread.")
-        if check is not None and device.type != "cpu":
-            raise LaneError("a checker was given for CUDA lanes", "It watches CPU lanes, which obey the same rules.")
         if device.type == "cuda" and device.index is None:
             device = current_device()
         super().__init__(device)
-        self._checker = check
         self._workers: list[Worker] = []
         # For a family that is forgotten, or still open when the interpreter exits.
         self._finalizer = weakref.finalize(self, _abandon, self._workers)
-        self.caller = CudaLane(self, "caller", None) if device.type == "cuda" else CpuCaller(self, "caller", check)
+        self.caller = CudaLane(self, "caller", None) if device.type == "cuda" else CpuCaller(self, "caller")
         self._lanes: dict[str, Lane] = {"caller": self.caller}
-        if check is not None:
-            check.attach(self._settle)
 
     def open(self, name: str, *, priority: int = 0, threads: int = 1, device: torch.device | str | None = None) -> Lane:
         """A new lane.
@@ -95,7 +88,7 @@ class Lanes(Family):
         else:
             worker = Worker(name, threads)
             self._workers.append(worker)
-            lane = CpuLane(self, name, worker, self._checker)
+            lane = CpuLane(self, name, worker)
         self._lanes[name] = lane
         return lane
 
@@ -155,14 +148,6 @@ class Lanes(Family):
         for lane in self._lanes.values():
             lane.drain(patience)
         self._finalizer.detach()
-        if self._checker is not None:
-            self._checker.joined()
-
-    def _settle(self) -> None:
-        """Let the host wait for all lanes."""
-        if not self.closed:
-            for lane in self._lanes.values():
-                lane.synchronize()
 
 
 def _abandon(workers: list[Worker]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -156,6 +157,7 @@ class Lane(ABC):
         self.device = family.device
         self._family = family
         self._failure: Failure | None = None
+        self._marks: deque[Any] = deque()  # of the work that is running, those still to come
 
     @property
     def failure(self) -> Failure | None:
@@ -206,9 +208,10 @@ class Lane(ABC):
         self._record(event)
         return event
 
-    @abstractmethod
     def mark(self, event: Event) -> None:
         """Called by work running on this lane: pass an event that was given to `submit` in `marks`.
+
+        On a GPU also from autograd's thread, which runs the backward pass while the work waits for it.
 
         Args:
             event: The next one of them.
@@ -216,6 +219,9 @@ class Lane(ABC):
         Raises:
             LaneError: Called from elsewhere, or out of order.
         """
+        if not self._marks or self._marks[0] is not event:
+            raise self._misplaced_mark()
+        self._record(self._marks.popleft())
 
     def wait(self, event: Event) -> None:
         """Let work that is submitted from now on start after the event. The host waits only for `caller` on a CPU.

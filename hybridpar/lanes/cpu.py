@@ -9,31 +9,25 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from queue import SimpleQueue
 
 import torch
 
 from hybridpar.errors import LaneError
 from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
-from hybridpar.lanes.check import Checker, Clock
 
 
 class CpuEvent(Event):
     """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much)."""
 
-    def __init__(self, family: Family, checker: Checker | None) -> None:
+    def __init__(self, family: Family) -> None:
         super().__init__(family)
-        self.clock: Clock | None = None
-        self._checker = checker
         self._passed = False
         self._latch = threading.Lock()
         self._latch.acquire()
 
     def done(self) -> bool:
         self.recorded_on()
-        if self._passed:
-            self._tell_checker()
         return self._passed
 
     def run(self, worker: Worker) -> None:
@@ -59,14 +53,7 @@ class CpuEvent(Event):
         return self._passed and self.failure is None
 
     def _block(self, timeout: float | None) -> bool:
-        if not self.pass_through(timeout):
-            return False
-        self._tell_checker()
-        return True
-
-    def _tell_checker(self) -> None:
-        if self._checker is not None and self.clock is not None and self.family.is_issuer():
-            self._checker.host_waited(self.clock)
+        return self.pass_through(timeout)
 
 
 class _Wait:
@@ -84,35 +71,25 @@ class _Wait:
 class _Task:
     """A queue entry that runs work in the modes of the thread that submitted it."""
 
-    def __init__(
-        self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent], lane: str, checker: Checker | None
-    ) -> None:
+    def __init__(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
         self.work: Work | None = work
         self.uses = tuple(uses)
         self.marks = deque(marks)
-        self.checker = checker
-        self.watch = None
-        if checker is not None:
-            ticket = checker.submitted(lane, uses, len(marks))
-            for event, clock in zip(marks, checker.mark_clocks(ticket, len(marks)), strict=True):
-                event.clock = clock
-            self.watch = checker.during(ticket)
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self.autocast_cache = torch.is_autocast_cache_enabled()
 
     def run(self, worker: Worker) -> None:
-        with self.watch or nullcontext():
-            worker.task = self
-            if worker.failure is None:
-                try:
-                    self._run_in_modes()
-                except BaseException as error:
-                    worker.failure = Failure(error, worker.name)
-            worker.task = None
-            # Let go before the lane passes the next event: whoever waited for that may count on it.
-            self.work, self.uses = None, ()
+        worker.task = self
+        if worker.failure is None:
+            try:
+                self._run_in_modes()
+            except BaseException as error:
+                worker.failure = Failure(error, worker.name)
+        worker.task = None
+        # Let go before the lane passes the next event: whoever waited for that may count on it.
+        self.work, self.uses = None, ()
         while self.marks:
             self.marks.popleft().open(worker.failure)
 
@@ -121,8 +98,6 @@ class _Task:
         if not self.marks or self.marks[0] is not event:
             return False
         self.marks.popleft().open(None)
-        if self.checker is not None:
-            self.checker.marked()
         return True
 
     def _run_in_modes(self) -> None:
@@ -183,26 +158,21 @@ class Worker:
 class CpuLane(Lane):
     """A thread with a queue."""
 
-    def __init__(self, family: Family, name: str, worker: Worker, checker: Checker | None) -> None:
+    def __init__(self, family: Family, name: str, worker: Worker) -> None:
         super().__init__(family, name)
         self._worker = worker
-        self._checker = checker
-        if checker is not None:
-            checker.opened(name)
 
     @property
     def failure(self) -> Failure | None:
         return self._worker.failure
 
     def new_event(self) -> CpuEvent:
-        return CpuEvent(self._family, self._checker)
+        return CpuEvent(self._family)
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """The work is done when it returns, so there is nothing to hold, only to check."""
+        """The work is done when it returns, so there is nothing to hold."""
         if threading.current_thread() is not self._worker.thread:
             raise self._misplaced_keep()
-        if self._checker is not None:
-            self._checker.kept(tensors)
 
     def mark(self, event: Event) -> None:
         task = self._worker.task
@@ -214,16 +184,12 @@ class CpuLane(Lane):
         self._worker.stop(patience)
 
     def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
-        self._worker.queue.put(_Task(work, uses, marks, self.name, self._checker))
+        self._worker.queue.put(_Task(work, uses, marks))
 
     def _record(self, event: CpuEvent) -> None:
-        if self._checker is not None:
-            event.clock = self._checker.recorded(self.name)
         self._worker.queue.put(event)
 
     def _wait(self, event: CpuEvent) -> None:
-        if self._checker is not None and event.clock is not None:
-            self._checker.waited(self.name, event.clock)
         if not event.is_harmless():
             self._worker.queue.put(_Wait(event))
 
@@ -231,22 +197,11 @@ class CpuLane(Lane):
 class CpuCaller(Lane):
     """The issuing thread itself: work runs inline, and to wait is to block."""
 
-    def __init__(self, family: Family, name: str, checker: Checker | None) -> None:
-        super().__init__(family, name)
-        self._checker = checker
-        self._marks: deque[CpuEvent] = deque()  # of the work that is running, those still to come
-
     def new_event(self) -> CpuEvent:
-        return CpuEvent(self._family, self._checker)
+        return CpuEvent(self._family)
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        if self._checker is not None:
-            self._checker.kept(tensors)
-
-    def mark(self, event: Event) -> None:
-        if not self._marks or self._marks[0] is not event:
-            raise self._misplaced_mark()
-        self._record(self._marks.popleft())
+        """The work is done when it returns."""
 
     def drain(self, patience: float | None = None) -> None:
         """Nothing is ever queued here."""
@@ -256,19 +211,14 @@ class CpuCaller(Lane):
         try:
             work()
         finally:
-            self.keep(*uses)
             for event in self._marks:
                 self._record(event)
             self._marks = outer
 
     def _record(self, event: CpuEvent) -> None:
-        if self._checker is not None:
-            event.clock = self._checker.recorded(self.name)
         event.open(None)
 
     def _wait(self, event: CpuEvent) -> None:
         event.pass_through()
         if event.failure is not None:
             event.failure.throw()
-        if self._checker is not None and event.clock is not None:
-            self._checker.waited(self.name, event.clock)

@@ -69,7 +69,6 @@ class CudaLane(Lane):
         self.device = device or family.device
         self._own = stream
         self._held: list[torch.Tensor] | None = None  # by the work that is running
-        self._marks: deque[CudaEvent] = deque()  # of the work that is running, those still to come
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
 
@@ -99,12 +98,6 @@ class CudaLane(Lane):
         # By index: PyTorch takes microseconds to make a number of a `torch.device`, and this is asked often in a step.
         current: torch.cuda.Stream = cuda.current_stream(self.device.index)
         return current
-
-    def mark(self, event: Event) -> None:
-        """Also from autograd's thread, which runs the backward pass while the work waits for it."""
-        if not self._marks or self._marks[0] is not event:
-            raise self._misplaced_mark()
-        self._record(self._marks.popleft())
 
     def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CudaEvent]) -> None:
         stream = self._stream()

@@ -31,7 +31,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,7 +84,18 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Efficiency(_Part):
+#: What a way of using a link is like, where nobody said what it reaches itself.
+_LIKE = {"half_sum": "codec_sum", "integer_sum": "codec_sum", "codec_sum": "all_reduce"}
+
+
+class _Ways(_Part):
+    def of(self, way: str) -> float:
+        """The number of a way, or, where nobody said, of the way that it is like."""
+        found: float | None = getattr(self, way)
+        return self.of(_LIKE[way]) if found is None else found
+
+
+class Efficiency(_Ways):
     """What part of a link's bandwidth each way of using it reaches."""
 
     all_reduce: _Share = 1.0
@@ -95,15 +106,11 @@ class Efficiency(_Part):
     half_sum: _Share | None = Field(default=None, description="of 16-bit numbers; without it, as `codec_sum`")
     integer_sum: _Share | None = Field(default=None, description="of integers; without it, as `codec_sum`")
 
-    def of(self, way: str) -> float:
-        """What a way reaches, or, where nobody said, the way that it is like."""
-        return _stated(self, way)
-
 
 _Use = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class CoreUse(_Part):
+class CoreUse(_Ways):
     """How many cores of a worker each way of using a link keeps busy while bytes move; measured beside computing."""
 
     all_reduce: _Use = 0.0
@@ -114,19 +121,6 @@ class CoreUse(_Part):
     codec_sum: _Use | None = None
     half_sum: _Use | None = None
     integer_sum: _Use | None = None
-
-    def of(self, way: str) -> float:
-        """What a way uses, or, where nobody said, the way that it is like."""
-        return _stated(self, way)
-
-
-#: What a way of using a link is like, where nobody said what it reaches itself.
-_LIKE = {"half_sum": "codec_sum", "integer_sum": "codec_sum", "codec_sum": "all_reduce"}
-
-
-def _stated(ways: Efficiency | CoreUse, way: str) -> float:
-    found: float | None = getattr(ways, way)
-    return _stated(ways, _LIKE[way]) if found is None else found
 
 
 class LinkLevel(_Part):
@@ -321,25 +315,6 @@ class ClusterSpec(_Part):
         hosts = [host for host in self.hosts for _ in range(host.count)]
         return sorted(hosts, key=lambda one: (-one.devices, one.kind, -(one.memory or 0), one.name))
 
-    def to_toml(self) -> str:
-        """The description as a file; `read_cluster_file` reads an equal one."""
-        lines = [f"name = {json.dumps(self.name)}"]
-        for host in self.hosts:
-            lines += ["", "[[hosts]]", *_entries(host.model_dump(exclude_none=True))]
-        for level in ("inside", "between"):
-            link: LinkLevel | None = getattr(self, level)
-            if link is not None:
-                plain = link.model_dump(exclude={"efficiency", "cores"})
-                lines += ["", f"[{level}]", *_entries(plain)]
-                for name in ("efficiency", "cores"):
-                    part: _Part | None = getattr(link, name)
-                    lines += (
-                        [f"{name} = {{ {', '.join(_entries(part.model_dump(exclude_none=True)))} }}"]
-                        if part is not None
-                        else []
-                    )
-        return "\n".join(lines) + "\n"
-
 
 def read_cluster_file(path: Path) -> ClusterSpec:
     """Read a description."""
@@ -415,8 +390,3 @@ def _keys(place: tuple[int | str, ...]) -> list[str]:
         if name in place[:-1]:
             return list(part.model_fields)
     return list(tables.get(str(place[0]), ClusterSpec).model_fields if len(place) > 1 else ClusterSpec.model_fields)
-
-
-def _entries(table: Mapping[str, Any]) -> list[str]:
-    # Strings and numbers of JSON are those of TOML.
-    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]

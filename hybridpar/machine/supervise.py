@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from hybridpar.errors import UsageError
-from hybridpar.machine.launch import VERDICT_VARIABLE, report_verdict, tell_interrupted
+from hybridpar.machine.launch import VERDICT_VARIABLE, StopRequest, report_verdict, tell_interrupted
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
 #: Holds what processes of a job must know to be let in by its servers.
@@ -62,18 +62,22 @@ class _Job:
     workers: int
     servers: int
     patient: bool
+    restarts: int
+    patience: float
     environment: dict[str, str]
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    attempt: int = 0
+    joined: int = 0
 
-    def start(self, rank: int, attempt: int, joins: int = 0) -> None:
+    def start(self, rank: int, joins: int = 0) -> None:
         """Start a process, for the `joins`-th time again while the others go on."""
         own = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.workers + self.servers),
             "LOCAL_WORLD_SIZE": str(self.workers),
-            "HYBRIDPAR_ATTEMPT": str(attempt),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt + joins),
+            "HYBRIDPAR_ATTEMPT": str(self.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt + joins),
             "HYBRIDPAR_JOINS": "1" if joins else "0",
         }
         self.processes[rank] = subprocess.Popen(
@@ -101,21 +105,14 @@ class _Job:
         return f"worker {rank}" if rank < self.workers else f"server {rank - self.workers}"
 
 
-class _Signals:
+class _Signals(StopRequest):
     """Remembers the first signal, and counts."""
 
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self.count = 0
-        self._before = {kind: signal.signal(kind, self._note) for kind in (signal.SIGINT, signal.SIGTERM)}
+    count = 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
+        self.signal = self.signal or number
         self.count += number == signal.SIGINT or self.count == 0
-
-    def release(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def new_token() -> str:
@@ -164,10 +161,10 @@ def launch_workers(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
         }
-        job = _Job((*program, *arguments), workers, servers, patient, environment)
+        job = _Job((*program, *arguments), workers, servers, patient, restarts, patience, environment)
         signals = _Signals()
         try:
-            return _watch(job, door, signals, verdict, restarts, patience)
+            return _watch(job, door, signals, verdict)
         finally:
             job.end()
             signals.release()
@@ -186,31 +183,27 @@ def _open_store(door: socket.socket) -> object:
     )
 
 
-def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path, restarts: int, patience: float) -> int:
+def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path) -> int:
     """Start everything, and do what the module's header says until it ends."""
-    attempt, joined = 0, 0
     store: object | None = None
     while True:
         for rank in range(job.workers + job.servers):
-            job.start(rank, attempt)
+            job.start(rank)
         # Workers wait at the door while torch is imported here, as they import it at the same time.
         store = store or _open_store(door)
-        failed, joined = _until_something_fails(job, signals, verdict, attempt, restarts, joined, patience)
+        failed = _until_something_fails(job, signals, verdict)
         if verdict.exists():
             return report_verdict(verdict)
-        if signals.number is not None:
+        if signals.signal is not None:
             tell_interrupted(verdict)
-            return 128 + signals.number
+            return 128 + signals.signal
         if failed is None:
             return 0
         cause = _cause(job.processes[failed].returncode)
         job.end()
-        if attempt + joined >= restarts:
-            used_up = ""
-            if restarts:
-                used_up = (
-                    f", and {restarts} restarts are used up\nEvery restart went on from the last whole checkpoint."
-                )
+        if job.attempt + job.joined >= job.restarts:
+            used_up = ", and {} restarts are used up\nEvery restart went on from the last whole checkpoint."
+            used_up = used_up.format(job.restarts) if job.restarts else ""
             print(
                 f"error: {job.name(failed)} {cause}{used_up}\n"
                 "Look at the messages above; `dmesg` tells whether the system ran out of memory.",
@@ -218,47 +211,45 @@ def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path, res
             )
             return 1
         print(f"{job.name(failed)} {cause}; all processes start again from the last checkpoint", file=sys.stderr)
-        attempt += 1
+        job.attempt += 1
 
 
-def _until_something_fails(
-    job: _Job, signals: _Signals, verdict: Path, attempt: int, restarts: int, joined: int, patience: float
-) -> tuple[int | None, int]:
+def _until_something_fails(job: _Job, signals: _Signals, verdict: Path) -> int | None:
     """Watch until all is done, or a process has failed that cannot be replaced alone."""
     passed_on, deadline = 0, float("inf")
     while True:
         time.sleep(0.05)
-        if signals.number is not None and signals.count > passed_on:
+        if signals.signal is not None and signals.count > passed_on:
             passed_on = signals.count
-            job.signal(signals.number if passed_on == 1 else signal.SIGINT, servers=False)
-            deadline = time.monotonic() + (patience if passed_on == 1 else KILL_SECONDS)
+            job.signal(signals.signal if passed_on == 1 else signal.SIGINT, servers=False)
+            deadline = time.monotonic() + (job.patience if passed_on == 1 else KILL_SECONDS)
         if time.monotonic() > deadline or passed_on > 2:
-            return None, joined
+            return None
         codes = {rank: process.poll() for rank, process in job.processes.items()}
         of_workers = [codes[rank] for rank in range(job.workers)]
         if verdict.exists():
             deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
             if None not in codes.values():
-                return None, joined
+                return None
             continue
         if not any(of_workers) and None not in of_workers:
-            return _servers_end(job), joined
+            return _servers_end(job)
         bad = [rank for rank, code in codes.items() if code not in (None, 0)]
         if not bad:
             continue
-        if signals.number is not None:
+        if signals.wanted:
             if None not in of_workers:
-                return bad[0], joined
+                return bad[0]
             continue
         replaceable = [rank for rank in bad if rank < job.workers and (codes[rank] or 0) < 0]
         alone = len(bad) == len(replaceable) and not job.patient and not verdict.exists()
-        if alone and attempt + joined < restarts:
+        if alone and job.attempt + job.joined < job.restarts:
             for rank in replaceable:
-                joined += 1
+                job.joined += 1
                 print(f"{job.name(rank)} {_cause(codes[rank])}; the others go on, and it joins again", file=sys.stderr)
-                job.start(rank, attempt, joined)
+                job.start(rank, job.joined)
             continue
-        return _first_failure(job, bad), joined
+        return _first_failure(job, bad)
 
 
 def _servers_end(job: _Job) -> int | None:

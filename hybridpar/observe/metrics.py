@@ -44,6 +44,10 @@ STEP_COLUMNS = tuple(
 _EXACT = {"loss", "lr", "grad_norm", "residual_norm"}
 
 
+#: What an epoch has only where it was evaluated.
+_TESTED = ("test_accuracy", "test_loss", "ema_test_accuracy", "ema_test_loss")
+
+
 def images_per_second(record: StepRecord) -> float:
     """Samples of all workers per second of the step; NaN where its time is not a positive number.
 
@@ -204,16 +208,9 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 
 
 def _epoch(row: Mapping[str, Any]) -> EpochRecord:
-    return EpochRecord(
-        epoch=row["epoch"],
-        step=row["step"],
-        test_accuracy=_if_number(row.get("test_accuracy")),
-        test_loss=_if_number(row.get("test_loss")),
-        train_loss=_number(row.get("train_loss")),
-        seconds=_number(row.get("seconds")),
-        ema_test_accuracy=_if_number(row.get("ema_test_accuracy")),
-        ema_test_loss=_if_number(row.get("ema_test_loss")),
-    )
+    tested = {name: _if_number(row.get(name)) for name in _TESTED}
+    train_loss, seconds = _number(row.get("train_loss")), _number(row.get("seconds"))
+    return EpochRecord(epoch=row["epoch"], step=row["step"], train_loss=train_loss, seconds=seconds, **tested)
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -54,16 +54,12 @@ def draw_loss(run_dir: Path, info: RunInfo | None = None, say: Callable[[str], o
     Raises:
         RunDirectoryError: The picture cannot be written.
     """
-    if not _can_draw(LOSS_PICTURE, say):
-        return None
     table = read_metrics(run_dir)
     if not len(table.steps["step"]):
         say(f"{LOSS_PICTURE} was not drawn: {METRICS_FILE} holds no steps")
         return None
-    path = Path(run_dir) / LOSS_PICTURE
     title = _title(Path(run_dir), info)
-    replace_file(path, [_png(lambda figure: _draw_run(figure, table, title), 6.3)])
-    return path
+    return _draw(Path(run_dir) / LOSS_PICTURE, say, lambda figure: _draw_run(figure, table, title), 6.3)
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -104,11 +100,13 @@ def _title(run_dir: Path, info: RunInfo | None) -> str:
     return shortened(f"{model} on {data}, {workers} worker{'' if workers == 1 else 's'}", 100)
 
 
-def _can_draw(name: str, say: Callable[[str], object]) -> bool:
+def _draw(path: Path, say: Callable[[str], object], draw: Callable[[Any], object], height: float) -> Path | None:
+    """Write what `draw` puts on a figure, and return where; None where there is nothing to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        say(f"{name} needs matplotlib: pip install 'hybridpar[plots]'")
-        return False
-    return True
+        say(f"{path.name} needs matplotlib: pip install 'hybridpar[plots]'")
+        return None
+    replace_file(path, [_png(draw, height)])
+    return path
 
 
 def _png(draw: Callable[[Any], object], height: float) -> bytes:
@@ -217,14 +215,10 @@ def draw_staleness(
     Raises:
         RunDirectoryError: The picture cannot be written.
     """
-    if not _can_draw(STALENESS_PICTURE, say):
-        return None
     if not sum(counts.values()):
         say(f"{STALENESS_PICTURE} was not drawn: no gradient arrived")
         return None
-    path = Path(run_dir) / STALENESS_PICTURE
-    replace_file(path, [_png(lambda figure: _draw_ages(figure, counts, expected), 4.5)])
-    return path
+    return _draw(Path(run_dir) / STALENESS_PICTURE, say, lambda figure: _draw_ages(figure, counts, expected), 4.5)
 
 
 def _draw_ages(figure: Any, counts: Mapping[int, int], expected: float | None) -> None:
@@ -252,11 +246,7 @@ def draw_confusion(
     say: Callable[[str], object] = print,
 ) -> Path | None:
     """Draw `confusion.png`, the confusion matrix of a test."""
-    if not _can_draw(CONFUSION_PICTURE, say):
-        return None
-    path = folder / CONFUSION_PICTURE
-    replace_file(path, [_png(lambda figure: _draw_matrix(figure, counts, classes, title), 8.2)])
-    return path
+    return _draw(folder / CONFUSION_PICTURE, say, lambda figure: _draw_matrix(figure, counts, classes, title), 8.2)
 
 
 def _draw_matrix(figure: Any, counts: NDArray[np.int64], classes: Sequence[str], title: str) -> None:

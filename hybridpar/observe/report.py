@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
-from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
+from hybridpar.observe.text import counted, format_accuracy, format_bytes, format_duration, format_rate
 
 #: Parts of a step on the screen, in the order of `STEP_PARTS`.
 _PARTS = ("compute", "exposed sync", "waiting for data")
@@ -69,13 +69,14 @@ def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console
 def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Label, text and style of each row; what was not measured has no row."""
     finished = summary["exit"] == "finished"
-    steps = f"{summary['steps']:,} {'step' if summary['steps'] == 1 else 'steps'}"
-    ending = f"{summary['exit']} after {steps} in {format_duration(summary['train_seconds'])}"
+    ending = (
+        f"{summary['exit']} after {counted(summary['steps'], 'step')} in {format_duration(summary['train_seconds'])}"
+    )
     if summary["resumed_from"] is not None:
         ending += f", resumed from step {summary['resumed_from']:,}"
     rows = [
         ("run", f"{summary['model']} on {summary['data']}", "bold"),
-        ("", f"{_count(summary['workers'], 'worker')} on {summary['device']}, batch {summary['batch_size']:,}", ""),
+        ("", f"{counted(summary['workers'], 'worker')} on {summary['device']}, batch {summary['batch_size']:,}", ""),
         ("", ending, "" if finished else "yellow"),
     ]
     if summary["test_accuracy"] is not None:
@@ -107,7 +108,7 @@ def fact_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows += _server_rows(summary)
     rows += _sync_rows(summary)
     if summary["skipped_steps"]:
-        rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
+        rows.append(("skipped", f"{counted(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
     return rows
 
 
@@ -168,7 +169,7 @@ def _server_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ages = summary.get("staleness")
     if ages is None or ages["mean"] is None:
         return []
-    where = _count(summary["servers"], "server") if summary["servers"] else "the workers"
+    where = counted(summary["servers"], "server") if summary["servers"] else "the workers"
     rows = [("sync", f"{summary['sync']} at {where}", "")]
     if summary["bytes_pulled_per_step"] is not None:
         rows.append(("", f"{format_bytes(summary['bytes_pulled_per_step'])} pulled per worker and step", ""))
@@ -202,8 +203,8 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
     parts = [
-        f"{_count(summary['stages'], 'stage')}{replicas}",
-        f"{summary['micro_batches']} micro-batch{'' if summary['micro_batches'] == 1 else 'es'}",
+        f"{counted(summary['stages'], 'stage')}{replicas}",
+        counted(summary["micro_batches"], "micro-batch"),
         summary["schedule"],
     ]
     rows.append(("pipeline", ", ".join(parts), ""))
@@ -259,7 +260,3 @@ def predictions(summary: Mapping[str, Any]) -> list[Prediction]:
             apart = "" if key == "bubble" else _apart(predicted, value, step_ms)
             found.append(Prediction(name, predicted, value, apart, told))
     return found
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -41,6 +41,13 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+#: Keys that are fields of `RunInfo`, too.
+_OF_THE_RUN = (
+    *("model", "data", "workers", "device", "batch_size", "codec", "stages", "replicas", "micro_batches", "schedule"),
+    *("sync", "servers"),
+)
+
+
 @cache
 def summary_schema() -> dict[str, Any]:
     """The JSON schema of `summary.json`."""
@@ -83,11 +90,7 @@ def summarize(
     step_ms = _median(steps["step_ms"][steady])
     return {
         **dict.fromkeys(summary_schema()["required"]),  # what metrics.jsonl does not hold; the run adds it
-        "model": info.model,
-        "data": info.data,
-        "workers": info.workers,
-        "device": info.device,
-        "batch_size": info.batch_size,
+        **{key: getattr(info, key) for key in _OF_THE_RUN},
         "seed": seed,
         "exit": ended,
         "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
@@ -106,15 +109,8 @@ def summarize(
             step_ms,
             [step_shares(np.stack([steps[key][steady] for key in STEP_PARTS], axis=1), steps["step_ms"][steady])],
         ),
-        "codec": info.codec,
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
         **{key: _median(steps[key][steady]) for key in ("encode_ms", "wire_ms", "decode_ms", "sync_ms", "queued")},
-        "stages": info.stages,
-        "replicas": info.replicas,
-        "micro_batches": info.micro_batches,
-        "schedule": info.schedule,
-        "sync": info.sync,
-        "servers": info.servers,
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
         "recipe": "none",
         "double_buffer": "off",

@@ -45,10 +45,15 @@ def format_accuracy(fraction: float) -> str:
     return f"{100 * fraction:.2f}%"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 worker`, `2 micro-batches`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('batch') else 's'}"
+
+
 def describe_run(info: RunInfo) -> list[tuple[str, str]]:
     """The start screen as label and text, without the notes."""
     whole = info.steps_total == info.epochs * info.steps_per_epoch
-    epochs = f"{info.epochs} {'epoch' if info.epochs == 1 else 'epochs'} of {info.steps_per_epoch:,}"
+    epochs = f"{counted(info.epochs, 'epoch')} of {info.steps_per_epoch:,}"
     return [
         ("model", f"{info.model}, {info.parameters:,} parameters"),
         ("data", info.data_line or info.data),

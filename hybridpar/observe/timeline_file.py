@@ -173,30 +173,36 @@ def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 
-def _shared_args(row: TimelineRow) -> dict[str, Any]:
-    return {"step": row.step, "worker": row.worker, "predicted": row.predicted}
+def _event(
+    row: TimelineRow,
+    name: str,
+    key: tuple[int, str, int],
+    threads: Mapping[tuple[int, str, int], int],
+    times: tuple[float, float],
+    args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A stretch of time on a thread. Its length is of rounded ends: what follows directly must not overlap."""
+    begin, end = map(_microseconds, times)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": key[1],
+        "pid": key[0],
+        "tid": threads[key],
+        "ts": begin,
+        "dur": round(end - begin, 3),
+        "args": {"step": row.step, "worker": row.worker, "predicted": row.predicted, **args},
+    }
 
 
 def _step_event(
     row: TimelineRow, threads: Mapping[tuple[int, str, int], int], zero: float, free: float
 ) -> dict[str, Any]:
     """The whole step, from where the one before has ended: on other lanes it may have begun before."""
-    start = max(row.spans.origin - zero, min(free, row.end - zero))
-    begin = _microseconds(start)
-    return {
-        "ph": "X",
-        "name": f"step {row.step}",
-        "cat": "steps",
-        "pid": _process(row),
-        "tid": threads[_process(row), "steps", 0],
-        "ts": begin,
-        "dur": round(_microseconds(row.end - zero) - begin, 3),
-        "args": {
-            **_shared_args(row),
-            "origin_us": _microseconds(row.spans.origin - zero),
-            "exposed_sync_ms": round(row.spans.exposed_sync_ms, 3),
-        },
-    }
+    origin, end = row.spans.origin - zero, row.end - zero
+    args = {"origin_us": _microseconds(origin), "exposed_sync_ms": round(row.spans.exposed_sync_ms, 3)}
+    times = max(origin, min(free, end)), end
+    return _event(row, f"step {row.step}", (_process(row), "steps", 0), threads, times, args)
 
 
 def _events_of(
@@ -205,25 +211,14 @@ def _events_of(
     zero: float,
     joined: Mapping[tuple[int, Action], float],
 ) -> Iterator[dict[str, Any]]:
-    process, shared = _process(row), _shared_args(row)
     for span in row.spans.spans:
-        start = row.spans.origin + span.start_ms / 1e3
-        args = {**shared, "action": str(span.action), "lane": span.lane, **_parts(span.action)}
+        start, end = (row.spans.origin + ms / 1e3 for ms in (span.start_ms, span.end_ms))
+        args: dict[str, Any] = {"action": str(span.action), "lane": span.lane, **_parts(span.action)}
         waited = joined.get((row.worker, span.action), start) - start
         if waited > 1e-6:
             args["waited_ms"] = round(min(waited * 1e3, span.duration_ms), 3)
-        begin = _microseconds(start - zero)
-        yield {
-            "ph": "X",
-            "name": describe_action(span.action),
-            "cat": span.queue,
-            "pid": process,
-            "tid": threads[process, span.queue, span.lane],
-            "ts": begin,
-            # From rounded ends: what follows directly must not overlap.
-            "dur": round(_microseconds(row.spans.origin + span.end_ms / 1e3 - zero) - begin, 3),
-            "args": args,
-        }
+        key = _process(row), span.queue, span.lane
+        yield _event(row, describe_action(span.action), key, threads, (start - zero, end - zero), args)
 
 
 def _parts(action: Action) -> dict[str, int]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridpar.observe.text import counted
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.schedule.actions import COMPUTE, Action, Kind
 from hybridpar.schedule.spans import Span
@@ -75,9 +76,10 @@ def headline(timeline: Timeline) -> str:
     facts = timeline.facts
     parts = [str(facts["model"])] if "model" in facts else []
     if "stages" in facts:
-        parts.append(f"{_count(facts['stages'], 'stage')}" + _times(timeline.replicas))
+        replicas = f" x {timeline.replicas} replicas" if timeline.replicas > 1 else ""
+        parts.append(counted(facts["stages"], "stage") + replicas)
     if "micro_batches" in facts:
-        parts.append(_count(facts["micro_batches"], "micro-batch"))
+        parts.append(counted(facts["micro_batches"], "micro-batch"))
     if "schedule" in facts:
         parts.append(str(facts["schedule"]))
     steps = timeline.steps
@@ -188,11 +190,3 @@ def _idle(row: TimelineRow, replica: Sequence[TimelineRow]) -> float:
     mine = row.spans.computed
     span_ms = 1e3 * (max(other.spans.computed.end for other in replica) - begin_of(replica))
     return max(0.0, 1 - mine.busy_ms / (mine.lanes * span_ms)) if mine.lanes and span_ms > 0 else 0.0
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
-
-
-def _times(replicas: int) -> str:
-    return f" x {replicas} replicas" if replicas > 1 else ""

@@ -16,14 +16,12 @@ class Held:
 
     Attributes:
         in_flight: For every stage the most micro-batches.
-        stage_bytes: For every stage the most bytes.
         lane_bytes: For every lane the most bytes.
         worker_bytes: For every worker the sum over its lanes of the most that each holds. With several lanes the real
             peak may be lower; it is never higher.
     """
 
     in_flight: tuple[int, ...]
-    stage_bytes: tuple[int, ...]
     lane_bytes: tuple[int, ...]
     worker_bytes: tuple[int, ...]
 
@@ -47,5 +45,4 @@ def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | N
                 held -= saved[stage]
         lanes[lane] = most
         workers[layout.worker_of[lane]] += most
-    stages = tuple(number * size for number, size in zip(peak, saved, strict=True))
-    return Held(tuple(peak), stages, tuple(lanes), tuple(workers))
+    return Held(tuple(peak), tuple(lanes), tuple(workers))

@@ -25,6 +25,9 @@ from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import trained_parameters
 
+#: Fields of `Exchanged` that stand in the answer of shard 0.
+_ANSWERED = ("step", "applied", "staleness", "done", "stop", "save", "lowered")
+
 
 @dataclass(frozen=True)
 class Exchanged:
@@ -193,18 +196,12 @@ class Learner:
         """What came of a push, by the answer of shard 0 and by two times in seconds."""
         before, self._counts = self._counts, self._traffic()
         return Exchanged(
-            step=int(first["step"]),
+            **{name: first[name] for name in _ANSWERED},
             loss=loss,
-            applied=bool(first["applied"]),
-            staleness=int(first["staleness"]),
-            done=bool(first["done"]),
-            stop=bool(first["stop"]),
-            save=int(first["save"]),
             compute_ms=compute * 1e3,
             exposed_ms=exposed * 1e3,
             pushed=self._counts[0] - before[0],
             pulled=self._counts[1] - before[1],
-            lowered=first["lowered"],
             norm=None if self.links.squares is None else math.sqrt(self.links.squares),
             rows=first.get("rows", ()),
             news=first.get("news", ()),

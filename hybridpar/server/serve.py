@@ -81,6 +81,12 @@ class ShardServer(SocketLoop):
         finally:
             self.close()
 
+    @property
+    def _started(self) -> Shard:
+        """The shard, where it is sure that there are weights."""
+        assert self.shard is not None
+        return self.shard
+
     def _is_over(self) -> bool:
         """Whether all workers have left, or none has come back whose connection was lost."""
         if not self._seen or self._peers or self._early:
@@ -122,8 +128,7 @@ class ShardServer(SocketLoop):
 
     def _leave(self, worker: int) -> None:
         peer = self._peers.pop(worker)
-        shard = self.shard
-        assert shard is not None
+        shard = self._started
         # Should it come again, it will hear what became of its last push.
         peer.decoder.commit() if shard.counted(worker) else peer.decoder.rollback()
         self._past[worker, peer.session] = (shard.sequence_of(worker), peer.decoder)
@@ -155,8 +160,7 @@ class ShardServer(SocketLoop):
         """Workers that others have waited for too long, while nothing came from them."""
         if self._waiting_since is None:
             return []
-        shard, options, late = self.shard, self._options, list[int]()
-        assert shard is not None
+        shard, options, late = self._started, self._options, list[int]()
         for worker in range(options.rules.learners) if options.rules.barrier else [*self._peers]:
             peer = self._peers.get(worker)
             since = self._waiting_since if peer is None else max(self._waiting_since, peer.active)
@@ -258,16 +262,14 @@ class ShardServer(SocketLoop):
         elif kind == "end":
             self._end_push(worker, peer, frame)
         elif kind == "norm" and worker == 0:
-            assert self.shard is not None
-            self._answer_all(self.shard.finish(float(frame.meta["squares"])))
+            self._answer_all(self._started.finish(float(frame.meta["squares"])))
         elif kind == "gather":
             tag = str(frame.meta["tag"])
             self._meet(self._meetings.deposit(tag, worker, frame.payload, set(self._peers)))
         elif kind == "state":
             self._send_state(peer)
         elif kind == "coders":
-            assert self.shard is not None
-            peer.decoder = PushDecoder(self._options.policy, self.shard.stripe, frame.unpack())
+            peer.decoder = PushDecoder(self._options.policy, self._started.stripe, frame.unpack())
         elif kind == "bye":
             self._farewell = True
             self._leave(worker)
@@ -306,8 +308,7 @@ class ShardServer(SocketLoop):
                 self.send(connection, {"kind": "welcome", "initialised": False})
 
     def _welcome(self, connection: Connection, frame: Frame) -> None:
-        shard, worker, session = self.shard, connection.worker, str(frame.meta["session"])
-        assert shard is not None
+        shard, worker, session = self._started, connection.worker, str(frame.meta["session"])
         assert worker is not None
         if worker in self._peers:  # it comes again before its old connection was missed
             self.drop(self._peers[worker].connection)
@@ -357,8 +358,7 @@ class ShardServer(SocketLoop):
 
     def _end_push(self, worker: int, peer: Peer, frame: Frame) -> None:
         """All of a push is there."""
-        shard, arrived = self.shard, peer.push
-        assert shard is not None
+        shard, arrived = self._started, peer.push
         if arrived is None:
             raise Garbled("an end without a push")
         peer.push = None
@@ -391,8 +391,7 @@ class ShardServer(SocketLoop):
 
     def _gradient(self, peer: Peer, push: Frame) -> Tensor:
         """What a push stands for: 1-D float32 of the stripe's size."""
-        shard = self.shard
-        assert shard is not None
+        shard = self._started
         if push.meta["coded"]:
             if push.payload.numel() != (size := peer.decoder.size(push.meta["warm"])):
                 raise Garbled(f"a push of {push.payload.numel()} bytes, where the codec makes {size}")
@@ -443,8 +442,7 @@ class ShardServer(SocketLoop):
 
     def _weights_now(self) -> memoryview:
         """The weights as they are to be sent. They must not change on their way, so there is a copy of each state."""
-        shard = self.shard
-        assert shard is not None
+        shard = self._started
         if self._options.rules.barrier and not self._options.half:
             return bytes_of(shard.values)  # which change when all workers have got them and pushed again
         if self._weights is None or self._weights[0] != shard.clock:
@@ -464,8 +462,7 @@ class ShardServer(SocketLoop):
 
     def _send_state(self, peer: Peer) -> None:
         """Everything that a checkpoint keeps of this shard."""
-        shard = self.shard
-        assert shard is not None
+        shard = self._started
         state = shard.state_dict() | {"buffers": self._buffers.values.clone()}
         meta: dict[str, Any] = {"kind": "state"}
         if peer.rows is not None:

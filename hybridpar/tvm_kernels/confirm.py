@@ -12,7 +12,6 @@ time is up. Each record is appended when it is there.
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import subprocess
@@ -20,17 +19,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
+from hybridpar.codegen.compile_pool import child_environment
 from hybridpar.errors import HybridparError, cannot_write
+from hybridpar.formats.messages import pack, unpack
 from hybridpar.tvm_kernels.database import Database, default_database, user_database
 from hybridpar.tvm_kernels.machine import is_gpu
-from hybridpar.tvm_kernels.operation import KernelKey, find_operation, named_operation
+from hybridpar.tvm_kernels.operation import KernelKey, find_operation
 from hybridpar.tvm_kernels.search import search_all
-from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 _log = logging.getLogger(__name__)
 
@@ -75,20 +73,13 @@ def _is_missing(key: KernelKey, database: Database) -> bool:
 def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
     """Have another process confirm kernels; why that failed, empty where it did not."""
     # The clock is the same in all processes of a machine, and loading torch counts too.
-    told = {
-        "path": str(path),
-        "end": time.monotonic() + seconds,
-        "keys": [_plain(key, count) for key, count in keys.items()],
-    }
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps(told).encode(),
+            input=pack((path, time.monotonic() + seconds, keys)),
             capture_output=True,
             timeout=_ENDED * seconds,
-            env={**os.environ, "PYTHONPATH": paths},
+            env=child_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -100,33 +91,17 @@ def _run(keys: Mapping[KernelKey, int], path: Path, seconds: float) -> str:
     return (said.splitlines() or [f"exit {done.returncode}"])[-1] if done.returncode else ""
 
 
-def _plain(key: KernelKey, count: int) -> dict[str, Any]:
-    """A key as JSON has it."""
-    return {**asdict(key), "shape": key.shape.text, "count": count}
-
-
-def _key(told: dict[str, Any]) -> KernelKey:
-    """The key of `_plain`."""
-    operation = named_operation(told["op"])
-    assert operation is not None, "it was asked for by this package"
-    direction, layout = told["direction"], Layout(told["layout"])
-    direction = Direction(direction) if direction in tuple(Direction) else direction
-    own = {name: told[name] for name in ("threads", "device", "dtype", "op")}
-    return KernelKey(direction=direction, shape=operation.shape.parse(told["shape"]), layout=layout, **own)
-
-
 # ---------------------------------------------------------------------------------------------------- the child process
 
 
 def _serve() -> None:
     """Confirm what standard input names; processes of other runs do so one after the other, as each would disturb."""
-    told = json.load(sys.stdin)
-    path, keys = Path(told["path"]), {_key(one): one["count"] for one in told["keys"]}
+    path, end, keys = unpack(sys.stdin.buffer.read())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            search_all(keys, path, told["end"] - time.monotonic(), quick=True)
+            search_all(keys, path, end - time.monotonic(), quick=True)
     except OSError as error:
         sys.exit(cannot_write(path, error))
     except (HybridparError, KernelsUnavailable) as error:

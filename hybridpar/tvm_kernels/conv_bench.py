@@ -123,9 +123,7 @@ class ConvBench(Bench):
     @functools.cached_property
     def stock_error(self) -> float:
         """The same of torch's result."""
-        found: Any = self.instead()
-        place = {Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}
-        return self.error_of(found[place[self.direction]] if self.direction in place else found)
+        return self.error_of(_result(self.direction, self.instead()))
 
     def error_of(self, out: Tensor) -> float:
         """Largest difference of a result from float64."""
@@ -193,28 +191,12 @@ def stock_call(
 
 
 def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """One direction of a depthwise convolution, without bias, summed tap by tap in float64."""
-    (top, left), (down, right) = shape.padding, shape.dilation
-    room = F.pad(image.double(), (left, left, top, top))
-    if direction is Direction.INPUT_GRADIENT:
-        room.zero_()
-    sums = torch.zeros(gradient.shape, dtype=torch.float64)
-    taps = torch.zeros(weight.shape, dtype=torch.float64)
-    wide = gradient.double()
-    for row in range(shape.kernel[0]):
-        for column in range(shape.kernel[1]):
-            below = row * down + (shape.out_height - 1) * shape.stride[0] + 1
-            beside = column * right + (shape.out_width - 1) * shape.stride[1] + 1
-            part = room[:, :, row * down : below : shape.stride[0], column * right : beside : shape.stride[1]]
-            factor = weight[:, 0, row, column].double().view(1, -1, 1, 1)
-            if direction is Direction.FORWARD:
-                sums.addcmul_(part, factor)
-            elif direction is Direction.INPUT_GRADIENT:
-                part.addcmul_(wide, factor)
-            else:
-                taps[:, 0, row, column] = (part * wide).sum((0, 2, 3))
-    if direction is Direction.FORWARD:
-        return sums
-    if direction is Direction.WEIGHT_GRADIENT:
-        return taps
-    return room[:, :, top : top + shape.height, left : left + shape.width]
+    """One direction of a depthwise convolution, without bias, by torch in float64."""
+    return _result(direction, stock_call(shape, direction, image.double(), gradient.double(), weight.double())())
+
+
+def _result(direction: Direction, found: Any) -> Tensor:
+    """The tensor of a direction in what `stock_call` returns."""
+    place = {Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}
+    result: Tensor = found[place[direction]] if direction in place else found
+    return result

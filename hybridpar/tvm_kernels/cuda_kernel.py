@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import kernel_paths
+from hybridpar.codegen.build import kernel_path
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
@@ -85,7 +85,7 @@ class CudaVariant:
     @property
     def path(self) -> Path:
         """The cache file of its source."""
-        return kernel_paths("depthwise-cuda", (self.source, *_IMPORTED), [self.arguments])[0]
+        return kernel_path("depthwise-cuda", (self.source, *_IMPORTED), **self.arguments)
 
     @property
     def launches(self) -> tuple[Launch, ...]:

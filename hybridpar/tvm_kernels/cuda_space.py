@@ -112,15 +112,12 @@ def _reject_numbers(shape: ConvShape, direction: Direction, layout: Layout, own:
     threads = own["threads_c"] * own["threads_x"] * own["threads_y"]
     if not WARP <= threads <= 1024:
         return f"{threads} threads are not between {WARP} and 1024"
-    for name, most in {"virtual": 8, "columns": 32, "rows": 32}.items():
-        if not 1 <= own[name] <= most:
-            return f"{name}={own[name]} is not between 1 and {most}"
+    if reason := space.out_of_bounds(own, virtual=8, columns=32, rows=32):
+        return reason
     if not 0 <= own["skew"] <= 32:
         return "skew is between 0 and 32"
     if direction is Direction.WEIGHT_GRADIENT:
-        if not 1 <= own["tap_rows"] <= shape.kernel[0] or not 1 <= own["parts"] <= _MOST_PARTS:
-            return f"tap_rows is at most the rows of taps, parts at most {_MOST_PARTS}"
-        return None
+        return space.out_of_bounds(own, tap_rows=shape.kernel[0], parts=_MOST_PARTS)
     if own["hold"] not in (0, 1):
         return "hold is 0 or 1"
     if direction is Direction.INPUT_GRADIENT and (own["rows"] % shape.stride[0] or own["columns"] % shape.stride[1]):

@@ -19,7 +19,7 @@ import fcntl
 import importlib.resources
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hybridpar.errors import UsageError, cannot_write
@@ -33,6 +33,8 @@ _FIRST_OPERATION = "depthwise_conv2d"
 
 #: Bytes of a database: some 400,000 records.
 _MOST_BYTES = 256 << 20
+
+_WHAT = "It is a file of JSON lines that `hybridpar tune` writes."
 
 _log = logging.getLogger(__name__)
 
@@ -132,11 +134,21 @@ def read_database(path: str | Path) -> Database:
         UsageError: There is no such file, it cannot be read, or it holds nothing but damage.
     """
     path = Path(path)
-    database = parse_records(_read_text(path), str(path))
+    # A line in another encoding is a damaged line, and not a damaged file.
+    text = read_text(
+        path,
+        "the kernel database",
+        UsageError,
+        "Make one with `hybridpar tune MODEL -o FILE`, and name a new file there.",
+        why=_WHAT,
+        most=_MOST_BYTES,
+        errors="replace",
+    )
+    database = parse_records(text, str(path))
     if not len(database) and database.damaged:
         raise UsageError(
             f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record",
-            "It is a file of JSON lines that `hybridpar tune` writes.",
+            _WHAT,
             "Name such a file, or a new one for `hybridpar tune MODEL -o`.",
         )
     _warn(database)
@@ -204,23 +216,7 @@ def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
     Raises:
         UsageError: It cannot be written.
     """
-    _append(Path(path), [record.line() for record in records])
-
-
-def _read_text(path: Path) -> str:
-    # A line in another encoding is a damaged line, and not a damaged file.
-    return read_text(
-        path,
-        "the kernel database",
-        UsageError,
-        "Make one with `hybridpar tune MODEL -o FILE`, and name a new file there.",
-        why="It is a file of JSON lines that `hybridpar tune` writes.",
-        most=_MOST_BYTES,
-        errors="replace",
-    )
-
-
-def _append(path: Path, lines: Sequence[str]) -> None:
+    path, lines = Path(path), [record.line() for record in records]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

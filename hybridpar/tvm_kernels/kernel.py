@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import Session, contents_of, kernel_paths, session
+from hybridpar.codegen.build import Session, contents_of, kernel_path, session
 from hybridpar.codegen.cache import KernelsUnavailable, first_line
 from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
@@ -66,7 +66,7 @@ class Variant:
     def path(self) -> Path:
         """The cache file of its object file."""
         sources = [self._schedule.__file__, geometry.__file__, shapes.__file__]
-        return kernel_paths("depthwise", [Path(one) for one in sources], [self.arguments])[0]
+        return kernel_path("depthwise", [Path(one) for one in sources], **self.arguments)
 
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:

@@ -116,15 +116,11 @@ def gpu_of(fingerprint: str) -> Gpu:
 def gpu_at(index: int) -> Gpu:
     """Figures of a GPU of this machine."""
     found = torch.cuda.get_device_properties(index)
-    architecture = f"sm_{found.major}{found.minor}"
-    for known in KNOWN.values():
-        if known.name == found.name and known.architecture == architecture:
-            return known
     a100 = KNOWN["a100"]
     return replace(
         a100,
         name=found.name,
-        architecture=architecture,
+        architecture=f"sm_{found.major}{found.minor}",
         processors=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
         threads=found.max_threads_per_multi_processor,

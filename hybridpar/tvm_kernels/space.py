@@ -65,7 +65,7 @@ def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: P
 
 def _reject_gather(shape: ConvShape, direction: Direction, parameters: Parameters) -> str | None:
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
-    if reason := _out_of_bounds(parameters, tile_rows=_MOST, tile_columns=_MOST, strip=1 << 20):
+    if reason := out_of_bounds(parameters, tile_rows=_MOST, tile_columns=_MOST, strip=1 << 20):
         return reason
     if parameters["stream"] and not _has_whole_lines(shape, parameters["lanes"]):
         return "only whole cache lines are written past the caches"  # a part of one costs more than all of it
@@ -85,13 +85,14 @@ def _reject_weight(shape: ConvShape, parameters: Parameters) -> str | None:
     strips = -(-shape.out_height // max(parameters["strip"], 1))
     most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_columns": _MOST, "strip": 1 << 20}
     most |= {"parts": shape.batch * strips, "groups": -(-shape.channels // parameters["lanes"])}
-    if reason := _out_of_bounds(parameters, **most):
+    if reason := out_of_bounds(parameters, **most):
         return reason
     written = parameters["tap_rows"] * shape.kernel[1] * parameters["tile_columns"]
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
 
-def _out_of_bounds(parameters: Parameters, **most: int) -> str | None:
+def out_of_bounds(parameters: Parameters, **most: int) -> str | None:
+    """Which of some parameters is below 1 or above its bound."""
     for name, bound in most.items():
         if not 1 <= parameters[name] <= bound:
             return f"{name}={parameters[name]} is not between 1 and {bound}"

@@ -20,8 +20,7 @@ from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.lanes import Lanes
-from hybridpar.lanes.check import Checker
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks, start_processes
 
 BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])

@@ -16,8 +16,7 @@ from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS, Offer, SharedReceiv
 from hybridpar.comm.transport import FUSED_BYTES, MessagePart, cut, memory_of, payload
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
-from hybridpar.lanes import Lanes
-from hybridpar.lanes.check import Checker
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 
 DTYPES = [

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import WHOLE
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 
 #: Process groups that are made; a hunt uses some of them.

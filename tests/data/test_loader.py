@@ -16,7 +16,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError, LaneError
-from hybridpar.lanes import Checker, Lanes
+from tests.lanes.checked import Checker, Lanes
 
 SAMPLES, TESTED = 29, 11
 CPU = torch.device("cpu")

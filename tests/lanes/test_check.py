@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hybridpar.errors import LaneError
-from hybridpar.lanes import Checker, Lanes
+from tests.lanes.checked import Checker, Lanes
 
 SEEDS = range(15)
 SHORT = 0.0005  # longest delay before a piece of work in these tests, in seconds

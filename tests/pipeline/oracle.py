@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.world import World
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.partition.planning import partition_model
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
@@ -27,6 +26,7 @@ from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
+from tests.lanes.checked import Checker, Lanes
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]

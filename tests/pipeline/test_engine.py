@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError, ScheduleError
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import StepState
+from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import (
     MODELS,
     MORE_MODELS,

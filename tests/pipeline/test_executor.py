@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridpar.errors import ScheduleError
-from hybridpar.lanes import Checker
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.schedule.actions import place_stages
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.sync.pieces import step_optimizer
+from tests.lanes.checked import Checker
 from tests.partition.nets import CASES as HARD_MODELS
 from tests.pipeline.oracle import (
     MODELS,

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridpar.lanes import Checker
 from hybridpar.pipeline import offload
 from hybridpar.pipeline.offload import Parked, moves
 from hybridpar.schedule.actions import Action, Kind, parse_action
+from tests.lanes.checked import Checker
 from tests.pipeline.oracle import Residuals, Setting, compare
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.sync.outer import OuterLoop, OuterStep, Report, divide
 from hybridpar.sync.rounds import Timetable
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 
 ALONE = World()

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from hybridpar.train.trainer import Trainer
+from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import Setting, batches_of, train_whole
 from tests.pipeline.oracle import images as make_data
 from tests.pipeline.oracle import state_of as state_of_model

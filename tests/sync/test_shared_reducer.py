@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hybridpar.comm.shared_memory import SharedSegment
 from hybridpar.comm.world import World
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.pipeline import local_stage
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.reducer import GradientReducer
 from hybridpar.sync.shared_reducer import SharedReducer
 from hybridpar.train.trainer import Trainer
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 from tests.sync.test_reducer import Net, make_config, make_data, state_of
 

@@ -13,7 +13,6 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.lanes import Checker, Lanes
 from hybridpar.optim.build import build_optimizer
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
@@ -22,6 +21,7 @@ from hybridpar.sync.statistics import copy_of
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.outer import OuterEngine
 from hybridpar.train.trainer import Trainer
+from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state
 from tests.runs import train_rank as train_run

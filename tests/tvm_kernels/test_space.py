@@ -130,7 +130,7 @@ AXES = st.builds(
 @given(AXES, st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
 def test_spans_cover_an_axis_once_with_the_right_taps(along: Axis, tiles: int) -> None:
-    tile = tiles * along.whole
+    tile = tiles * (along.stride if along.transposed else 1)
     seen = []
     for span in spans(along, tile):
         for moved in range(span.count):

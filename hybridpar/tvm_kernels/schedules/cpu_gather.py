@@ -25,7 +25,6 @@ from hybridpar.tvm_kernels.schedules.geometry import (
     by_input,
     functions_of,
     interior,
-    spans,
 )
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -50,14 +49,9 @@ class Gather(ConvWriter):
     """Writes one kernel."""
 
     def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
-        super().__init__(w, shape, direction, parameters["lanes"])
-        self.strip, self.tile_rows, tile_columns = (parameters[one] for one in ("strip", "tile_rows", "tile_columns"))
+        super().__init__(w, shape, direction, parameters)
+        self.tile_rows = parameters["tile_rows"]
         self.stream, self.columns_outer = parameters["stream"], parameters["columns_outer"]
-        self.sweep = parameters.get("sweep", 0)
-        #: Elements from one pixel to the next.
-        self.pixel = shape.channels
-        self.columns = spans(self.horizontal, tile_columns)
-        self.shift = self.horizontal.shift(tile_columns)
         self.inner = interior(self.vertical, self.tile_rows) if parameters["unroll"] else None
 
     def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:

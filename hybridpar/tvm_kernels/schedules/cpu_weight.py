@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridpar.codegen.tir_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, Span, by_input, functions_of, pieces, share, spans
+from hybridpar.tvm_kernels.schedules.geometry import ConvWriter, Span, by_input, functions_of, pieces, share
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -44,14 +44,9 @@ class Weight(ConvWriter):
     """Writes one kernel."""
 
     def __init__(self, w: Writer, shape: ConvShape, parameters: Mapping[str, int]) -> None:
-        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters["lanes"])
+        super().__init__(w, shape, Direction.WEIGHT_GRADIENT, parameters)
         self.tap_rows, self.tap_columns = parameters["tap_rows"], parameters["tap_columns"]
-        self.strip, self.parts, self.groups = parameters["strip"], parameters["parts"], parameters["groups"]
-        self.sweep = parameters.get("sweep", 0)
-        #: Elements from one pixel to the next.
-        self.pixel = shape.channels
-        self.columns = spans(self.horizontal, parameters["tile_columns"])
-        self.shift = self.horizontal.shift(parameters["tile_columns"])
+        self.parts, self.groups = parameters["parts"], parameters["groups"]
         self.blocks = -(-shape.channels // self.lanes)
         self.pitch = self.blocks * self.lanes
 
@@ -106,7 +101,7 @@ class Weight(ConvWriter):
         channel = self._channel(block)
         for start in range(0, wide, self.tap_columns):
             columns = range(start, min(start + self.tap_columns, wide))
-            for tap, count in pieces(self.w, tall, self.tap_rows, loop=True):
+            for tap, count in pieces(self.w, tall, self.tap_rows):
                 self._taps(image, top, bottom, channel, own + block * self.lanes, tap, count, columns)
 
     def _taps(

@@ -8,7 +8,7 @@ in the input gradient (out + padding − tap·dilation) / stride where that is a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,6 @@ class Axis:
     def bounded(self, out: int) -> Taps:
         """The taps of an output element that meet the input."""
         return tuple((tap, place) for tap, place in self.unbounded(out) if 0 <= place < self.size)
-
-    @property
-    def whole(self) -> int:
-        """Tiles whose size is a multiple of this use the same taps at the same offsets."""
-        return self.stride if self.transposed else 1
 
     def end(self, out: Any, t: Any) -> Any:
         """The input element behind the last one that the output elements before `out` use."""
@@ -168,12 +163,10 @@ def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
     return low, high
 
 
-def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tuple[Any, int]]:
+def pieces(w: Writer, size: int, step: int) -> Iterator[tuple[Any, int]]:
     """Divides a range into pieces: whole ones in a loop around what the caller writes next, then a shorter one."""
     whole, rest = divmod(size, step)
-    if whole == 1 and not loop:
-        yield w.t.int64(0), step
-    elif whole:
+    if whole:
         with w.t.serial(w.t.int64(0), w.t.int64(whole)) as index:
             yield w.keep(index * step), step
     if rest:
@@ -183,10 +176,15 @@ def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tupl
 class ConvWriter:
     """Base class of the schedules for CPUs: the sizes of a convolution, and vectors of `lanes` float32 values."""
 
-    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, lanes: int) -> None:
+    def __init__(self, w: Writer, shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> None:
         self.w, self.t = w, w.t
-        self.shape, self.lanes = shape, lanes
+        self.shape, self.lanes, self.strip = shape, parameters["lanes"], parameters["strip"]
+        self.sweep = parameters.get("sweep", 0)
+        #: Elements from one pixel to the next.
+        self.pixel = shape.channels
         self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+        self.columns = spans(self.horizontal, parameters["tile_columns"])
+        self.shift = self.horizontal.shift(parameters["tile_columns"])
         self.taps = shape.kernel[0] * shape.kernel[1]
         self.bias = direction is Direction.FORWARD
 

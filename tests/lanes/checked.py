@@ -31,8 +31,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybridpar import lanes
 from hybridpar.errors import LaneError
-from hybridpar.lanes.op_effects import Effect, extent, operands, storage_of, tensors_in
+from hybridpar.lanes.base import Event, Family, Lane, Work
+from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker, _Task
+from tests.lanes.op_effects import Effect, extent, operands, storage_of, tensors_in
 
 #: For every lane the number of its last work that is known to come before. A lane that is not named counts as 0.
 Clock = Mapping[str, int]
@@ -401,3 +404,129 @@ def _early_release(last: _Access, owner: str) -> tuple[str, str, str]:
         f"Pass it in `uses=` to lane {last.lane!r}, or let lane {owner!r} wait for an event recorded on lane "
         f"{last.lane!r} after {last.op} before the last reference goes.",
     )
+
+
+class Lanes(lanes.Lanes):
+    """Lanes that a checker may watch; on a CPU, whose lanes obey the rules of those on a GPU.
+
+    Args:
+        device: As for `hybridpar.lanes.Lanes`.
+        check: Proves that every access is ordered.
+    """
+
+    def __init__(self, device: torch.device | str, *, check: Checker | None = None) -> None:
+        super().__init__(device)
+        self._checker = check
+        if check is not None:
+            self.caller = _CheckedCaller(self, check)
+            self._lanes["caller"] = self.caller
+            check.attach(self._settle)
+
+    def open(self, name: str, **options: Any) -> Lane:
+        lane = super().open(name, **options)
+        if self._checker is not None:
+            lane = self._lanes[name] = _CheckedLane(self, name, self._workers[-1], self._checker)
+        return lane
+
+    def _end(self, patience: float | None = None) -> None:
+        super()._end(patience)
+        if self._checker is not None:
+            self._checker.joined()
+
+    def _settle(self) -> None:
+        """Let the host wait for all lanes."""
+        if not self.closed:
+            for lane in self._lanes.values():
+                lane.synchronize()
+
+
+class _CheckedEvent(CpuEvent):
+    def __init__(self, family: Family, checker: Checker) -> None:
+        super().__init__(family)
+        self.clock: Clock | None = None
+        self._checker = checker
+
+    def done(self) -> bool:
+        return super().done() and self._note_wait()
+
+    def _block(self, timeout: float | None) -> bool:
+        return super()._block(timeout) and self._note_wait()
+
+    def _note_wait(self) -> bool:
+        """Tell the checker that the host has waited."""
+        if self.clock is not None and self.family.is_issuer():
+            self._checker.host_waited(self.clock)
+        return True
+
+
+class _CheckedTask(_Task):
+    def __init__(self, ticket: Ticket, checker: Checker, *work: Any) -> None:
+        super().__init__(*work)
+        self._checker = checker
+        self._watch = checker.during(ticket)
+
+    def run(self, worker: Worker) -> None:
+        with self._watch:
+            super().run(worker)
+
+    def mark(self, event: CpuEvent) -> bool:
+        passed = super().mark(event)
+        if passed:
+            self._checker.marked()
+        return passed
+
+
+class _CheckedLane(CpuLane):
+    def __init__(self, family: Family, name: str, worker: Worker, checker: Checker) -> None:
+        super().__init__(family, name, worker)
+        self._checker = checker
+        checker.opened(name)
+
+    def new_event(self) -> CpuEvent:
+        return _CheckedEvent(self._family, self._checker)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        super().keep(*tensors)
+        self._checker.kept(tensors)
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[Any]) -> None:
+        ticket = self._checker.submitted(self.name, uses, len(marks))
+        for event, clock in zip(marks, self._checker.mark_clocks(ticket, len(marks)), strict=True):
+            event.clock = clock
+        self._worker.queue.put(_CheckedTask(ticket, self._checker, work, uses, marks))
+
+    def _record(self, event: Any) -> None:
+        event.clock = self._checker.recorded(self.name)
+        super()._record(event)
+
+    def _wait(self, event: Any) -> None:
+        if event.clock is not None:
+            self._checker.waited(self.name, event.clock)
+        super()._wait(event)
+
+
+class _CheckedCaller(CpuCaller):
+    def __init__(self, family: Family, checker: Checker) -> None:
+        super().__init__(family, "caller")
+        self._checker = checker
+
+    def new_event(self) -> Event:
+        return _CheckedEvent(self._family, self._checker)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        self._checker.kept(tensors)
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[Any]) -> None:
+        try:
+            super()._submit(work, uses, marks)
+        finally:
+            self.keep(*uses)
+
+    def _record(self, event: Any) -> None:
+        event.clock = self._checker.recorded(self.name)
+        super()._record(event)
+
+    def _wait(self, event: Any) -> None:
+        super()._wait(event)
+        if event.clock is not None:
+            self._checker.waited(self.name, event.clock)
