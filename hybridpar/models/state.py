@@ -335,9 +335,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {
             storage: _dotted(path, name)
-            for path, module in model.named_modules()
+            for path, module in reversed([*model.named_modules()])  # a tensor's first name counts
             for held in (vars(module), module._buffers, module._parameters)
-            for name, value in held.items()
+            for name, value in reversed(held.items())
             if (storage := _storage(value)) is not None
         }
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.models.deferred import imagined
+from hybridpar.models.deferred import imagined, storage_of
 from hybridpar.models.state import WrittenState, mutable_attributes, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
@@ -41,8 +42,8 @@ FOLLOWS = (
 )
 OVERWRITTEN = (
     "forward writes into it, where the backward pass of an earlier micro-batch needs it",
-    "In a pipeline micro-batches are under way at the same time.",
-    "Assign a new tensor instead (self.x = self.x + 1)",
+    "In a pipeline micro-batches are under way at the same time; buffers get other memory for that, parameters do not.",
+    FOLLOWS[2],
 )
 
 Inputs = tuple[torch.Tensor, ...]
@@ -107,7 +108,7 @@ class TraceCheck:
                     False: _run(model, model, batches, False, self),
                 }
                 self.written = frozenset(written.names - _statistics(model))
-                overwritten = _overwritten(model, batches, self.written)
+                overwritten = _overwritten(model, batches[0], self.written)
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
@@ -210,22 +211,21 @@ def _statistics(model: nn.Module) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
-def _overwritten(model: nn.Module, batches: Sequence[Inputs], written: Collection[str]) -> str | None:
-    """A tensor that a second forward pass writes into, and that the backward pass of the first needs as it was."""
-    if not written:
-        return None
-    with untouched(model, training=True):
-        _seed(model, 0)
-        loss = _loss_of(model(*_copies(batches[0])))
-        model(*_copies(batches[1]))
-        try:
-            if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                return min(written)
-            raise
-    return None
+def _overwritten(model: nn.Module, batch: Inputs, written: Collection[str]) -> str | None:
+    """A parameter that forward writes into, and that the backward pass of another micro-batch needs as it was."""
+    parameters = {storage_of(one): name for name, one in model.named_parameters() if name in written}
+    needed: list[str] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided and (name := parameters.get(storage_of(tensor))) is not None:
+            needed.append(name)
+        return tensor
+
+    if parameters:
+        with untouched(model, training=True), saved_tensors_hooks(note, lambda tensor: tensor):
+            _seed(model, 0)
+            model(*_copies(batch))
+    return next(iter(needed), None)
 
 
 def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcome]) -> str | None:

@@ -191,6 +191,8 @@ class LocalStage:
         on_device: bool,
     ) -> str | None:
         """Commit the step or roll it back."""
+        if self.run.seen:
+            self.run.put_back_buffers()
         self.gradients.place_gradients()
         commit = self._decision(values, on_device)
         unused = self.gradients.keep_used(users, used) if users is not None and used is not None else []
