@@ -19,7 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.models.deferred import imagined, storage_of
-from hybridpar.models.state import WrittenState, mutable_attributes, python_random_state, untouched
+from hybridpar.models.state import (
+    WrittenState,
+    held_state,
+    mutable_attributes,
+    put_state,
+    python_random_state,
+    untouched,
+)
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 
@@ -84,6 +91,8 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
+        #: Of them those that `put_state` does not put back.
+        self.unrepeatable: dict[str, str] = {}
         #: Whether forward draws random numbers of Python or NumPy.
         self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
@@ -184,7 +193,7 @@ def _run(
     check: TraceCheck | None = None,
 ) -> list[Outcome]:
     """Results of a model, or of a graph in its place, on micro-batches one after the other."""
-    outcomes, attributes = [], []
+    outcomes, attributes, states = [], [], []
     with untouched(model, training=training), torch.set_grad_enabled(training):
         for seed, batch in enumerate(batches):
             _seed(model, seed)
@@ -193,12 +202,18 @@ def _run(
             if check is not None:
                 check.draws |= drawn != python_random_state()
                 attributes.append(_attributes(model))
-    if check is not None and (changed := _counting(*attributes)):
+                states.append(held_state(model))
+        if check is not None:
+            put_state(states[0])
+            attributes.append(_attributes(model))
+    if check is not None and (changed := _counting(*attributes[:2])):
         check.remembering |= changed.keys()
         with untouched(model, training=training), torch.set_grad_enabled(training):
             _seed(model, 1)
             call(*_copies(batches[1]))
-            check.counters |= _counting(attributes[0], attributes[1], _attributes(model))
+            alone = _attributes(model)
+        check.counters |= _counting(attributes[0], attributes[1], alone)
+        check.unrepeatable |= _counting(attributes[0], attributes[2], alone)
     return outcomes
 
 

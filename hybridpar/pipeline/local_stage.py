@@ -14,12 +14,10 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
-from hybridpar.models.state import MODULE_ATTRIBUTES
+from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepRequest, StepState
 from hybridpar.schedule.actions import Kind
@@ -51,9 +49,6 @@ _log = logging.getLogger(__name__)
 #: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
 OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
-
-#: Buffers and attributes of modules: where they are held, and what by which name.
-HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
@@ -263,43 +258,18 @@ class LocalStage:
             compression.commit_or_rollback(commit, unused, costs)
 
     def state_now(self) -> HeldState:
-        """Buffers and attributes that the next forward pass sees, of tensors and lists copies. Not pooled statistics,
-        which it does not read.
-        """
-        pooled = set(self.batch_norm.layers) if self.batch_norm is not None else ()
-        copies: dict[int, Tensor] = {}
-
-        def copied(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return copies.setdefault(id(value), value.detach().clone())
-            return copy.copy(value) if type(value) in (list, dict, set) else value
-
-        return [
-            (held, {name: copied(value) for name, value in held.items() if name not in MODULE_ATTRIBUTES})
-            for module in self.module.modules()
-            if module not in pooled
-            for held in ((module._buffers,) if module is self.module else (module._buffers, vars(module)))
-        ]
+        """The state that the next forward pass sees, but for pooled statistics, which it does not read."""
+        return held_state(self.module, self.batch_norm.layers if self.batch_norm is not None else ())
 
     @contextmanager
     def seeing(self, state: HeldState) -> Iterator[None]:
         """Inside, the stage has the state that a forward pass saw, to run it again; what that does is dropped."""
-        present = [
-            (held, {name: value for name, value in held.items() if name not in MODULE_ATTRIBUTES}) for held, _ in state
-        ]
-        _put(state)
+        present = put_state(state)
         try:
             with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
                 yield
         finally:
-            _put(present)
-
-
-def _put(state: HeldState) -> None:
-    for held, values in state:
-        held.update(values)
-        for name in held.keys() - values.keys() - MODULE_ATTRIBUTES:
-            del held[name]
+            put_state(present)
 
 
 # Layout of a forward report; BatchNorm sums follow.

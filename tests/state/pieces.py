@@ -22,10 +22,10 @@ WIDTH = 16
 
 PIECES: dict[str, Callable[[], nn.Module]] = {}
 
-#: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` or writes into its parameters,
+#: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` parameters,
 #: `tested` changes state in evaluation too, `float32` rounds,
-#: what is `poisoned` by a value that is not finite stays so.
-TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned")}
+#: what is `poisoned` by a value that is not finite stays so, `objects` are not put back.
+TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned", "objects")}
 
 
 def linear() -> nn.Linear:
@@ -597,7 +597,7 @@ class Tally:
         self.total = 0
 
 
-@piece("counts tested", tally=Tally)
+@piece("counts tested objects", tally=Tally)
 def object_that_counts(self, x):
     self.tally.total += 1
     return x * (1 + self.tally.total / 100)
@@ -615,12 +615,12 @@ def activation_stored(self, x):
     return self.lin(x)
 
 
-@piece("counts tested", generator=lambda: torch.Generator().manual_seed(3))
+@piece("counts tested objects", generator=lambda: torch.Generator().manual_seed(3))
 def noise_of_a_generator(self, x):
     return x + torch.rand(x.shape, generator=self.generator, dtype=x.dtype) / 10
 
 
-@piece("counts tested", generator=lambda: random.Random(3))
+@piece("counts tested objects", generator=lambda: random.Random(3))
 def noise_of_python(self, x):
     return x * (1 + self.generator.random() / 10)
 

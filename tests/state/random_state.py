@@ -37,7 +37,7 @@ REFUSALS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     (r"\d stages are asked for, the model has \d+ unit", lambda case: case.stages > 2 or case.joining in TIED),
     (
         r"--recompute \d with .* whose forward changes its attribute",
-        lambda case: case.has("counts") or "spectral_norm_by_hook" in case.pieces,
+        lambda case: case.has("objects"),
     ),
     (r".* cannot be cut into stages because of .*: forward (changes|writes into) it", lambda case: case.has("changes")),
     (r"counter_of_the_root changes its attribute 'calls'", lambda case: True),

@@ -87,6 +87,18 @@ class Stored(Averaged):
         return self.mean
 
 
+class Listed(Counted):
+    """It counts in a list of lists, of which a copy shares the inner ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0][0] += 1
+        return x * (1 + self.counts[0][0] / 10)
+
+
 class Drawing(nn.Module):
     """It draws from a generator that the model has."""
 
@@ -187,26 +199,25 @@ def assert_trained_alike(found: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", [Written, Assigned, Scaled, Normed, Stored, Checkpointed])
+@pytest.mark.parametrize("kind", [Written, Assigned, Scaled, Normed, Counted, Averaged, Stored, Checkpointed])
 def test_a_state_is_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
     assert_trained_alike(trained(make(kind), schedule=schedule, recompute=recompute), plain_loop(make(kind)))
 
 
-@pytest.mark.parametrize("kind", [Averaged, Drawing])
+@pytest.mark.parametrize("kind", [Listed, Drawing])
 def test_what_python_holds_is_as_in_a_plain_loop_where_passes_run_once(kind: type[nn.Module]) -> None:
     assert_trained_alike(trained(make(kind), schedule="1f1b"), plain_loop(make(kind)))
 
 
-def test_a_python_number_counts_the_passes_of_training_alone() -> None:
-    expected, found = plain_loop(make(Counted)), trained(make(Counted), schedule="1f1b")
+@pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
+def test_a_python_number_counts_the_passes_of_training_alone(recompute: tuple[int, ...]) -> None:
+    expected, found = plain_loop(make(Counted)), trained(make(Counted), schedule="1f1b", recompute=recompute)
     assert found.get_submodule("2").calls == expected.get_submodule("2").calls == 9
     assert_trained_alike(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attribute"), [(Counted, "calls"), (Averaged, "mean"), (Drawing, "generator")], ids=str
-)
-def test_what_python_holds_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
+@pytest.mark.parametrize(("kind", "attribute"), [(Listed, "counts"), (Drawing, "generator")], ids=str)
+def test_what_is_not_put_back_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
     with pytest.raises(UsageError, match=f"2 \\({kind.__name__}\\), whose forward changes its attribute '{attribute}'"):
         trained(make(kind), schedule="1f1b", recompute=(0, 1))
 
