@@ -93,8 +93,8 @@ class LocalStage:
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
-        #: Buffers that are no statistics of BatchNorm, which replicas have in common; None where there are none.
-        self.replica_buffers = ReplicaBuffers.of(self.module, replicas, self.batch_norm)
+        #: Buffers that are no statistics of BatchNorm, which replicas have in common.
+        self.replica_buffers = ReplicaBuffers(self.module, replicas, self.batch_norm)
         self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
@@ -142,11 +142,6 @@ class LocalStage:
             nodes=self._nodes,
         )
 
-    def share_buffers(self) -> None:
-        """Give all replicas worker 0's buffers between two steps; a collective."""
-        if self.replica_buffers is not None:
-            self.replica_buffers.share()
-
     @property
     def reducer(self) -> GradientReducer | None:
         """`gradients`, where there are replicas."""
@@ -161,6 +156,13 @@ class LocalStage:
 
     def start(self, step: int, flight: Flight) -> None:
         """Begin a step."""
+        if self.replicas.size > 1 and not self.replica_buffers.shared and any(self.run.buffers):
+            name = next(name for held in self.run.buffers for name in held)
+            raise UsageError(
+                f"forward has registered a buffer {name!r}, the first of stage {self.run.index}, after the first step",
+                "Replicas have their buffers in common; after the first step they agree on whether there are any.",
+                "Register it when the model is made, or in its first forward pass.",
+            )
         self._step = step
         self.run.start_step(step)
         self.gradients.start(flight)
@@ -195,7 +197,7 @@ class LocalStage:
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         bad = None
-        if self.replica_buffers is not None:
+        if self.replica_buffers.shared:
             self.replica_buffers.take()
         if commit is False:
             if self._rollback is not None:
@@ -320,7 +322,7 @@ class Agreement:
 
         def report() -> None:
             step.reports[index] = _report_of(stage, step.request)
-            if stage.replica_buffers is not None:
+            if stage.replica_buffers.shared:
                 stage.replica_buffers.look()
 
         def add() -> None:
@@ -334,7 +336,7 @@ class Agreement:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
-            if stage.replica_buffers is not None:
+            if stage.replica_buffers.shared:
                 self.lane.submit(stage.replica_buffers.exchange)
 
     def reach(self, step: StepState) -> None:

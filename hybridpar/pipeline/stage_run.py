@@ -279,9 +279,11 @@ class StageRun:
         self._state_now: Callable[[], Any] = lambda: None
         self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
-        modules = () if recompute else self.module.modules()
-        #: Buffers that autograd may save for a backward pass; not those of BatchNorm, which has moments of its own.
-        self._buffers = [module._buffers for module in modules if not isinstance(module, _BatchNorm)]
+        norms = {one for one in self.module.modules() if isinstance(one, _BatchNorm)}
+        statistics = {id(buffer) for one in norms for buffer in one._buffers.values() if buffer is not None}
+        others = [one._buffers for one in self.module.modules() if one not in norms]
+        #: Buffers that autograd may save for a backward pass; statistics of BatchNorm it does not.
+        self.buffers = [held for held in others if statistics.isdisjoint(map(id, held.values()))]
         #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
         self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
         self._device: torch.device | None = None
@@ -343,7 +345,7 @@ class StageRun:
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*leaves.values())
         flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
-        if any(self._buffers):
+        if not self._recompute and any(self.buffers):
             self._protect_buffers()
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
@@ -371,7 +373,7 @@ class StageRun:
     def _protect_buffers(self) -> None:
         """Give buffers that change other memory where passes are in flight: autograd may have saved what they were."""
         copies: dict[int, Tensor] = {}
-        for held in self._buffers:
+        for held in self.buffers:
             for name, buffer in held.items():
                 if buffer is not None:
                     _, first, last, *facts = self.seen.get((id(held), name), (held, buffer, None))
