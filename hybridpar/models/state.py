@@ -12,7 +12,7 @@ import copy
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -30,6 +30,9 @@ _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdli
 
 #: What every module has.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+#: Buffers and attributes of modules: where they are held, and what by which name.
+HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class OutsideGraphError(Exception):
@@ -86,6 +89,34 @@ def _restored(model: nn.Module, values: bool) -> Iterator[None]:
     finally:
         state.restore()
         _set_python_random_state(drawn)
+
+
+def held_state(model: nn.Module, spared: Iterable[nn.Module] = ()) -> HeldState:
+    """The buffers and attributes of a model's modules, of tensors and containers shallow copies; its buffers alone."""
+    ignored, copies = set(spared), dict[int, torch.Tensor]()
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copies.setdefault(id(value), value.detach().clone())
+        return copy.copy(value) if type(value) in (list, dict, set, deque) else value
+
+    return [
+        (held, {name: copied(value) for name, value in held.items() if name not in MODULE_ATTRIBUTES})
+        for module in model.modules()
+        if module not in ignored
+        for held in ((module._buffers,) if module is model else (module._buffers, vars(module)))
+    ]
+
+
+def put_state(state: HeldState) -> HeldState:
+    """Put back what `held_state` returned, and return what was there, which is not copied."""
+    present = []
+    for held, values in state:
+        present.append((held, {name: value for name, value in held.items() if name not in MODULE_ATTRIBUTES}))
+        for name in present[-1][1].keys() - values.keys():
+            del held[name]
+        held.update(values)
+    return present
 
 
 def python_random_state() -> tuple[Any, ...]:
@@ -335,9 +366,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {
             storage: _dotted(path, name)
-            for path, module in model.named_modules()
+            for path, module in reversed([*model.named_modules()])  # a tensor's first name counts
             for held in (vars(module), module._buffers, module._parameters)
-            for name, value in held.items()
+            for name, value in reversed(held.items())
             if (storage := _storage(value)) is not None
         }
 

@@ -260,7 +260,7 @@ def stages_from_plan(
         )
     stages = _split(units, [wanted[unit] for unit in present], relay, fill)
     again = plan.pipeline.recompute if plan.pipeline is not None else ()
-    _require_repeatable(model, traced.counters, [stages[index] for index in again])
+    _require_repeatable(model, traced.unrepeatable, [stages[index] for index in again])
     if again and traced.draws:
         raise UsageError(
             f"--recompute {again[0]} with a model that draws random numbers of Python or NumPy",
@@ -276,9 +276,9 @@ def stages_from_plan(
     return stages
 
 
-def _require_repeatable(model: nn.Module, counters: Mapping[str, str], stages: Iterable[Stage]) -> None:
-    """Refuse to run a forward pass twice that changes Python attributes: buffers are put back, attributes are not."""
-    modules = {module: (path, name) for path, name in counters.items() for module in [model.get_submodule(path)]}
+def _require_repeatable(model: nn.Module, changing: Mapping[str, str], stages: Iterable[Stage]) -> None:
+    """Refuse to run a forward pass twice that changes attributes which are not put back."""
+    modules = {module: (path, name) for path, name in changing.items() for module in [model.get_submodule(path)]}
     for stage in stages:
         for module in stage.modules():
             if module in modules:
@@ -287,7 +287,7 @@ def _require_repeatable(model: nn.Module, counters: Mapping[str, str], stages: I
                     f"--recompute {stage.index} with {path} ({type(module).__name__}), whose forward changes its "
                     f"attribute {name!r}",
                     "The stage's forward pass runs twice, and would change it twice.",
-                    "Keep it in a buffer, which is put back, or do not recompute that stage.",
+                    "Keep it in a buffer, a number or a list of them, which are put back, or do not recompute it.",
                 )
 
 

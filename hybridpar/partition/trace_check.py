@@ -15,10 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.models.deferred import imagined
-from hybridpar.models.state import WrittenState, mutable_attributes, python_random_state, untouched
+from hybridpar.models.deferred import imagined, storage_of
+from hybridpar.models.state import (
+    WrittenState,
+    held_state,
+    mutable_attributes,
+    put_state,
+    python_random_state,
+    untouched,
+)
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 
@@ -41,8 +49,8 @@ FOLLOWS = (
 )
 OVERWRITTEN = (
     "forward writes into it, where the backward pass of an earlier micro-batch needs it",
-    "In a pipeline micro-batches are under way at the same time.",
-    "Assign a new tensor instead (self.x = self.x + 1)",
+    "In a pipeline micro-batches are under way at the same time; buffers get other memory for that, parameters do not.",
+    FOLLOWS[2],
 )
 
 Inputs = tuple[torch.Tensor, ...]
@@ -83,6 +91,8 @@ class TraceCheck:
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self.model = model
         self.counters: dict[str, str] = {}
+        #: Of them those that `put_state` does not put back.
+        self.unrepeatable: dict[str, str] = {}
         #: Whether forward draws random numbers of Python or NumPy.
         self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
@@ -107,7 +117,7 @@ class TraceCheck:
                     False: _run(model, model, batches, False, self),
                 }
                 self.written = frozenset(written.names - _statistics(model))
-                overwritten = _overwritten(model, batches, self.written)
+                overwritten = _overwritten(model, batches[0], self.written)
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
@@ -183,7 +193,7 @@ def _run(
     check: TraceCheck | None = None,
 ) -> list[Outcome]:
     """Results of a model, or of a graph in its place, on micro-batches one after the other."""
-    outcomes, attributes = [], []
+    outcomes, attributes, states = [], [], []
     with untouched(model, training=training), torch.set_grad_enabled(training):
         for seed, batch in enumerate(batches):
             _seed(model, seed)
@@ -192,12 +202,18 @@ def _run(
             if check is not None:
                 check.draws |= drawn != python_random_state()
                 attributes.append(_attributes(model))
-    if check is not None and (changed := _counting(*attributes)):
+                states.append(held_state(model))
+        if check is not None:
+            put_state(states[0])
+            attributes.append(_attributes(model))
+    if check is not None and (changed := _counting(*attributes[:2])):
         check.remembering |= changed.keys()
         with untouched(model, training=training), torch.set_grad_enabled(training):
             _seed(model, 1)
             call(*_copies(batches[1]))
-            check.counters |= _counting(attributes[0], attributes[1], _attributes(model))
+            alone = _attributes(model)
+        check.counters |= _counting(attributes[0], attributes[1], alone)
+        check.unrepeatable |= _counting(attributes[0], attributes[2], alone)
     return outcomes
 
 
@@ -210,22 +226,21 @@ def _statistics(model: nn.Module) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
-def _overwritten(model: nn.Module, batches: Sequence[Inputs], written: Collection[str]) -> str | None:
-    """A tensor that a second forward pass writes into, and that the backward pass of the first needs as it was."""
-    if not written:
-        return None
-    with untouched(model, training=True):
-        _seed(model, 0)
-        loss = _loss_of(model(*_copies(batches[0])))
-        model(*_copies(batches[1]))
-        try:
-            if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                return min(written)
-            raise
-    return None
+def _overwritten(model: nn.Module, batch: Inputs, written: Collection[str]) -> str | None:
+    """A parameter that forward writes into, and that the backward pass of another micro-batch needs as it was."""
+    parameters = {storage_of(one): name for name, one in model.named_parameters() if name in written}
+    needed: list[str] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout == torch.strided and (name := parameters.get(storage_of(tensor))) is not None:
+            needed.append(name)
+        return tensor
+
+    if parameters:
+        with untouched(model, training=True), saved_tensors_hooks(note, lambda tensor: tensor):
+            _seed(model, 0)
+            model(*_copies(batch))
+    return next(iter(needed), None)
 
 
 def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcome]) -> str | None:

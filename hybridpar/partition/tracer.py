@@ -6,7 +6,8 @@ that of their forward pass, and `no_grad` blocks, whose results are detached.
 Noted, for the comparison with the model to decide on: blocks under `autocast`, and under hooks for saved tensors, which
 is how `torch.utils.checkpoint` works. A graph has neither.
 
-Refused: random numbers of Python and NumPy, and new memory for a parameter. The graph would have what the trace had.
+Refused: random numbers of Python and NumPy, new memory for a parameter, and a number or tensor of a module's that is
+computed anew in each pass. The graph would have what the trace had.
 """
 
 from __future__ import annotations
@@ -121,8 +122,11 @@ class ModelTracer(fx.Tracer):
 
     @contextmanager
     def _nothing_outside(self, module: nn.Module) -> Iterator[None]:
-        drawn, memory = python_random_state(), _memory(module)
+        drawn, memory, before = python_random_state(), _memory(module), dict(vars(module))
         yield
+        for name, value in vars(module).items() if module is not self.root else ():
+            if isinstance(value, fx.Proxy) and isinstance(before.get(name), (torch.Tensor, int, float)):
+                raise OutsideGraphError(f"it computes its attribute {name!r} anew")
         if python_random_state() != drawn:
             raise OutsideGraphError("it draws random numbers of Python or NumPy, which would be the same in every step")
         moved = [name for name, place in _memory(module).items() if memory.get(name) != place]

@@ -14,12 +14,10 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
-from hybridpar.models.state import MODULE_ATTRIBUTES
+from hybridpar.models.state import HeldState, held_state, put_state
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES, StepRequest, StepState
 from hybridpar.schedule.actions import Kind
@@ -51,9 +49,6 @@ _log = logging.getLogger(__name__)
 #: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
 OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
-
-#: Buffers and attributes of modules: where they are held, and what by which name.
-HeldState = list[tuple[dict[str, Any], dict[str, Any]]]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
@@ -98,8 +93,8 @@ class LocalStage:
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
-        #: Buffers that are no statistics of BatchNorm, which replicas have in common; None where there are none.
-        self.replica_buffers = ReplicaBuffers.of(self.module, replicas, self.batch_norm)
+        #: Buffers that are no statistics of BatchNorm, which replicas have in common.
+        self.replica_buffers = ReplicaBuffers(self.module, replicas, self.batch_norm)
         self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
@@ -147,11 +142,6 @@ class LocalStage:
             nodes=self._nodes,
         )
 
-    def share_buffers(self) -> None:
-        """Give all replicas worker 0's buffers between two steps; a collective."""
-        if self.replica_buffers is not None:
-            self.replica_buffers.share()
-
     @property
     def reducer(self) -> GradientReducer | None:
         """`gradients`, where there are replicas."""
@@ -166,6 +156,13 @@ class LocalStage:
 
     def start(self, step: int, flight: Flight) -> None:
         """Begin a step."""
+        if self.replicas.size > 1 and not self.replica_buffers.shared and any(self.run.buffers):
+            name = next(name for held in self.run.buffers for name in held)
+            raise UsageError(
+                f"forward has registered a buffer {name!r}, the first of stage {self.run.index}, after the first step",
+                "Replicas have their buffers in common; after the first step they agree on whether there are any.",
+                "Register it when the model is made, or in its first forward pass.",
+            )
         self._step = step
         self.run.start_step(step)
         self.gradients.start(flight)
@@ -191,6 +188,8 @@ class LocalStage:
         on_device: bool,
     ) -> str | None:
         """Commit the step or roll it back."""
+        if self.run.seen:
+            self.run.put_back_buffers()
         self.gradients.place_gradients()
         commit = self._decision(values, on_device)
         unused = self.gradients.keep_used(users, used) if users is not None and used is not None else []
@@ -198,7 +197,7 @@ class LocalStage:
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         bad = None
-        if self.replica_buffers is not None:
+        if self.replica_buffers.shared:
             self.replica_buffers.take()
         if commit is False:
             if self._rollback is not None:
@@ -261,43 +260,18 @@ class LocalStage:
             compression.commit_or_rollback(commit, unused, costs)
 
     def state_now(self) -> HeldState:
-        """Buffers and attributes that the next forward pass sees, of tensors and lists copies. Not pooled statistics,
-        which it does not read.
-        """
-        pooled = set(self.batch_norm.layers) if self.batch_norm is not None else ()
-        copies: dict[int, Tensor] = {}
-
-        def copied(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return copies.setdefault(id(value), value.detach().clone())
-            return copy.copy(value) if type(value) in (list, dict, set) else value
-
-        return [
-            (held, {name: copied(value) for name, value in held.items() if name not in MODULE_ATTRIBUTES})
-            for module in self.module.modules()
-            if module not in pooled
-            for held in ((module._buffers,) if module is self.module else (module._buffers, vars(module)))
-        ]
+        """The state that the next forward pass sees, but for pooled statistics, which it does not read."""
+        return held_state(self.module, self.batch_norm.layers if self.batch_norm is not None else ())
 
     @contextmanager
     def seeing(self, state: HeldState) -> Iterator[None]:
         """Inside, the stage has the state that a forward pass saw, to run it again; what that does is dropped."""
-        present = [
-            (held, {name: value for name, value in held.items() if name not in MODULE_ATTRIBUTES}) for held, _ in state
-        ]
-        _put(state)
+        present = put_state(state)
         try:
             with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
                 yield
         finally:
-            _put(present)
-
-
-def _put(state: HeldState) -> None:
-    for held, values in state:
-        held.update(values)
-        for name in held.keys() - values.keys() - MODULE_ATTRIBUTES:
-            del held[name]
+            put_state(present)
 
 
 # Layout of a forward report; BatchNorm sums follow.
@@ -348,7 +322,7 @@ class Agreement:
 
         def report() -> None:
             step.reports[index] = _report_of(stage, step.request)
-            if stage.replica_buffers is not None:
+            if stage.replica_buffers.shared:
                 stage.replica_buffers.look()
 
         def add() -> None:
@@ -362,7 +336,7 @@ class Agreement:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
-            if stage.replica_buffers is not None:
+            if stage.replica_buffers.shared:
                 self.lane.submit(stage.replica_buffers.exchange)
 
     def reach(self, step: StepState) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -278,6 +279,13 @@ class StageRun:
         self._state_now: Callable[[], Any] = lambda: None
         self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
+        norms = {one for one in self.module.modules() if isinstance(one, _BatchNorm)}
+        statistics = {id(buffer) for one in norms for buffer in one._buffers.values() if buffer is not None}
+        others = [one._buffers for one in self.module.modules() if one not in norms]
+        #: Buffers that autograd may save for a backward pass; statistics of BatchNorm it does not.
+        self.buffers = [held for held in others if statistics.isdisjoint(map(id, held.values()))]
+        #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
+        self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
         self._device: torch.device | None = None
         self._step = 0
         #: Sum of the scaled losses of the step so far, float64; None before the first.
@@ -312,6 +320,7 @@ class StageRun:
         self._step = step
         self.loss_sum = None
         self._flights.clear()
+        self.seen.clear()
         self.in_flight = 0
 
     # ---------------------------------------------------------------- forward
@@ -336,6 +345,8 @@ class StageRun:
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*leaves.values())
         flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
+        if not self._recompute and any(self.buffers):
+            self._protect_buffers()
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         if parks:
@@ -358,6 +369,26 @@ class StageRun:
                 self._mailbox.values[name, index, consumer] = flight.outputs[name].detach()
         if self._recompute:
             flight.outputs, flight.loss = {}, None
+
+    def _protect_buffers(self) -> None:
+        """Give buffers that change other memory where passes are in flight: autograd may have saved what they were."""
+        copies: dict[int, Tensor] = {}
+        for held in self.buffers:
+            for name, buffer in held.items():
+                if buffer is not None:
+                    _, first, last, *facts = self.seen.get((id(held), name), (held, buffer, None))
+                    first = first if last is buffer else buffer
+                    if self.in_flight and (last is not buffer or facts != [buffer._version, buffer.data_ptr()]):
+                        held[name] = buffer = copies.setdefault(id(buffer), buffer.detach().clone())
+                    self.seen[id(held), name] = held, first, buffer, buffer._version, buffer.data_ptr()
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
+        """Write what was given other memory to where it was; but what forward has assigned since stays."""
+        for (_, name), (held, first, last, *_) in self.seen.items():
+            if first is not last is held.get(name) and (first.shape, first.dtype) == (last.shape, last.dtype):
+                held[name] = first.copy_(last)
+        self.seen.clear()
 
     def _run(self, flight: _Flight, index: int) -> None:
         with self._context():

@@ -146,7 +146,7 @@ def profile_in_parts(
         parameters=parameters_of(units),
         variants=tuple(variants),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
-        counts=any(graphs.counters or graphs.draws for graphs in traced.values()),
+        counts=any(graphs.unrepeatable or graphs.draws for graphs in traced.values()),
         device=device_name(first.device),
         threads=torch.get_num_threads(),
         source="measured" if measure else "analytic",

@@ -247,25 +247,22 @@ class ReplicaBuffers:
     left out where no replica's buffers have changed, as those of tables and masks.
     """
 
-    @classmethod
-    def of(cls, module: nn.Module, replicas: World, pool: BatchNormPool | None) -> ReplicaBuffers | None:
-        """Those of a module that are no statistics of BatchNorm; None where there are none, or no other replica."""
+    def __init__(self, module: nn.Module, replicas: World, pool: BatchNormPool | None) -> None:
         norms = {one for one in module.modules() if isinstance(one, _BatchNorm)} if pool is None else set(pool.layers)
-        modules = [inside for inside in module.modules() if inside not in norms]
-        found = replicas.size > 1 and any(inside._buffers for inside in modules)
-        return cls(modules, replicas) if found else None
-
-    def __init__(self, modules: Sequence[nn.Module], replicas: World) -> None:
-        self._modules = modules
+        self._modules = [inside for inside in module.modules() if inside not in norms]
         self._replicas, self._device = replicas, replicas.device
         self._common: Tensor | None = None  # what all had after the last exchange
         self._latest: Tensor | None = None
+        #: Whether there are other replicas, and buffers that are no statistics of BatchNorm; all know the same.
+        self.shared = replicas.size > 1 and any(inside._buffers for inside in self._modules)
 
-    def share(self) -> None:
-        """Give all replicas the first one's values at once, between two steps; a collective."""
-        self.look()
-        self.exchange()
-        self.take()
+    def share(self, *, new: bool = False) -> None:
+        """Give all replicas the first one's values between two steps; a collective. With `new`, where none had any."""
+        if self.shared or (new and self._replicas.size > 1):
+            self.look()
+            self.exchange()
+            self.shared = self.shared or self._latest is not None
+            self.take()
 
     def look(self) -> None:
         """Note what this replica has; called behind the last forward pass of a step."""
@@ -277,13 +274,13 @@ class ReplicaBuffers:
         assert latest is not None
         assert group is not None
         with self._replicas.named_errors("exchanging buffers"):
-            if latest.device.type == "cpu":
+            if latest.device.type == "cpu" or not self.shared:
                 size = latest.numel()
                 changed = self._common is None or not torch.equal(self._common, latest)
-                facts = torch.tensor([changed, size, size * size], dtype=torch.float64)
+                facts = torch.tensor([changed, size, size * size], dtype=torch.float64, device=latest.device)
                 group.all_reduce(facts)
                 anywhere, total, squares = facts.tolist()
-                if not anywhere:
+                if not (anywhere and total):
                     self._latest = None
                     return
                 if self._replicas.size * squares != total**2:

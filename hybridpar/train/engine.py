@@ -121,6 +121,7 @@ class Engine:
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
         self.pipeline = self._open_pipeline(world)
+        self._shares_first = self.pipeline.replicas > 1
         self._given = None  # it may hold state of parameters that others step
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
@@ -272,7 +273,7 @@ class Engine:
         self._refuse_joined()
         if given.global_samples is None and self.pipeline.replicas == 1:
             given = replace(given, global_samples=given.samples)
-        if self.graph is not None:
+        if self.graph is not None and not self._shares_first:
             issued = self.graph.step(given)
             if issued is not None:
                 return self.pipeline.executor.adopt(issued)
@@ -283,9 +284,15 @@ class Engine:
             # other workers, who may have refused the step. Without samples there is no pass that would ask.
             if self.plan.is_staged or self.plan.sync.batch_norm == "sync" or not given.micro_batches:
                 counted = counted()
-        return self.pipeline.step(
+        outcome = self.pipeline.step(
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
         )
+        if self._shares_first:  # its forward passes may have registered buffers
+            self._shares_first = False
+            self.pipeline.wait()
+            for stage in self.pipeline.stages.values():
+                stage.replica_buffers.share(new=True)
+        return outcome
 
     def _refuse_joined(self) -> None:
         """Refuse parameters that were added to an optimizer: it may not be that of their stage, on this worker."""
@@ -374,13 +381,13 @@ class Engine:
             finally:
                 self.pipeline.use_graphs(training=True)
         for stage in self.pipeline.stages.values():
-            stage.share_buffers()  # where a module counts in evaluation mode, too
+            stage.replica_buffers.share()  # where a module counts in evaluation mode, too
 
     def synchronize_buffers(self) -> None:
         """Make the model whole on every worker; a collective."""
         self.pipeline.wait()
         for stage in self.pipeline.stages.values():
-            stage.share_buffers()
+            stage.replica_buffers.share()
             if self.plan.sync.batch_norm == "local":
                 average_buffers(stage.module, stage.replicas)
         self.pipeline.collect()

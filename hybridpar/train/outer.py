@@ -196,7 +196,7 @@ class OuterEngine(Engine):
         agree = plan.pipeline.micro_batches, self._timetable, step, loop.delay, self.outer.fingerprint
         replicate(model, self._team, agree=agree)
         #: Integers have no mean: those of the first party count where a model is tested or saved.
-        self._buffers = [ReplicaBuffers.of(one, self._team, None) for one in modules]
+        self._buffers = [ReplicaBuffers(one, self._team, None) for one in modules]
         self._pipelines[bool(self._together)] = self.pipeline
         if not self._together:
             self.outer.begin()
@@ -275,7 +275,7 @@ class OuterEngine(Engine):
         own = copy_of(self.model.state_dict())
         self.pipeline.wait()
         self.outer.load_last()
-        for buffers in filter(None, self._buffers):
+        for buffers in self._buffers:
             buffers.share()
         self.pipeline.collect()
         try:

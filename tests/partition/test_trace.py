@@ -254,3 +254,20 @@ def test_a_graph_that_ignores_its_input_has_units() -> None:
     assert len(units.graph) == 2
     stages = split_model(units, [0, 1])
     assert torch.equal(run_stages(stages, example), torch.ones(3))
+
+
+class MovingMean(nn.Module):
+    """Its mean stays 0 on inputs that are centred, as those of the comparison with the model may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * (x - x).sum()
+        return x - self.mean
+
+
+def test_a_tensor_that_is_computed_anew_is_kept_whatever_it_was_in_the_comparison() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), MovingMean(), nn.Linear(4, 4))
+    assert trace_model(model, [torch.ones(2, 4)]).leaves == ("1",)

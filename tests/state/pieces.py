@@ -22,10 +22,10 @@ WIDTH = 16
 
 PIECES: dict[str, Callable[[], nn.Module]] = {}
 
-#: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` its parameters,
+#: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` parameters,
 #: `tested` changes state in evaluation too, `float32` rounds,
-#: what is `poisoned` by a value that is not finite stays so, `overwrites` what autograd may have saved.
-TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned", "overwrites")}
+#: what is `poisoned` by a value that is not finite stays so, `objects` are not put back.
+TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned", "objects")}
 
 
 def linear() -> nn.Linear:
@@ -262,7 +262,7 @@ def buffer_of_integers(self, x):
     return x / (1 + self.n / 100)
 
 
-@piece("overwrites", n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
+@piece(n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
 def buffer_changes_dtype(self, x):
     if self.training:
         self.n = self.n * 0.9 + 1
@@ -309,14 +309,14 @@ def moving_mean(self, x):
     return x - self.mean
 
 
-@piece("overwrites", scale=lambda: ones(WIDTH))
+@piece(scale=lambda: ones(WIDTH))
 def moving_scale(self, x):
     if self.training:
         self.scale.lerp_(x.detach().abs().mean(0), 0.1)
     return x / self.scale
 
 
-@piece("overwrites", table=lambda: ones(2, WIDTH), at=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
+@piece(table=lambda: ones(2, WIDTH), at=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
 def table_by_index(self, x):
     if self.training:
         self.table[self.at % 2] = x.detach().abs().mean(0) + 0.5
@@ -331,7 +331,7 @@ def moving_mean_by_data(self, x):
     return x - self.mean
 
 
-@piece("overwrites", mean=lambda: zeros(WIDTH))
+@piece(mean=lambda: zeros(WIDTH))
 def moving_mean_copied(self, x):
     y = x - self.mean
     if self.training:
@@ -340,7 +340,7 @@ def moving_mean_copied(self, x):
     return y
 
 
-@piece("overwrites", table=lambda: zeros(4, WIDTH))
+@piece(table=lambda: zeros(4, WIDTH))
 def buffer_by_views(self, x):
     if self.training:
         self.table[1:3] += x.detach().mean(0) / 10
@@ -348,7 +348,7 @@ def buffer_by_views(self, x):
     return x + self.table.mean(0)
 
 
-@piece("overwrites", mean=lambda: zeros(WIDTH), var=lambda: ones(WIDTH))
+@piece(mean=lambda: zeros(WIDTH), var=lambda: ones(WIDTH))
 def buffers_of_each_other(self, x):
     if self.training:
         d = x.detach() - self.mean
@@ -362,7 +362,7 @@ def buffers_read(self, x):
     return (x - self.mean) * self.scale
 
 
-@piece("overwrites", a=lambda: nn.Buffer(torch.rand(WIDTH)), b=lambda: zeros(WIDTH))
+@piece(a=lambda: nn.Buffer(torch.rand(WIDTH)), b=lambda: zeros(WIDTH))
 def buffers_by_list(self, x):
     for name in ("a", "b"):
         x = x + getattr(self, name)
@@ -373,7 +373,6 @@ def buffers_by_list(self, x):
 
 
 @piece(
-    "overwrites",
     queue=lambda: nn.Buffer(torch.randn(6, WIDTH)),
     at=lambda: nn.Buffer(torch.zeros(1, dtype=torch.int64)),
 )
@@ -386,7 +385,7 @@ def queue_of_samples(self, x):
     return y
 
 
-@piece("overwrites", codes=lambda: nn.Buffer(torch.randn(5, WIDTH)), counts=lambda: ones(5))
+@piece(codes=lambda: nn.Buffer(torch.randn(5, WIDTH)), counts=lambda: ones(5))
 def codebook(self, x):
     nearest = torch.cdist(x.detach(), self.codes).argmin(1)
     if self.training:
@@ -420,7 +419,7 @@ class SharesBuffer(nn.Module):
 enter("buffer_shared", SharesBuffer)
 
 
-@piece("overwrites", lin=linear, mean=lambda: nn.Buffer(torch.randn(WIDTH, WIDTH) / 4))
+@piece(lin=linear, mean=lambda: nn.Buffer(torch.randn(WIDTH, WIDTH) / 4))
 def teacher_in_a_buffer(self, x):
     if self.training:
         self.mean.lerp_(self.lin.weight.detach(), 0.1)
@@ -519,7 +518,7 @@ def mean_teacher(self, x):
     return self.lin(x) + self.teacher(x)
 
 
-@piece("changes overwrites", lin=linear)
+@piece("changes", lin=linear)
 def weight_clamped(self, x):
     with torch.no_grad():
         self.lin.weight.clamp_(-0.2, 0.2)
@@ -598,7 +597,7 @@ class Tally:
         self.total = 0
 
 
-@piece("counts tested", tally=Tally)
+@piece("counts tested objects", tally=Tally)
 def object_that_counts(self, x):
     self.tally.total += 1
     return x * (1 + self.tally.total / 100)
@@ -616,12 +615,12 @@ def activation_stored(self, x):
     return self.lin(x)
 
 
-@piece("counts tested", generator=lambda: torch.Generator().manual_seed(3))
+@piece("counts tested objects", generator=lambda: torch.Generator().manual_seed(3))
 def noise_of_a_generator(self, x):
     return x + torch.rand(x.shape, generator=self.generator, dtype=x.dtype) / 10
 
 
-@piece("counts tested", generator=lambda: random.Random(3))
+@piece("counts tested objects", generator=lambda: random.Random(3))
 def noise_of_python(self, x):
     return x * (1 + self.generator.random() / 10)
 
@@ -804,7 +803,7 @@ def repeated(self, x):
     return x
 
 
-@piece("overwrites", scale=lambda: nn.Parameter(torch.ones(())), n=zeros)
+@piece(scale=lambda: nn.Parameter(torch.ones(())), n=zeros)
 def penalty(self, x):
     if self.training:
         self.n = torch.maximum(self.n, x.detach().abs().max())

@@ -37,10 +37,9 @@ REFUSALS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     (r"\d stages are asked for, the model has \d+ unit", lambda case: case.stages > 2 or case.joining in TIED),
     (
         r"--recompute \d with .* whose forward changes its attribute",
-        lambda case: case.has("counts") or "spectral_norm_by_hook" in case.pieces,
+        lambda case: case.has("objects"),
     ),
-    (r".* cannot be cut into stages because of .*: forward changes it", lambda case: case.has("changes")),
-    (r".* cannot be cut into stages because of .*: forward writes into it", lambda case: case.has("overwrites")),
+    (r".* cannot be cut into stages because of .*: forward (changes|writes into) it", lambda case: case.has("changes")),
     (r"counter_of_the_root changes its attribute 'calls'", lambda case: True),
     (r"cannot trace .*", lambda case: case.joining == "buffer_of_the_root"),
     (r"features cannot be cut into stages", lambda case: case.joining == "features_by_hook"),

@@ -126,8 +126,22 @@ def test_an_extra_state_that_no_checkpoint_can_hold_is_refused():
         trainer_of(Limits(), stages=2)
 
 
-def test_the_planner_recomputes_no_stage_that_counts():
-    assert profile_model(make_net("limits"), [X[:2]], measure=False).counts
+class Tally(nn.Module):
+    """Counts in an object that is not put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.numbers[0][0] += 1
+        return x * self.numbers[0][0]
+
+
+def test_the_planner_recomputes_no_stage_whose_state_is_not_put_back():
+    assert not profile_model(make_net("limits"), [X[:2]], measure=False).counts
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), Tally(), nn.Linear(8, 3))
+    assert profile_model(net, [X[:2]], measure=False).counts
     for counts in (False, True):
         space = Space(inputs(replace(inputs().profile, counts=counts)))
         assert any(one.cut.recompute for one in space.candidates(saving=True)) != counts
@@ -254,3 +268,43 @@ def groups_of(world: World) -> int:
 
 def test_a_worker_that_trains_nothing_has_an_optimizer_without_groups():
     assert run_ranks(groups_of, 2) == [0, 1]
+
+
+class Late(nn.Module):
+    """Registers a buffer in its first pass, or in a later one: the mean of what a worker is given."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.left = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.left == 0:
+            self.register_buffer("mean", x.detach().mean())
+        self.left -= 1
+        return x - self.mean if hasattr(self, "mean") else x
+
+
+def late_buffers(world: World, first: int, stages: int) -> tuple[str | None, list[Tensor]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), Late(first), nn.Linear(8, 3))
+    with trainer_of(net, world, stages=stages, replicas=2, micro_batches=1) as trainer:
+        try:
+            for _ in range(4):
+                trainer.step((X.chunk(2)[world.rank], Y.chunk(2)[world.rank]))
+                trainer.wait()
+        except UsageError as error:
+            return str(error), []
+        return None, list(trainer.model.buffers())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_replicas_take_buffers_that_the_first_pass_registers(stages):
+    (refused, first), (_, second) = run_ranks(late_buffers, 2, 0, stages)
+    assert refused is None
+    assert len(first) == 1
+    assert torch.equal(first[0], second[0])
+
+
+def test_a_first_buffer_that_a_later_step_registers_is_refused_on_all_workers():
+    for refused, _ in run_ranks(late_buffers, 2, 2, 1):
+        assert "has registered a buffer 'mean'" in str(refused)

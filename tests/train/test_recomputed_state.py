@@ -38,6 +38,19 @@ class Assigned(Written):
         return x * self.n
 
 
+class Scaled(nn.Module):
+    """It divides by a buffer that each pass writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scale.lerp_(x.detach().abs().mean(0) + 0.5, 0.1)
+        return x / self.scale
+
+
 class Counted(nn.Module):
     """It counts in a Python number."""
 
@@ -74,6 +87,18 @@ class Stored(Averaged):
         return self.mean
 
 
+class Listed(Counted):
+    """It counts in a list of lists, of which a copy shares the inner ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0][0] += 1
+        return x * (1 + self.counts[0][0] / 10)
+
+
 class Drawing(nn.Module):
     """It draws from a generator that the model has."""
 
@@ -105,8 +130,8 @@ class Checkpointed(nn.Module):
         return y
 
 
-class Clamped(nn.Module):
-    """It writes into its weight, which the backward pass of an earlier micro-batch needs."""
+class Clamped(Scaled):
+    """It writes into its weight, which the backward pass of an earlier micro-batch needs, and into what it does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +139,9 @@ class Clamped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
+            self.linear.bias.clamp_(-0.2, 0.2)
             self.linear.weight.clamp_(-0.2, 0.2)
-        y: Tensor = self.linear(x)
+        y: Tensor = self.linear(super().forward(x))
         return y
 
 
@@ -173,26 +199,25 @@ def assert_trained_alike(found: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", [Written, Assigned, Normed, Stored, Checkpointed])
+@pytest.mark.parametrize("kind", [Written, Assigned, Scaled, Normed, Counted, Averaged, Stored, Checkpointed])
 def test_a_state_is_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
     assert_trained_alike(trained(make(kind), schedule=schedule, recompute=recompute), plain_loop(make(kind)))
 
 
-@pytest.mark.parametrize("kind", [Averaged, Drawing])
+@pytest.mark.parametrize("kind", [Listed, Drawing])
 def test_what_python_holds_is_as_in_a_plain_loop_where_passes_run_once(kind: type[nn.Module]) -> None:
     assert_trained_alike(trained(make(kind), schedule="1f1b"), plain_loop(make(kind)))
 
 
-def test_a_python_number_counts_the_passes_of_training_alone() -> None:
-    expected, found = plain_loop(make(Counted)), trained(make(Counted), schedule="1f1b")
+@pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
+def test_a_python_number_counts_the_passes_of_training_alone(recompute: tuple[int, ...]) -> None:
+    expected, found = plain_loop(make(Counted)), trained(make(Counted), schedule="1f1b", recompute=recompute)
     assert found.get_submodule("2").calls == expected.get_submodule("2").calls == 9
     assert_trained_alike(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attribute"), [(Counted, "calls"), (Averaged, "mean"), (Drawing, "generator")], ids=str
-)
-def test_what_python_holds_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
+@pytest.mark.parametrize(("kind", "attribute"), [(Listed, "counts"), (Drawing, "generator")], ids=str)
+def test_what_is_not_put_back_is_refused_where_passes_run_twice(kind: type[nn.Module], attribute: str) -> None:
     with pytest.raises(UsageError, match=f"2 \\({kind.__name__}\\), whose forward changes its attribute '{attribute}'"):
         trained(make(kind), schedule="1f1b", recompute=(0, 1))
 
@@ -208,6 +233,12 @@ def test_batch_norm_under_checkpoint_is_refused_where_its_order_would_count() ->
         trained(make(Checkpointed), schedule="gpipe", norm="local")
 
 
-def test_a_tensor_that_an_earlier_micro_batch_needs_is_not_written_into() -> None:
+def test_buffers_that_get_other_memory_are_the_same_tensors_after_a_step() -> None:
+    model = make(Scaled)
+    scale = model.get_buffer("2.scale")
+    assert trained(model, schedule="gpipe").get_buffer("2.scale") is scale
+
+
+def test_a_parameter_that_an_earlier_micro_batch_needs_is_not_written_into() -> None:
     with pytest.raises(TraceError, match=r"'2\.linear\.weight', of 2\.linear"):
         trained(make(Clamped), schedule="gpipe")
