@@ -209,14 +209,16 @@ class BufferRollback:
         for place in resized:
             self._before[place].data = self._before[place].new_empty(self._shapes[place])
         for kind in self._kinds:
+            # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
+            written = [one.data for one in kind.buffers]
             if unless is None:
-                torch._foreach_copy_(kind.buffers, kind.parts_saved)
+                torch._foreach_copy_(written, kind.parts_saved)
             else:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
                 now = [present[place] for place in kind.places] if assigned else kind.buffers
                 torch._foreach_copy_(kind.parts_chosen, now)
                 torch.where(unless != 0, kind.chosen, kind.saved, out=kind.chosen)
-                torch._foreach_copy_(kind.buffers, kind.parts_chosen)
+                torch._foreach_copy_(written, kind.parts_chosen)
         for place in assigned:
             buffers, name = self._places[place]
             buffers[name] = self._before[place]
@@ -302,7 +304,7 @@ class ReplicaBuffers:
             return
         buffers = self._present()
         for view, buffer in zip(self._views(latest, buffers), buffers, strict=True):
-            buffer.copy_(view)
+            buffer.data.copy_(view)  # see `BufferRollback.restore`
 
     def _present(self) -> list[Tensor]:
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
