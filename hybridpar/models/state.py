@@ -132,9 +132,12 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
         np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
 
 
-def mutable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Values of a module's Python attributes, in a form that can be compared later."""
-    return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+def attributes_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Values of the Python attributes of a model's modules, by path and name, in a form that can be compared later."""
+    return {
+        path: {name: _frozen(value, 4) for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+        for path, module in model.named_modules()
+    }
 
 
 class _Same:

@@ -34,7 +34,7 @@ from hybridpar.models.deferred import is_deferred
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state import OutsideGraphError, same_attributes, traceable_only, untouched
 from hybridpar.models.state_dicts import has_extra_state, require_unwrapped
-from hybridpar.partition.trace_check import FOLLOWS, Difference, Graphs, TraceCheck, changes_without_memory
+from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck, changes_without_memory
 from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 _META = torch.device("meta")
@@ -95,7 +95,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     if is_deferred(model):
         return _trace_without_memory(model, inputs, whole)
     check = TraceCheck(model, inputs)
-    _require_constant(model, check.obstacle)
+    _require_constant(model, check.changing)
     whole |= _counting(model, check.counters)
     traced = _trace_both_modes(model, inputs, frozenset(whole))
     reasons: dict[str, str] = {}
@@ -115,7 +115,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
     """Trace a model on the meta device: whatever its graph may lack is kept whole."""
     counters, changing, written = changes_without_memory(model, inputs)
-    _require_constant(model, None if changing is None else (changing, FOLLOWS))
+    _require_constant(model, changing)
     whole = whole | _counting(model, counters)
     reasons: dict[str, str] = {}
     while (traced := _trace_both_modes(model, inputs, frozenset(whole))).suspects:
@@ -208,18 +208,17 @@ def _unlike(model: nn.Module, traced: TracedModel, difference: str) -> TraceErro
     )
 
 
-def _require_constant(model: nn.Module, obstacle: tuple[str, tuple[str, str, str]] | None) -> None:
-    """Refuse a tensor that forward changes in a way that stages cannot follow."""
-    if obstacle is None:
+def _require_constant(model: nn.Module, name: str | None) -> None:
+    """Refuse a parameter that forward changes in a way that stages cannot follow."""
+    if name is None:
         return
-    name, (happens, why, remedy) = obstacle
     path = name.rpartition(".")[0]
-    module = model.get_submodule(path)
     raise TraceError(
         f"{type(model).__name__} cannot be cut into stages because of {name!r}, of {path or 'the model'} "
-        f"({type(module).__name__}): {happens}",
-        why,
-        f"{remedy}, or keep the model in one piece (--stages 1).",
+        f"({type(model.get_submodule(path)).__name__}): forward writes into it",
+        "Each micro-batch in flight has buffers of its own, which are put back where a pass is measured or runs again; "
+        "parameters are not.",
+        "Change the parameter in the training loop, or keep the model in one piece (--stages 1).",
     )
 
 

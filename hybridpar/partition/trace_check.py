@@ -19,14 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.models.deferred import imagined, storage_of
-from hybridpar.models.state import (
-    WrittenState,
-    held_state,
-    mutable_attributes,
-    put_state,
-    python_random_state,
-    untouched,
-)
+from hybridpar.models.state import WrittenState, attributes_of, held_state, put_state, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
 
@@ -39,19 +32,6 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, 
 ROUNDING = 0.1
 
 _GRADIENT = "gradient of "
-
-#: What forward may do to a tensor that keeps a model from being cut into stages.
-FOLLOWS = (
-    "forward changes it",
-    "A stage also runs to be measured, and again with --recompute; afterwards its buffers are put back, its parameters "
-    "are not.",
-    "Change the parameter in the training loop",
-)
-OVERWRITTEN = (
-    "forward writes into it, where the backward pass of an earlier micro-batch needs it",
-    "In a pipeline micro-batches are under way at the same time; buffers get other memory for that, parameters do not.",
-    FOLLOWS[2],
-)
 
 Inputs = tuple[torch.Tensor, ...]
 Outcome = dict[str, Any]
@@ -97,8 +77,8 @@ class TraceCheck:
         self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
         self.remembering: set[str] = set()
-        #: Why stages cannot train the model as it is: a tensor, and what happens to it.
-        self.obstacle: tuple[str, tuple[str, str, str]] | None = None
+        #: A parameter that forward changes, or writes into while the backward pass of another micro-batch needs it.
+        self.changing: str | None = None
         #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
         self.written: frozenset[str] = frozenset()
         self._batches: tuple[Inputs, ...] = ()
@@ -117,15 +97,11 @@ class TraceCheck:
                     False: _run(model, model, batches, False, self),
                 }
                 self.written = frozenset(written.names - _statistics(model))
-                overwritten = _overwritten(model, batches[0], self.written)
+                changing = _changing_parameter(model, written.names, expected[True])
+                self.changing = changing or _overwritten(model, batches[0], self.written)
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
-            changing = _changing_parameter(model, written.names, expected[True])
-            if changing is not None:
-                self.obstacle = changing, FOLLOWS
-            elif overwritten is not None:
-                self.obstacle = overwritten, OVERWRITTEN
             break
 
     def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
@@ -201,17 +177,17 @@ def _run(
             outcomes.append(_results(model, call(*_copies(batch))))
             if check is not None:
                 check.draws |= drawn != python_random_state()
-                attributes.append(_attributes(model))
+                attributes.append(attributes_of(model))
                 states.append(held_state(model))
         if check is not None:
             put_state(states[0])
-            attributes.append(_attributes(model))
+            attributes.append(attributes_of(model))
     if check is not None and (changed := _counting(*attributes[:2])):
         check.remembering |= changed.keys()
         with untouched(model, training=training), torch.set_grad_enabled(training):
             _seed(model, 1)
             call(*_copies(batches[1]))
-            alone = _attributes(model)
+            alone = attributes_of(model)
         check.counters |= _counting(attributes[0], attributes[1], alone)
         check.unrepeatable |= _counting(attributes[0], attributes[2], alone)
     return outcomes
@@ -265,14 +241,10 @@ def changes_without_memory(
         for _ in range(2):
             with WrittenState(model) as written:
                 model(*given)
-            attributes.append(_attributes(model))
+            attributes.append(attributes_of(model))
         frozen = (name for name, one in model.named_parameters() if not one.requires_grad)
         changing = next((name for name in frozen if name in written.names), None)
     return _counting(*attributes), changing, written.names - _statistics(model)
-
-
-def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
-    return {path: mutable_attributes(module) for path, module in model.named_modules()}
 
 
 def _counting(

@@ -193,15 +193,10 @@ class BufferRollback:
     def restore(self, unless: Tensor | None = None) -> None:
         """Put back what `keep` saw, the tensors and their values; where `unless` is not 0, the tensors only."""
         present = self._present()
-        assigned = []
-        if not all(map(operator.is_, present, self._before)):
-            assigned = [place for place, buffer in enumerate(present) if buffer is not self._before[place]]
+        assigned = not all(map(operator.is_, present, self._before))
         pairs = enumerate(zip(self._before, self._shapes, strict=True))
         resized = [place for place, (one, shape) in pairs if one is not None and one.shape != shape]
-        made = []  # by `register_buffer` in forward
-        if sum(map(len, self._held)) != len(self._places):
-            known = {(id(held), name) for held, name in self._places}
-            made = [(held, name) for held in self._held for name in held if (id(held), name) not in known]
+        made = sum(map(len, self._held)) != len(self._places)  # by `register_buffer` in forward
         if unless is not None and (made or resized or (assigned and not self._can_choose(present))):
             if bool(unless):
                 return
@@ -209,19 +204,21 @@ class BufferRollback:
         for place in resized:
             self._before[place].data = self._before[place].new_empty(self._shapes[place])
         for kind in self._kinds:
+            # `.data`: another stage may have saved a constant of both for a backward pass of the next step.
+            written = [one.data for one in kind.buffers]
             if unless is None:
-                torch._foreach_copy_(kind.buffers, kind.parts_saved)
+                torch._foreach_copy_(written, kind.parts_saved)
             else:
                 # A few kernels for all buffers: to launch some for each takes a GPU's host longer than they run.
                 now = [present[place] for place in kind.places] if assigned else kind.buffers
                 torch._foreach_copy_(kind.parts_chosen, now)
                 torch.where(unless != 0, kind.chosen, kind.saved, out=kind.chosen)
-                torch._foreach_copy_(kind.buffers, kind.parts_chosen)
-        for place in assigned:
-            buffers, name = self._places[place]
-            buffers[name] = self._before[place]
-        for buffers, name in made:
-            del buffers[name]
+                torch._foreach_copy_(written, kind.parts_chosen)
+        if assigned or made:
+            for held in self._held:
+                held.clear()
+            for (held, name), buffer in zip(self._places, self._before, strict=True):
+                held[name] = buffer
 
     def _present(self) -> list[Any]:
         return [buffers.get(name) for buffers, name in self._places]
@@ -302,7 +299,7 @@ class ReplicaBuffers:
             return
         buffers = self._present()
         for view, buffer in zip(self._views(latest, buffers), buffers, strict=True):
-            buffer.copy_(view)
+            buffer.data.copy_(view)  # see `BufferRollback.restore`
 
     def _present(self) -> list[Tensor]:
         return [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]

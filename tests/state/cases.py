@@ -64,11 +64,6 @@ class Case:
         """Whether stages are on several workers."""
         return self.workers > self.replicas
 
-    @property
-    def tolerance(self) -> float:
-        """Of all that is compared: all else is in float64."""
-        return 1e-4 if self.has("float32") else 1e-6
-
     def build(self) -> nn.Module:
         """The model, equal at every call."""
         before, state = torch.get_default_dtype(), torch.get_rng_state()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,9 +44,6 @@ def joining(**held: Callable[[], Any]) -> Callable[[Callable[..., Tensor]], Call
 
 
 JOININGS["sequential"] = lambda parts: nn.Sequential(linear(), *parts, nn.Linear(WIDTH, CLASSES))
-JOININGS["nested_sequential"] = lambda parts: nn.Sequential(
-    nn.Sequential(linear(), nn.Sequential(*parts[:2])), nn.Sequential(*parts[2:]), nn.Linear(WIDTH, CLASSES)
-)
 
 
 @joining()
@@ -67,84 +63,11 @@ def residual(self, x):
 
 
 @joining()
-def residual_in_place(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        y = part(x.tanh())
-        y += x
-        x = y
-    return self.head(x)
-
-
-@joining()
-def skip(self, x):
-    first = x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
-    return self.head(x + first)
-
-
-@joining()
-def branches_added(self, x):
-    x = self.stem(x).tanh()
-    y = x
-    for index, part in enumerate(self.parts):
-        if index % 2:
-            x = part(x)
-        else:
-            y = part(y)
-    return self.head(x + y)
-
-
-@joining(project=lambda: nn.Linear(2 * WIDTH, WIDTH))
-def branches_concatenated(self, x):
-    x = self.stem(x).tanh()
-    y = self.parts[0](x)
-    for part in self.parts[1:]:
-        x = part(x)
-    return self.head(self.project(torch.cat([x, y], 1)).relu())
-
-
-@joining()
-def dense(self, x):
-    values = [self.stem(x)]
-    for part in self.parts:
-        values.append(part(torch.stack(values).mean(0)))
-    return self.head(torch.stack(values, 1).sum(1))
-
-
-@joining()
 def shared(self, x):
     x = self.parts[0](self.stem(x))
     for part in self.parts[1:]:
         x = part(x)
     return self.head(self.parts[0](x))
-
-
-@joining()
-def shared_at_once(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(part(x).tanh())
-    return self.head(x)
-
-
-@joining()
-def dicts(self, x):
-    state = {"x": self.stem(x), "sum": 0}
-    for part in self.parts:
-        y = part(state["x"])
-        state = {"x": y, "sum": state["sum"] + y}
-    return self.head(state["x"] + state["sum"] / 4)
-
-
-@joining(gate=linear)
-def gate(self, x):
-    x = self.parts[0](self.stem(x))
-    scale = torch.sigmoid(self.gate(x))
-    for part in self.parts[1:]:
-        x = part(x)
-    return self.head(x * scale)
 
 
 @joining()
@@ -188,7 +111,6 @@ class KeepsFirst(Root):
 
 
 JOININGS["train_overridden"] = KeepsFirst
-JOININGS["train_overridden_and_called"] = lambda parts: KeepsFirst(parts).train()
 
 
 @joining(scale=lambda: nn.ParameterList([weight(WIDTH) for _ in range(3)]), shift=lambda: zeros(WIDTH))
@@ -207,15 +129,6 @@ def mode_asked_by_the_root(self, x):
     for part in self.parts:
         x = part(x)
     return self.head(x) + 0.1 * self.auxiliary(x) if self.training else self.head(x)
-
-
-@joining(auxiliary=lambda: nn.Linear(WIDTH, CLASSES))
-def output_unused(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x)
-        self.auxiliary(x)
-    return self.head(x)
 
 
 @joining(n=zeros)
@@ -270,28 +183,3 @@ def features(self, x):
 
 
 JOININGS["features_by_hook"] = keeps_features
-
-
-@joining()
-def weights_read(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x) / self.stem.weight.norm() * 4
-    return self.head(x)
-
-
-@joining()
-def detached_between(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        x = part(x.detach() / 2 + x / 2)
-    return self.head(x)
-
-
-@joining()
-def views_between(self, x):
-    x = self.stem(x)
-    for part in self.parts:
-        first, second = part(x).split([6, 10], dim=1)
-        x = torch.cat([second, first], 1)
-    return self.head(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ WIDTH = 16
 PIECES: dict[str, Callable[[], nn.Module]] = {}
 
 #: Names of pieces by what may be refused or differs: `counts` Python values in every pass, `changes` parameters,
-#: `tested` changes state in evaluation too, `float32` rounds,
-#: what is `poisoned` by a value that is not finite stays so, `objects` are not put back.
-TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "float32", "poisoned", "objects")}
+#: `tested` changes state in evaluation too, what is `poisoned` by a value that is not
+#: finite stays so, `objects` are not put back.
+TAGS: dict[str, set[str]] = {tag: set() for tag in ("counts", "changes", "tested", "poisoned", "objects")}
 
 
 def linear() -> nn.Linear:
@@ -73,16 +73,6 @@ def piece(tags: str = "", **held: Any) -> Callable[[Callable[..., Any]], Callabl
 # ---------------------------------------------------------------- layers
 
 
-class InEvaluation(nn.Sequential):
-    """A container whose layers stay in evaluation mode."""
-
-    def train(self, mode: bool = True) -> InEvaluation:
-        super().train(mode)
-        for module in self:
-            module.eval()
-        return self
-
-
 def images(*layers: nn.Module) -> nn.Sequential:
     """Layers of images [N, 4, 2, 2]."""
     return nn.Sequential(nn.Unflatten(1, (4, 2, 2)), *layers, nn.Flatten())
@@ -106,18 +96,13 @@ def without_mode(module: nn.Module) -> nn.Module:
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
-    "linear_without_bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-    "low_rank": lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)),
     "nested": lambda: nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(nn.Sequential(linear()))),
-    "identity": nn.Identity,
     "relu_in_place": lambda: nn.Sequential(linear(), nn.ReLU(inplace=True)),
     "prelu": nn.PReLU,
     "tanh": nn.Tanh,
     "dropout_of_rate_0": lambda: nn.Dropout(0.0),
     "dropout_in_evaluation": lambda: nn.Dropout(0.5).eval(),
-    "dropout_in_a_container": lambda: InEvaluation(nn.Dropout(0.5), linear()).train(),
     "layer_norm": lambda: nn.LayerNorm(WIDTH),
-    "rms_norm": lambda: nn.RMSNorm(WIDTH),
     "group_norm": lambda: nn.GroupNorm(4, WIDTH),
     "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
     "batch_norm_average": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
@@ -126,22 +111,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm_frozen": lambda: frozen(nn.BatchNorm1d(WIDTH)),
     "batch_norm_in_evaluation": lambda: nn.BatchNorm1d(WIDTH).eval(),
     "batch_norm_by_flag": lambda: without_mode(nn.BatchNorm1d(WIDTH)),
-    "batch_norm_in_a_container": lambda: InEvaluation(nn.BatchNorm1d(WIDTH), nn.ReLU()).train(),
     "batch_norm_of_images": lambda: images(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU()),
     "instance_norm": lambda: images(nn.InstanceNorm2d(4, affine=True)),
     "instance_norm_tracked": lambda: images(nn.InstanceNorm2d(4, track_running_stats=True)),
     "convolution": lambda: images(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1)),
-    "depthwise": lambda: images(nn.Conv2d(4, 4, 3, padding=1, groups=4)),
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "spectral_norm_by_hook": lambda: spectral_norm_by_hook(linear()),
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
     "weight_norm_by_hook": lambda: weight_norm(linear()),
-    "orthogonal": lambda: parametrizations.orthogonal(linear()),
     "frozen": lambda: frozen(linear()),
     "half_frozen": lambda: frozen(nn.Sequential(linear(), nn.ReLU(), linear()), 2),
-    "transformer": lambda: nn.Sequential(
-        nn.Unflatten(1, (4, 4)), nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), nn.Flatten()
-    ),
     "hook_on_output": lambda: hooked(linear(), "register_forward_hook", lambda module, given, made: made * 1.5),
     "hook_on_input": lambda: hooked(linear(), "register_forward_pre_hook", lambda module, given: (given[0] * 0.5,)),
     "hook_on_gradient": lambda: hooked(
@@ -207,15 +186,6 @@ class ExtraState(nn.Module):
 enter("extra_state", ExtraState, "counts")
 
 
-class Standardised(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, w / (w.std((1, 2, 3), keepdim=True) + 0.1), self.bias)
-
-
-enter("weight_standardised", lambda: images(Standardised(4, 4, 3, padding=1)))
-
-
 class AddsMean(nn.BatchNorm1d):
     """A BatchNorm with a forward of its own."""
 
@@ -229,23 +199,9 @@ enter("batch_norm_subclass", lambda: AddsMean(WIDTH))
 # ---------------------------------------------------------------- buffers
 
 
-@piece(n=zeros)
-def buffer_written(self, x):
-    if self.training:
-        self.n.add_(1)
-    return x * (1 + self.n / 50)
-
-
 @piece("tested", n=zeros)
 def buffer_written_always(self, x):
     self.n += 1
-    return x * (1 + self.n / 50)
-
-
-@piece(n=zeros)
-def buffer_assigned(self, x):
-    if self.training:
-        self.n = self.n + 1
     return x * (1 + self.n / 50)
 
 
@@ -253,13 +209,6 @@ def buffer_assigned(self, x):
 def buffer_assigned_always(self, x):
     self.n = self.n + x.detach().mean().abs()
     return x * (1 + self.n / 50)
-
-
-@piece(n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
-def buffer_of_integers(self, x):
-    if self.training:
-        self.n += x.shape[0]
-    return x / (1 + self.n / 100)
 
 
 @piece(n=lambda: nn.Buffer(torch.zeros((), dtype=torch.int64)))
@@ -276,23 +225,11 @@ def buffer_grows(self, x):
     return x + self.seen.sum() / 10
 
 
-@piece(mean=lambda: zeros(WIDTH, persistent=False))
-def buffer_not_saved(self, x):
-    if self.training:
-        self.mean.lerp_(x.detach().mean(0), 0.1)
-    return x - self.mean
-
-
 @piece(scale=None)
 def buffer_none_at_first(self, x):
     if self.scale is None:
         self.scale = x.detach().abs().mean() + 1
     return x / self.scale
-
-
-@piece(unused=None)
-def buffer_none(self, x):
-    return x if self.unused is None else x * self.unused
 
 
 @piece("tested")
@@ -331,58 +268,12 @@ def moving_mean_by_data(self, x):
     return x - self.mean
 
 
-@piece(mean=lambda: zeros(WIDTH))
-def moving_mean_copied(self, x):
-    y = x - self.mean
-    if self.training:
-        with torch.no_grad():
-            self.mean.copy_(0.9 * self.mean + 0.1 * x.mean(0))
-    return y
-
-
 @piece(table=lambda: zeros(4, WIDTH))
 def buffer_by_views(self, x):
     if self.training:
         self.table[1:3] += x.detach().mean(0) / 10
         self.table[0].fill_(0.5)
     return x + self.table.mean(0)
-
-
-@piece(mean=lambda: zeros(WIDTH), var=lambda: ones(WIDTH))
-def buffers_of_each_other(self, x):
-    if self.training:
-        d = x.detach() - self.mean
-        self.mean = self.mean + 0.1 * d.mean(0)
-        self.var.lerp_(d.square().mean(0) + self.mean.square(), 0.1)
-    return (x - self.mean) / (self.var + 0.1).sqrt()
-
-
-@piece(mean=lambda: nn.Buffer(torch.randn(WIDTH)), scale=lambda: nn.Buffer(torch.rand(WIDTH) + 0.5))
-def buffers_read(self, x):
-    return (x - self.mean) * self.scale
-
-
-@piece(a=lambda: nn.Buffer(torch.rand(WIDTH)), b=lambda: zeros(WIDTH))
-def buffers_by_list(self, x):
-    for name in ("a", "b"):
-        x = x + getattr(self, name)
-    if self.training:
-        for buffer in self.buffers():
-            buffer.mul_(0.99).add_(0.01)
-    return x
-
-
-@piece(
-    queue=lambda: nn.Buffer(torch.randn(6, WIDTH)),
-    at=lambda: nn.Buffer(torch.zeros(1, dtype=torch.int64)),
-)
-def queue_of_samples(self, x):
-    y = x + torch.softmax(x @ self.queue.clone().detach().T / 4, 1) @ self.queue.clone().detach()
-    if self.training:
-        at = int(self.at)
-        self.queue[at] = x.detach()[0]
-        self.at[0] = (at + 1) % 6
-    return y
 
 
 @piece(codes=lambda: nn.Buffer(torch.randn(5, WIDTH)), counts=lambda: ones(5))
@@ -426,49 +317,12 @@ def teacher_in_a_buffer(self, x):
     return self.lin(x) + functional.linear(x, self.mean)
 
 
-@piece(w=lambda: nn.Buffer(torch.fft.fft(torch.randn(WIDTH, dtype=torch.float64)).to(torch.complex128)))
-def complex_filter(self, x):
-    return torch.fft.ifft(torch.fft.fft(x) * self.w / 4).real
-
-
-@piece(mask=lambda: nn.Buffer(torch.ones(WIDTH, dtype=torch.bool)))
-def mask_of_bools(self, x):
-    if self.training:
-        self.mask = x.detach().mean(0) > -0.5
-    return x * self.mask
-
-
 # ---------------------------------------------------------------- parameters
-
-
-@piece(lin=linear)
-def asks_dtype(self, x):
-    return self.lin(x.to(self.lin.weight.dtype))
-
-
-@piece(lin=linear)
-def asks_first_parameter(self, x):
-    return self.lin(x.to(next(self.parameters()).dtype).to(next(self.parameters()).device))
-
-
-@piece(lin=linear)
-def asks_shape(self, x):
-    return self.lin(x) / self.lin.weight.shape[0] * self.lin.weight.size(1) + self.lin.weight.numel() / 1000
-
-
-@piece(lin=linear)
-def asks_type_as(self, x):
-    return self.lin(x.type_as(self.lin.weight))
 
 
 @piece(scale=lambda: weight(WIDTH))
 def layer_scale(self, x):
     return x + x * self.scale
-
-
-@piece(lin=linear, gate=linear)
-def gated(self, x):
-    return self.lin(x) * torch.sigmoid(self.gate(x)) + x
 
 
 @piece(lin=linear, unused=linear, empty=lambda: nn.Parameter(torch.zeros(0, 3)))
@@ -477,37 +331,8 @@ def parameter_unused(self, x):
 
 
 @piece(lin=linear, rare=linear)
-def parameter_used_by_size(self, x):
-    return self.rare(x) if x.shape[0] > 3 else self.lin(x)
-
-
-@piece(lin=linear, rare=linear)
 def parameter_used_by_value(self, x):
     return self.rare(x) if x.detach().sum() > 0 else self.lin(x)
-
-
-@piece(weights=lambda: nn.ParameterList([weight(WIDTH), weight(WIDTH)]))
-def list_of_parameters(self, x):
-    for scale in self.weights:
-        x = x * (1 + scale)
-    return x
-
-
-@piece(weights=lambda: nn.ParameterDict({"a": weight(WIDTH, WIDTH), "b": weight(WIDTH)}))
-def dict_of_parameters(self, x):
-    return x @ self.weights["a"] + self.weights["b"]
-
-
-@piece(layers=lambda: nn.ModuleDict({"a": linear(), "b": nn.BatchNorm1d(WIDTH)}))
-def dict_of_modules(self, x):
-    for name in ("a", "b"):
-        x = self.layers[name](x)
-    return x
-
-
-@piece(lin=linear)
-def weight_by_function(self, x):
-    return functional.linear(x, self.lin.weight * 0.5, self.lin.bias) + self.lin(x)
 
 
 @piece("changes", lin=linear, teacher=lambda: frozen(linear()))
@@ -525,21 +350,6 @@ def weight_clamped(self, x):
     return self.lin(x)
 
 
-@piece(table=lambda: nn.Embedding(8, WIDTH))
-def embedding(self, x):
-    return x + self.table(x.detach().argmax(1) % 8)
-
-
-@piece(w=lambda: weight(WIDTH, WIDTH), b=lambda: nn.Parameter(torch.zeros(())))
-def scalar_parameter(self, x):
-    return torch.einsum("ni,ij->nj", x, self.w) + self.b
-
-
-@piece(w=lambda: nn.Parameter(weight(WIDTH, WIDTH).data.T))
-def transposed_memory(self, x):
-    return x @ self.w
-
-
 # ---------------------------------------------------------------- Python values
 
 
@@ -547,37 +357,6 @@ def transposed_memory(self, x):
 def counter_used(self, x):
     self.calls += 1
     return x * (1 + self.calls / 50)
-
-
-@piece("counts", calls=0)
-def counter_of_training(self, x):
-    if self.training:
-        self.calls += 1
-    return x * (1 + self.calls / 50)
-
-
-@piece("counts tested", calls=0, lin=linear)
-def counter_logged(self, x):
-    self.calls += 1
-    return self.lin(x)
-
-
-@piece("counts tested", sizes=list)
-def list_of_sizes(self, x):
-    self.sizes.append(int(x.shape[0]))
-    return x * 1.1
-
-
-@piece("counts tested poisoned", means=list)
-def list_of_floats(self, x):
-    self.means.append(float(x.detach().mean()))
-    return x + sum(self.means[-3:]) / 10
-
-
-@piece("counts tested poisoned", figures=dict)
-def dict_of_floats(self, x):
-    self.figures["mean"] = 0.5 * self.figures.get("mean", 0.0) + float(x.detach().mean())
-    return x + self.figures["mean"]
 
 
 @piece("counts tested poisoned", last=lambda: deque(maxlen=3))
@@ -648,37 +427,6 @@ def mode_asked(self, x):
     return self.lin(x) * (2.0 if self.training else 0.5)
 
 
-@piece(lin=linear, only=linear)
-def layer_of_evaluation(self, x):
-    x = self.lin(x)
-    return x if self.training else self.only(x)
-
-
-@piece(lin=linear)
-def dropout_function(self, x):
-    return functional.dropout(self.lin(x), 0.0, training=self.training)
-
-
-@piece(lin=linear)
-def part_without_gradient(self, x):
-    with torch.no_grad():
-        y = self.lin(x)
-    return x + y
-
-
-@piece(lin=linear)
-def straight_through(self, x):
-    y = self.lin(x)
-    return y + (y.round(decimals=1) - y).detach()
-
-
-@piece()
-def in_place_on_a_copy(self, x):
-    x = x + 0
-    x.mul_(1.5).add_(0.1)
-    return x
-
-
 @piece(lin=linear)
 def in_place_on_a_view(self, x):
     x = self.lin(x)
@@ -692,40 +440,6 @@ def in_place_on_the_input(self, x):
     return x.mul_(1.25)
 
 
-@piece()
-def chunks(self, x):
-    first, second = x.chunk(2, dim=1)
-    return torch.cat([second * 1.5, first], dim=1)
-
-
-@piece(lin=linear)
-def maximum(self, x):
-    values, indices = torch.max(self.lin(x), dim=1)
-    return x + values[:, None] * (1 + indices[:, None] / 10)
-
-
-@piece(lin=linear)
-def dicts_and_tuples(self, x):
-    parts = {"a": self.lin(x), "b": (x, [x * 2, None])}
-    return parts["a"] + parts["b"][1][0]
-
-
-class Pair(NamedTuple):
-    value: Tensor
-    scale: Tensor
-
-
-class MakesPair(nn.Module):
-    def forward(self, x: Tensor) -> Pair:
-        return Pair(x, x.abs().mean())
-
-
-@piece(pair=MakesPair, lin=linear)
-def named_tuple(self, x):
-    made = self.pair(x)
-    return self.lin(made.value) * made.scale
-
-
 @piece(lin=linear, last=linear)
 def checkpointed(self, x):
     return self.last(checkpoint(lambda y: self.lin(y).tanh(), x, use_reentrant=False))
@@ -736,75 +450,6 @@ def checkpointed_norm(self, x):
     return checkpoint(self.norm, self.lin(x), use_reentrant=False)
 
 
-@piece(attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True))
-def attention(self, x):
-    x = x.view(-1, 4, 4)
-    return (x + self.attention(x, x, x, need_weights=False)[0]).flatten(1)
-
-
-@piece(cells=lambda: nn.LSTM(4, 4, batch_first=True))
-def lstm(self, x):
-    return self.cells(x.view(-1, 4, 4))[0].flatten(1)
-
-
-@piece(cell=lambda: nn.GRUCell(8, WIDTH))
-def gru_cell(self, x):
-    state = torch.zeros_like(x)
-    for part in x.chunk(2, dim=1):
-        state = self.cell(part, state)
-    return state
-
-
-@piece("float32", w=lambda: weight(WIDTH, WIDTH))
-def part_in_float32(self, x):
-    return (x.float() @ self.w.float()).to(x.dtype)
-
-
-@piece("float32", norm=lambda: nn.LayerNorm(WIDTH))
-def norm_in_float32(self, x):
-    w, b = self.norm.weight.float(), self.norm.bias.float()
-    return functional.layer_norm(x.float(), (WIDTH,), w, b).type_as(x)
-
-
-class Scaling(torch.autograd.Function):
-    """Its gradient is not that of its value."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor) -> Tensor:
-        return x * 1.5
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient * 0.5
-
-
-@piece()
-def function_of_autograd(self, x):
-    return Scaling.apply(x)
-
-
-@piece(lin=linear)
-def hook_on_activation(self, x):
-    y = self.lin(x)
-    if y.requires_grad:
-        y.register_hook(lambda gradient: gradient * 0.5)
-    return y.tanh()
-
-
 @piece(lin=linear, norm=lambda: nn.BatchNorm1d(WIDTH))
 def norm_asked(self, x):
     return self.norm(self.lin(x - self.norm.running_mean)) + self.norm.num_batches_tracked * 0.01
-
-
-@piece(count=3, lin=linear)
-def repeated(self, x):
-    for _ in range(self.count):
-        x = x + self.lin(x).tanh() / 2
-    return x
-
-
-@piece(scale=lambda: nn.Parameter(torch.ones(())), n=zeros)
-def penalty(self, x):
-    if self.training:
-        self.n = torch.maximum(self.n, x.detach().abs().max())
-    return x * self.scale / (1 + self.n)

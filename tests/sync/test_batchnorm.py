@@ -259,3 +259,14 @@ def test_buffers_of_every_dtype_go_back_or_stay(unless):
         for name, buffer in model.named_buffers():
             wanted = moved if unless else kept
             assert torch.equal(buffer.nan_to_num(9.0), wanted[name].nan_to_num(9.0)), name
+
+
+@pytest.mark.parametrize("unless", [None, torch.zeros(()), torch.ones(())], ids=str)
+def test_a_rollback_leaves_alone_what_another_stage_has_saved_of_a_constant(unless):
+    model, x = nn.Module(), torch.ones(2, requires_grad=True)
+    model.scale = nn.Buffer(torch.full((2,), 3.0))
+    rollback = BufferRollback(model)
+    product = (x * model.scale).sum()
+    rollback.restore(unless)
+    product.backward()
+    assert x.grad.tolist() == [3.0, 3.0]
