@@ -12,6 +12,7 @@ tensor that another stage still uses, or a received leaf, which autograd forbids
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -238,14 +239,17 @@ def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
 def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Stages for the nodes of an evaluation graph that differs from the training graph.
 
-    Whatever uses a parameter, or a buffer or Python attribute that changes, stays where training put it; the rest goes
-    to the first stage where all that it needs is there.
+    Whatever is kept whole, or uses a parameter, or a buffer or Python attribute that changes, stays where training put
+    it; the rest goes to the first stage where all that it needs is there.
     """
     assert units.evaluate is not None
-    called = {str(node.target): home[node] for node in units.train.compute if node.op == "call_module"}
-    paths = units.traced.remembering
+    called = {(str(node.target), home[node]) for node in units.train.compute if node.op == "call_module"}
+    uses = Counter(name for name, _ in called)
+    paths = {*units.traced.remembering, *units.traced.leaves}  # what is kept whole may make a buffer
     counting = {
-        name: stage for name, stage in called.items() if any(f"{path}.".startswith(f"{name}.") for path in paths)
+        name: stage
+        for name, stage in called
+        if uses[name] == 1 and any(f"{path}.".startswith(f"{name}.") for path in paths)
     }
     owner = {memory: home[nodes[0]] for memory, nodes in state_users(units.traced, units.train, units.evaluate).items()}
     stages: dict[fx.Node, int] = {}

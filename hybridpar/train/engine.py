@@ -287,9 +287,9 @@ class Engine:
         outcome = self.pipeline.step(
             given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
         )
-        if self._shares_first:  # its forward passes may have registered buffers
-            self._shares_first = False
+        if self._shares_first:  # its forward passes may have registered buffers, which stay if it counts
             self.pipeline.wait()
+            self._shares_first = not outcome.committed
             for stage in self.pipeline.stages.values():
                 stage.replica_buffers.share(new=True)
         return outcome

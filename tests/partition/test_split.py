@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torchvision
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
@@ -272,3 +273,31 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class MakesBuffer(nn.Module):
+    """Kept whole, as its first pass registers a buffer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", x.detach().abs().mean() + 1)
+        return x / self.scale
+
+
+class Skipping(nn.Module):
+    """In evaluation what is kept whole needs nothing of the layer that is before it in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(4, 4), MakesBuffer(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.last(self.late(y) if self.training else self.late(x) + y)
+
+
+def test_what_is_kept_whole_stays_in_its_stage_in_evaluation() -> None:
+    model, x = Skipping(), torch.ones(2, 4)
+    units = find_units(trace_model(model, [x]), [x])
+    stages = split_model(units, [int("first" not in unit.name) for unit in units.graph.units])
+    assert [any(one is model.late for one in stage.modules()) for stage in stages] == [False, True]

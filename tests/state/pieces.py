@@ -124,7 +124,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "hook_on_output": lambda: hooked(linear(), "register_forward_hook", lambda module, given, made: made * 1.5),
     "hook_on_input": lambda: hooked(linear(), "register_forward_pre_hook", lambda module, given: (given[0] * 0.5,)),
     "hook_on_gradient": lambda: hooked(
-        linear(), "register_full_backward_hook", lambda module, given, made: (given[0] * 0.5,)
+        linear(),
+        "register_full_backward_hook",
+        lambda module, given, made: [one if one is None else one * 0.5 for one in given],
     ),
 }
 for _name, _factory in LAYERS.items():

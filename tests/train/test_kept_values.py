@@ -280,7 +280,7 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.left == 0:
             self.register_buffer("mean", x.detach().mean())
-        self.left -= 1
+        self.left -= self.left >= 0  # for good after that pass
         return x - self.mean if hasattr(self, "mean") else x
 
 
