@@ -108,6 +108,8 @@ class Trainer:
             times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
         classes: Number of classes, which soft targets of mixup and cutmix have.
+        several_labels: A sample may have several classes: its target has a 0 or a 1 for each, and with `loss="auto"`
+            each is trained by binary cross-entropy.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
@@ -136,6 +138,7 @@ class Trainer:
         example: Tensor | None = None,
         name: str | None = None,
         classes: int | None = None,
+        several_labels: bool = False,
     ) -> None:
         given = plan if isinstance(plan, Plan) else None
         #: The options as they were given; where a plan says otherwise, `plan` counts.
@@ -180,7 +183,10 @@ class Trainer:
                 self._deferred = None
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
-            self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
+            self._loss = loss or OutputLoss(
+                make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes)
+            )
+            self._single_label = loss is None and self.config.loss == "auto" and not several_labels
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
@@ -305,6 +311,9 @@ class Trainer:
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        if self._single_label:
+            self._single_label = False  # the first batch says it, and to look waits for the device
+            self._check_single(placed)
         if self.config.mixes:
             placed = self._mixed(placed)
         factor = self._rate_factor()
@@ -337,6 +346,19 @@ class Trainer:
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+
+    def _check_single(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse targets with several classes where the loss is that of a single one."""
+        for _, targets in micro_batches:
+            dense = targets.ndim == 2 and (targets.is_floating_point() or targets.dtype == torch.bool)
+            if dense and ((targets.sum(dim=1) - 1).abs() > 0.01).any():
+                with contextlib.suppress(SyncError):
+                    self.engine.refuse()
+                raise UsageError(
+                    "targets of several classes, with the loss of a single class",
+                    "By default the loss is cross-entropy, and its targets are class numbers, or add up to 1.",
+                    "Use Trainer(..., several_labels=True), or give it a loss.",
+                )
 
     def _mixed(self, placed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Mixup and cutmix, by one draw for the global batch of the step."""

@@ -176,6 +176,20 @@ def test_the_users_own_optimizer_and_loss_are_used():
     assert result.lr == 0.01
 
 
+def test_targets_of_several_classes_are_said_or_refused():
+    images, labels = make_batch()
+    several = nn.functional.one_hot(labels, 10).float()
+    config = TrainConfig(plan="none")
+    with Trainer(make_model(), config=config) as trainer:
+        trainer.step((images, several))
+    several[:, 3] = 1.0
+    with Trainer(make_model(), config=config) as trainer, pytest.raises(UsageError, match="several_labels=True"):
+        trainer.step((images, several))
+    with Trainer(make_model(), config=config, several_labels=True) as trainer:
+        loss = nn.functional.binary_cross_entropy_with_logits(trainer.model(images), several)
+        assert trainer.step((images, several)).loss == pytest.approx(float(loss), rel=1e-6)
+
+
 def test_parameters_of_another_model_are_refused():
     with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
