@@ -98,6 +98,8 @@ class OutputLoss:
     def __init__(self, loss: Callable[[Any, Tensor], Tensor], auxiliary: float | None = None) -> None:
         self.loss = loss
         self.auxiliary = auxiliary
+        #: Of a loss that is a sum: what it is divided by.
+        self.count: Callable[[Tensor], Any] | None = getattr(loss, "count", None)
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss that is trained."""

@@ -1,16 +1,24 @@
 """Losses by name: cross-entropy, and binary cross-entropy of each class.
 
 Both take class numbers or soft targets (n, classes), as mixup makes them, and return the mean over the samples, so that
-micro-batches of different sizes can be weighed by their samples.
+micro-batches of different sizes can be weighed by their samples. A loss that is no such mean returns a sum, and its
+`count` what the sums of all micro-batches are divided by.
 """
 
 from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hybridpar.config import OptimizerConfig
+from hybridpar.models.outputs import OutputLoss
+
+_log = logging.getLogger(__name__)
 
 
 class BinaryCrossEntropy(nn.Module):
@@ -46,3 +54,42 @@ def make_loss(config: OptimizerConfig, *, several_labels: bool = False, mixed: b
     if config.loss == "bce" or (config.loss == "auto" and several_labels):
         return BinaryCrossEntropy(smoothing, config.bce_threshold, smooth_dense=several_labels)
     return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+class SummedLoss:
+    """A loss of torch that is a mean over the targets that count, by their weights, as a sum and what it is over."""
+
+    def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self._loss = copy.copy(loss)
+        self._loss.reduction = "sum"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum."""
+        total: Tensor = self._loss(outputs, targets)
+        return total
+
+    def count(self, targets: Tensor) -> Tensor | float:
+        """What the mean divides by; where targets are probabilities, torch counts all of them."""
+        if targets.is_floating_point():
+            return targets.numel() / targets.shape[1]
+        counts = targets != self._loss.ignore_index
+        weight = self._loss.weight
+        return (counts if weight is None else weight[targets.where(counts, 0)] * counts).sum()
+
+
+def as_sum(loss: Any) -> Any:
+    """A loss of torch that leaves targets out or weighs them, as a sum; any other loss as it is."""
+    if isinstance(loss, OutputLoss):
+        return OutputLoss(as_sum(loss.loss), loss.auxiliary)
+    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean" or hasattr(loss, "count"):
+        return loss
+    if loss.weight is None and loss.ignore_index == nn.CrossEntropyLoss().ignore_index:
+        return loss
+    if type(loss).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+        return SummedLoss(loss)
+    _log.warning(
+        "the loss %s leaves targets out or weighs them, and micro-batches are weighed by their samples: let it return "
+        "a sum, and its method `count(targets)` what that is divided by",
+        type(loss).__name__,
+    )
+    return loss

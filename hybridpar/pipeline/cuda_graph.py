@@ -50,7 +50,7 @@ _Issued_co = TypeVar("_Issued_co", covariant=True)
 class Captured(Protocol[_Issued_co]):
     """What a `StepGraph` needs of an engine."""
 
-    def issue(self, micro_batches: MicroBatches, global_samples: int, flags: Tensor) -> _Issued_co:
+    def issue(self, micro_batches: MicroBatches, global_samples: float, flags: Tensor) -> _Issued_co:
         """Issue everything that a step does on the device, reading nothing of it."""
 
     def set_rates(self, factor: float) -> None:
@@ -69,10 +69,10 @@ class _Shape:
 
     tensors: tuple[Any, ...]
     samples: int
-    global_samples: int
+    global_samples: float
 
     @classmethod
-    def of(cls, micro_batches: MicroBatches, samples: int, global_samples: int) -> _Shape:
+    def of(cls, micro_batches: MicroBatches, samples: int, global_samples: float) -> _Shape:
         facts = ((tuple(one.shape), one.stride(), one.dtype) for pair in micro_batches for one in pair)
         return cls(tuple(facts), samples, global_samples)
 

@@ -123,6 +123,7 @@ class PipelineEngine:
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
+        self._sums = callable(getattr(loss, "count", None))
         names = dict(model.named_parameters())
         policy = agree_on_policy(options.sync.codec, names, world, options.sync.fidelity)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
@@ -280,7 +281,7 @@ class PipelineEngine:
     def step(
         self,
         micro_batches: Sequence[tuple[Any, Any]],
-        global_samples: int | Callable[[], int],
+        global_samples: float | Callable[[], float],
         *,
         rate_factor: float = 1.0,
         stop: bool = False,
@@ -291,7 +292,7 @@ class PipelineEngine:
             refresh(self._copies)
         return self.executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
-    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
+    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: float, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `Executor.adopt` counts it."""
         return self.executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
@@ -500,9 +501,8 @@ class PipelineEngine:
 
     def _micro_batch(self, inputs: Any, targets: Any) -> MicroBatch:
         named = self._named(inputs)
-        return MicroBatch(
-            named, targets, int((targets if isinstance(targets, Tensor) else next(iter(named.values()))).shape[0])
-        )
+        samples = int((targets if isinstance(targets, Tensor) else next(iter(named.values()))).shape[0])
+        return MicroBatch(named, targets, samples, 1 if self._sums else samples)
 
     def _named(self, inputs: Any) -> dict[str, Tensor]:
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

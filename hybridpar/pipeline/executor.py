@@ -161,7 +161,7 @@ class Executor:
         step.ends.extend(lane.record() for _, lane in self._senders.values())
         return step
 
-    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
+    def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of the next step over the replicas, where only each knows its own."""
         self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
         return self._agreement.count_samples(samples, refusing=refusing)
@@ -378,7 +378,7 @@ class Executor:
         run, keep = stage.run, stage.lane.keep
         if action.kind is Kind.FORWARD:
             batch = step.request.micro_batches[index]
-            share = partial(step.request.share, batch.samples)
+            share = partial(step.request.share, batch.weight)
             inputs, parks = dict(batch.inputs), one.parks
             return stage.lane, lambda: run.forward(index, inputs, batch.target, share, keep, parks=parks)
         return stage.lane, partial(run.backward, index, keep)

@@ -291,13 +291,13 @@ class Agreement:
         self._device = lanes.device
         self._constants = Constants(lanes.device)
 
-    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
+    def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of a step over the replicas."""
         # Each of them has one worker of every replica, so the sums are the same.
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
         if parties[0].control_sum is None:
             return lambda: samples
-        told = [float(samples), float(refusing)]
+        told = [samples, float(refusing)]
         sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
         counts = sums[-1]
         self.lane.wait(self._lanes.caller.record())
@@ -305,12 +305,12 @@ class Agreement:
             self.lane.submit(partial(self._sum, one, "exchanging sample counts", party), uses=(one,))
         known = self.lane.record()
 
-        def read() -> int:
+        def read() -> float:
             self._lanes.caller.wait(known)
             total, refused = map(float, counts.tolist())
             if refused:
                 raise refused_by_others(round(refused))
-            return round(total)
+            return total
 
         return read
 

@@ -51,11 +51,13 @@ class MicroBatch:
         inputs: The model's inputs by name.
         target: What the loss compares the output with.
         samples: How many there are.
+        weight: As many where the loss is their mean; 1 where it is a sum.
     """
 
     inputs: Mapping[str, Tensor]
     target: Any
     samples: int
+    weight: int
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,25 @@ class StepInput:
     Attributes:
         micro_batches: Inputs and targets of each, on the device.
         samples: Samples of this replica.
-        global_samples: Samples of all replicas; None where each knows only its own.
+        global_samples: Samples of all replicas, or what their losses are sums over; None where each knows only its own.
         rate_factor: What the optimizers' peak learning rates are multiplied with.
         stop: Ask all workers to stop after this step.
         save: Ask all workers for a checkpoint after this step.
+        count: What the losses of this replica are sums over; None where each is a mean over its samples.
     """
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
     samples: int
-    global_samples: int | None
+    global_samples: float | None
     rate_factor: float = 1.0
     stop: bool = False
     save: bool = False
+    count: float | None = None
+
+    @property
+    def weight(self) -> float:
+        """What this replica adds to `global_samples`."""
+        return self.samples if self.count is None else self.count
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class StepRequest:
 
     Attributes:
         micro_batches: This replica's share.
-        global_samples: Samples of all replicas; a function is asked when the first loss is there, and may wait for
+        global_samples: What losses are divided by; a function is asked when the first loss is there, and may wait for
             other workers (only where the host runs the passes itself).
         rate_factor: What the optimizers' peak learning rates are multiplied with; None where their rates have been set.
         stop: This worker wants training to end after this step.
@@ -95,16 +104,16 @@ class StepRequest:
     """
 
     micro_batches: Sequence[MicroBatch]
-    global_samples: int | Callable[[], int]
+    global_samples: float | Callable[[], float]
     rate_factor: float | None = 1.0
     stop: bool = False
     save: bool = False
     flags: Tensor | None = None
 
-    def share(self, samples: int) -> float:
-        """A micro-batch's part of the global batch, with which its mean loss is weighed."""
+    def share(self, weight: int) -> float:
+        """What the loss of a micro-batch is multiplied with: its part of the global batch, where it is a mean."""
         known = self.global_samples
-        return samples / (known() if callable(known) else known)
+        return weight / ((known() if callable(known) else known) or 1)  # a sum over no targets is 0
 
 
 class SpanRecorder:

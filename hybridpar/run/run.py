@@ -220,6 +220,7 @@ class Run(RunLoop):
             example=self._example(plan),
             name=model_name,
             classes=data.classes,
+            several_labels=data.multi_label,
         )
         self.selector: BatchSelector | None = None
         if config.select_batch > 0:

@@ -151,7 +151,7 @@ class ServedRun(RunLoop):
         for entry in self.policy.rules:
             check_optimizer(entry.codec, optimizer)
         self.clipping = Clipping.of(config, self.model, optimizer)
-        self.loss = OutputLoss(make_loss(config, mixed=config.mixes))
+        self.loss = OutputLoss(make_loss(config, several_labels=data.multi_label, mixed=config.mixes))
         scales = None
         if config.scales_rates:
             scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)

@@ -104,7 +104,7 @@ class DoubleBufferEngine(Engine):
             )
         if self.pipeline.replicas > 1 and given.global_samples is None:
             # The exchange begins with the step, so whether somebody refuses the step is to be known before.
-            given = replace(given, global_samples=self.pipeline.executor.count_samples(given.samples)())
+            given = replace(given, global_samples=self.pipeline.executor.count_samples(given.weight)())
         if self._halves:
             return self._step_in_halves(given)
         self._staleness = self._age

@@ -272,14 +272,14 @@ class Engine:
             check_modes(self._modes)
         self._refuse_joined()
         if given.global_samples is None and self.pipeline.replicas == 1:
-            given = replace(given, global_samples=given.samples)
-        if self.graph is not None and not self._shares_first:
+            given = replace(given, global_samples=given.weight)
+        if self.graph is not None and not self._shares_first and given.count is None:
             issued = self.graph.step(given)
             if issued is not None:
                 return self.pipeline.executor.adopt(issued)
-        counted: int | Callable[[], int] | None = given.global_samples
+        counted: float | Callable[[], float] | None = given.global_samples
         if counted is None:
-            counted = self.pipeline.executor.count_samples(given.samples)
+            counted = self.pipeline.executor.count_samples(given.weight)
             # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
             # other workers, who may have refused the step. Without samples there is no pass that would ask.
             if self.plan.is_staged or self.plan.sync.batch_norm == "sync" or not given.micro_batches:
@@ -305,7 +305,7 @@ class Engine:
                 "Make it with all parameters; those with requires_grad False wait until that changes.",
             )
 
-    def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: int, flags: Tensor) -> StepState:
+    def issue(self, micro_batches: Sequence[tuple[Tensor, Tensor]], global_samples: float, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
         return self.pipeline.issue(micro_batches, global_samples, flags)
 

@@ -39,27 +39,29 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
     note: Callable[[Any, Tensor], object] | None = None,
+    count: Callable[[Tensor], Tensor | float] | None = None,
 ) -> Evaluation:
     """Accuracy and loss over a test set; a collective."""
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=world.device)
     for inputs, targets in batches:
         outputs = forward(inputs)
         if outputs is None:  # of a stage that is not the last one
             continue
-        mean = loss(outputs, targets)
-        count = int(targets.shape[0])
+        result = loss(outputs, targets).double()
+        samples = int(targets.shape[0])
+        weighed = (result * samples, samples) if count is None else (result, count(targets))
         correct = _correct(outputs, targets)
         if note is not None:
             note(outputs, targets)
-        values = (correct, mean.double() * count, count)
+        values = (correct, *weighed, samples)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
     if world.size > 1:
         with world.named_errors("adding up the evaluation"):
             dist.all_reduce(sums, group=world.control)
-    correct_sum, loss_sum, total = sums.tolist()
+    correct_sum, loss_sum, counted, total = sums.tolist()
     if total == 0:
         raise UsageError("the test set is empty", "An accuracy needs at least one sample.")
-    return Evaluation(correct_sum / total, loss_sum / total, round(total))
+    return Evaluation(correct_sum / total, loss_sum / (counted or 1), round(total))
 
 
 def _correct(outputs: Any, targets: Tensor) -> Tensor | float:

@@ -222,7 +222,7 @@ class OuterEngine(Engine):
         self._read(1)  # the step before is known by now
         arrival, waited = self._exchange(own, given)
         if arrival is None:
-            return OwnOutcome(own, given.global_samples or given.samples * self._team.size, self._full_bytes)
+            return OwnOutcome(own, round(given.global_samples or given.samples * self._team.size), self._full_bytes)
         return MetOutcome(own, arrival, waited, self._full_bytes)
 
     def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[Arrival | None, float]:

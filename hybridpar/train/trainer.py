@@ -36,7 +36,7 @@ from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state_dicts import copy_of, put_state
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
-from hybridpar.optim.losses import make_loss
+from hybridpar.optim.losses import as_sum, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.step import StepInput
@@ -93,7 +93,9 @@ class Trainer:
             other parameters are on the meta device.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
             cross-entropy with the configured label smoothing, of auxiliary outputs, too: see
-            `hybridpar.models.outputs`.
+            `hybridpar.models.outputs`. A loss that is another mean has a method `count(targets)` and returns a *sum*:
+            the sums of all micro-batches and workers are divided by all counts. `CrossEntropyLoss` and `NLLLoss` with
+            `weight` or `ignore_index` are divided so by themselves.
         config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
             `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
             placement and schedule, are searched for, if need be between the first steps. The attribute `plan` says what
@@ -108,6 +110,8 @@ class Trainer:
             times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
         classes: Number of classes, which soft targets of mixup and cutmix have.
+        several_labels: A sample may have several classes: its target has a 0 or a 1 for each, and with `loss="auto"`
+            each is trained by binary cross-entropy.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
@@ -136,6 +140,7 @@ class Trainer:
         example: Tensor | None = None,
         name: str | None = None,
         classes: int | None = None,
+        several_labels: bool = False,
     ) -> None:
         given = plan if isinstance(plan, Plan) else None
         #: The options as they were given; where a plan says otherwise, `plan` counts.
@@ -152,7 +157,7 @@ class Trainer:
                 "The targets of mixup and cutmix have a value for each class.",
                 "Give it: Trainer(..., classes=10).",
             )
-        self._classes = classes
+        self._classes, self._single_label = classes, False
         self._owns_world = world is None
         self.world = world or join_workers(self.config, plan=given)
         self._owns_lanes = lanes is None
@@ -180,7 +185,12 @@ class Trainer:
                 self._deferred = None
             self.model = model.to(self.world.device) if self._deferred is None else model
             self.fingerprint = model_fingerprint(self.model)
-            self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
+            if loss is None:
+                loss = OutputLoss(make_loss(self.config, several_labels=several_labels, mixed=self.config.mixes))
+                self._single_label = self.config.loss == "auto" and not several_labels
+            self._loss = as_sum(loss)
+            count = getattr(self._loss, "count", None)
+            self._count = count if callable(count) else None
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
@@ -305,10 +315,16 @@ class Trainer:
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        if self._single_label:
+            self._single_label = False  # the first batch says it, and to look waits for the device
+            self._check_single(placed)
         if self.config.mixes:
             placed = self._mixed(placed)
         factor = self._rate_factor()
-        outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save))
+        count = None
+        if self._count is not None:  # on a GPU the host waits for it
+            global_samples, count = None, sum(float(self._count(targets)) for _, targets in placed)
+        outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save, count))
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
         staged = self.plan.is_staged
@@ -337,6 +353,19 @@ class Trainer:
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+
+    def _check_single(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse targets with several classes where the loss is that of a single one."""
+        for _, targets in micro_batches:
+            dense = targets.ndim == 2 and (targets.is_floating_point() or targets.dtype == torch.bool)
+            if dense and ((targets.sum(dim=1) - 1).abs() > 0.01).any():
+                with contextlib.suppress(SyncError):
+                    self.engine.refuse()
+                raise UsageError(
+                    "targets of several classes, with the loss of a single class",
+                    "By default the loss is cross-entropy, and its targets are class numbers, or add up to 1.",
+                    "Use Trainer(..., several_labels=True), or give it a loss.",
+                )
 
     def _mixed(self, placed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Mixup and cutmix, by one draw for the global batch of the step."""
@@ -456,7 +485,7 @@ class Trainer:
         with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
             placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
             loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
-            return evaluate(forward, loss, placed, self.world)
+            return evaluate(forward, loss, placed, self.world, count=self._count)
 
     def fit(
         self,

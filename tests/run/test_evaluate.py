@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from hybridpar.config.trained import TrainedOptions
 from hybridpar.data import ImageData, MemoryImages
 from hybridpar.errors import UsageError
+from hybridpar.observe import read_metrics
 from hybridpar.run.evaluate import _Notes, _put_together, evaluate_trained
 from hybridpar.run.trained import find_trained, load_trained
 from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.evaluation import Evaluation
 from tests.ranks import run_ranks
-from tests.runs import check_run, restored_modes, train_rank
+from tests.runs import assert_same_state, check_run, restored_modes, train, train_rank
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +124,40 @@ def test_of_several_classes_each_is_right_by_itself():
 def test_a_model_with_other_outputs_than_classes_is_refused():
     with pytest.raises(UsageError, match="a score for each"):
         _Notes(3, several=False).add(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+def write_table(file, labels):
+    """A table of grey images, as bright as their number, three to train and one to test for each label."""
+    rows = []
+    for number, label in enumerate(4 * labels):
+        image = file.parent / f"{number}.png"
+        Image.new("RGB", (8, 8), (20 * (number % len(labels)),) * 3).save(image)
+        rows.append((image.name, label, "test" if number < len(labels) else "train"))
+    with open(file, "w", newline="") as opened:
+        csv.writer(opened).writerows([("path", "label", "split"), *rows])
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A table of images with several labels, and options to train on it."""
+    table = tmp_path_factory.mktemp("several") / "all.csv"
+    write_table(table, ["", "a", "b", "c", "a;b", "a;c", "b;c", "a;b;c"])
+    return {"data": "csv", "data_root": table, "batch_size": 8, "loader_workers": 0, "plan": "none"}
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.2}], ids=["plain", "mixed"])
+def test_several_labels_are_trained_and_tested_by_binary_cross_entropy(several, options, tmp_path):
+    for loss in ("auto", "bce"):
+        train(tmp_path / loss, epochs=1, loss=loss, **several, **options)
+    train(tmp_path / "auto", epochs=2, resume=True, **several, **options)
+    train(tmp_path / "bce", epochs=2, resume=True, loss="bce", **several, **options)
+    assert_same_state(tmp_path / "auto", tmp_path / "bce")
+    results = [evaluated(tmp_path / loss)[1].plain() for loss in ("auto", "bce")]
+    assert results[0] == results[1]
+    assert results[0]["test_loss"] == pytest.approx(read_metrics(tmp_path / "auto").epochs[-1].test_loss)
+
+
+def test_servers_train_several_labels_alike(several, tmp_path):
+    for loss in ("auto", "bce"):
+        train(tmp_path / loss, sync="ps,servers=0", steps=2, loss=loss, **several)
+    assert_same_state(tmp_path / "auto", tmp_path / "bce")

@@ -15,6 +15,7 @@ from hybridpar import Trainer
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, TrainingError, UsageError
+from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import build_optimizer
 from hybridpar.train.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import run_ranks
@@ -174,6 +175,92 @@ def test_the_users_own_optimizer_and_loss_are_used():
     assert isinstance(trainer.optimizer, torch.optim.RMSprop)
     assert result.loss == pytest.approx(losses[0].item())
     assert result.lr == 0.01
+
+
+def test_targets_of_several_classes_are_said_or_refused():
+    images, labels = make_batch()
+    several = nn.functional.one_hot(labels, 10).float()
+    config = TrainConfig(plan="none")
+    with Trainer(make_model(), config=config) as trainer:
+        trainer.step((images, several))
+    several[:, 3] = 1.0
+    with Trainer(make_model(), config=config) as trainer, pytest.raises(UsageError, match="several_labels=True"):
+        trainer.step((images, several))
+    with Trainer(make_model(), config=config, several_labels=True) as trainer:
+        loss = nn.functional.binary_cross_entropy_with_logits(trainer.model(images), several)
+        assert trainer.step((images, several)).loss == pytest.approx(float(loss), rel=1e-6)
+
+
+class SeenPixels(nn.Module):
+    """A user's loss that is a mean over some pixels, as a sum and its count."""
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets, ignore_index=255, reduction="sum")
+
+    def count(self, targets):
+        return (targets != 255).sum()
+
+
+UNEVEN = {
+    "ignored": nn.CrossEntropyLoss(ignore_index=255),
+    "weighed": OutputLoss(nn.CrossEntropyLoss(torch.tensor([10.0, 1, 1, 1]), ignore_index=255, label_smoothing=0.1)),
+    "own": SeenPixels(),
+}
+
+
+def pixels():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 4, (8, 6, 6), generator=generator)
+    labels[4:, :5] = 255
+    labels[6:] = 255  # a micro-batch, and a worker's share, without any
+    return torch.randn(8, 3, 6, 6, generator=generator), labels
+
+
+def pixel_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU(), nn.Conv2d(5, 4, 1))
+
+
+def uneven_step(world, name, options):
+    """Weights after two steps, and loss as trained and as tested."""
+    images, labels = (one.tensor_split(world.size)[world.rank] for one in pixels())
+    config = TrainConfig(plan="none", lr=1.0, momentum=0.9, weight_decay=0.0, **options)
+    with Trainer(pixel_net(), loss=UNEVEN[name], config=config, world=world, example=images[:1]) as trainer:
+        loss = [trainer.step((images, labels)).loss for _ in range(2)][0]
+        tested = trainer.evaluate([(images, labels)]).loss
+        trainer.wait()
+        model = trainer.model
+    return torch.cat([one.detach().flatten() for one in model.parameters()]), loss, tested
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_loss_that_is_no_mean_over_samples_is_the_same_in_all_parts(name):
+    net, (images, labels) = pixel_net(), pixels()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        losses.append(UNEVEN[name](net(images), labels) / (UNEVEN[name].count(labels) if name == "own" else 1))
+        if len(losses) < 3:
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    right = torch.cat([one.detach().flatten() for one in net.parameters()]), float(losses[0]), float(losses[2])
+    alone = [
+        uneven_step(World(), name, options) for options in ({}, {"micro_batches": 8}, {"stages": 2, "micro_batches": 4})
+    ]
+    shared = run_ranks(uneven_step, 2, name, {"micro_batches": 2})
+    for mine in (*alone, *shared):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_that_may_be_no_mean_over_samples_is_told(caplog):
+    class Half(nn.CrossEntropyLoss):
+        def forward(self, outputs, targets):
+            return super().forward(outputs, targets) / 2
+
+    for loss in (Half(), Half(ignore_index=3)):
+        Trainer(make_model(), loss=loss, config=TrainConfig(plan="none")).close()
+    assert [record.getMessage().split()[2] for record in caplog.records] == ["Half"]
 
 
 def test_parameters_of_another_model_are_refused():
