@@ -111,6 +111,12 @@ def load_commands(name: str | None = None) -> None:
         importlib.import_module(f"{__name__}.{module}")
 
 
+def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:
+    """The options that a command line names, whatever value it gives them."""
+    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
+    return frozenset(one.name for one in fields(options) if {one.name, f"no_{one.name}"} & words)
+
+
 def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str]) -> type:
     """A dataclass with the options of another one in titled groups, for a help screen."""
     parts: list[Any] = []

@@ -7,14 +7,14 @@ import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import register_command
+from hybridpar.commands import named_options, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
@@ -72,7 +72,7 @@ class Train(TrainConfig, FileOptions, NodeOptions):
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them."""
     command.check()
-    named = named_options(arguments)
+    named = named_options(arguments, TrainConfig)
     if not in_job():
         check_names(command)
         if command.hosts is not None or command.slurm is not None or command.launch != "print":
@@ -213,12 +213,6 @@ def _check_registered(kind: str, folder: str, decorator: str, name: str, others:
     for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
         known.register(one, "")(None)
     known.get(name)
-
-
-def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options of a training run that a command line names, whatever value it gives them."""
-    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
-    return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
 
 
 def _announce(command: Train, workers: int | None, directory: str) -> None:

@@ -16,7 +16,7 @@ import tyro
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.ranges import check_ranges, numbers_of
-from hybridpar.config.recipe import RecipeConfig, refuse
+from hybridpar.config.recipe import RATE, RecipeConfig, refuse
 from hybridpar.config.sync import Local, Outer, ParameterServers, read_sync
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
@@ -278,6 +278,13 @@ class TrainConfig(
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
 
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate of which every step's is a fraction."""
+        if self.lr_per_sample is not None:
+            return self.lr_per_sample * self.batch_size
+        return RATE if self.lr is None and self.recipe != "none" else super().peak_lr
+
     def parts_per_step(self, micro_batches: int) -> int:
         """Micro-batches that a worker is given for a step; with `--double-buffer half` those of both halves.
 
@@ -381,7 +388,7 @@ def check_recipe(config: TrainConfig) -> None:
         UsageError: Two of them contradict each other; it names both.
     """
     check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
-    if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
+    if config.lr_per_sample is not None and config.lr is not None:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
     _refuse(config, RECIPE_CONFLICTS)
     if config.warm_start_steps and config.recipe == "none" and config.outer is None:

@@ -12,7 +12,6 @@ would take more than half of what the run computes.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -25,6 +24,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from hybridpar.codegen.cache import wanted
 from hybridpar.comm.world import World
 from hybridpar.compress import Group, parse_codec
 from hybridpar.compress.kernels import prepare_aside
@@ -301,7 +301,7 @@ def _at_speeds(
 def _scope(
     model: nn.Module, asked: Question, world: World, cluster: ClusterSpec | None, workers: int, passes: int
 ) -> _Scope:
-    off = asked.fixed.kernels == "stock" or os.environ.get("HYBRIDPAR_KERNELS") == "off"
+    off = asked.fixed.kernels == "stock" or not wanted()
     same = world.device.type == "cpu" and (cluster is None or cluster.hosts[0].kind == "cpu")
     formats = ["contiguous", "channels_last"] if len(asked.sample_shape) == 3 else ["contiguous"]
     if asked.fixed.memory_format is not None:

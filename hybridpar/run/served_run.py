@@ -344,7 +344,7 @@ class ServedRun(RunLoop):
         for text in result.news:
             self.progress.warn(text)
         for row in result.rows:
-            record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
+            record = step_record(row, result, data_ms, self.per_epoch, self.config.peak_lr)
             self._note_step(record, "did not count a gradient that was not finite")
 
     def _end_of_step(self, before: int, result: Exchanged) -> None:

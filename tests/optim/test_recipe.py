@@ -60,7 +60,9 @@ def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
     assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
-    assert sgd.lr == 1e-2 < TrainConfig.lr
+    assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
+    given = TrainConfig(recipe="onebit-sgd", lr=0.02)
+    assert expand(given, total_steps=100, replicas=2).lr == given.peak_lr == 0.02  # not taken for left out
     alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
     assert alone.compress == "none"
 
