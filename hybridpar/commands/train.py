@@ -97,7 +97,15 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             patient = sync.waits_for_all or not servers
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
-    elif os.environ["RANK"] == "0" and not launched_here():
+    elif not launched_here():
+        given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
+        if command.workers not in (None, given):
+            raise UsageError(
+                f"--workers {command.workers} in a job of {given}",
+                "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
+                "Leave out --workers, or unset both variables.",
+            )
+    if in_job() and not launched_here() and os.environ["RANK"] == "0":
         from hybridpar.run.directory import expected_directory, find_place
 
         with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
@@ -185,6 +193,13 @@ def check_names(command: Train) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
+    is_here = command.hosts is None and command.slurm is None
+    if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
+        raise UsageError(
+            f"--data-root {command.data_root}: there is no such folder",
+            f"--data {command.data} reads the images there.",
+            "Correct it.",
+        )
     SaveRule.parse(command.checkpoint_every)
     keep_rule(command), stop_rule(command)
     if command.log:

@@ -318,7 +318,7 @@ class ServedRun(RunLoop):
             raise TrainingError(
                 f"loss or gradients were not finite in {self._bad} steps in a row, up to step {result.step}",
                 "After so many training stops.",
-                "Lower --lr, or lengthen --warmup-epochs; the last checkpoint is from before.",
+                "Lower --lr, or lengthen --warmup-epochs; --resume goes on from a checkpoint.",
             )
 
     def _mixed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:

@@ -24,6 +24,7 @@ CONTRADICTIONS = [
     ({"sync": "allreduce,delay=1"}, "--sync allreduce", "'delay'"),
     ({"sync": "outer:2,momentum=0.5"}, "momentum=0.5", "opt=mean"),
     ({"lr_per_sample": 0.01, "lr": 0.3}, "--lr-per-sample 0.01", "--lr 0.3"),
+    ({"compile": True, "batch_norm": "sync"}, "--compile", "--batch-norm sync"),
     ({"select_batch": 1, "steps": 10}, "--select-batch 1", "--steps 10"),
 ]
 
