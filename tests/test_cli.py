@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from hybridpar.cli import main
-from hybridpar.commands import COMMANDS, HELP_ALL
+from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
@@ -33,9 +33,10 @@ def call(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(*arguments: str) -> tuple[int, str]:
+        workers = [] if "RANK" in os.environ else ["--workers=1"]
         with restored_modes():
             try:
-                code = main([*arguments, "--workers=1", "--no-tune-process"])
+                code = main([*arguments, *workers, "--no-tune-process"])
             except SystemExit as leaving:
                 code = int(leaving.code or 0)
         return code, capsys.readouterr().err
@@ -86,6 +87,17 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
     named = {one if one == "--no-decay" else one.replace("--no-", "--") for one in options_in(full)}
     assert named == {f"--{name.replace('_', '-')}" for name in own}
     assert "None" not in full, "a default that is no value says nothing"
+
+
+def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
+    load_commands()
+    for command in set(COMMANDS) - {"train"}:
+        assert not re.search(r"None|\(default: (''|\(\))?\)", help_of([command], capsys))
+
+
+def test_none_unsets_what_a_preset_sets():
+    parse = find_command("train").parse
+    assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
@@ -291,6 +303,8 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
         (["resnet19"], "unknown model 'resnet19'\nDid you mean resnet18"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
+        (["examples.user_model:smal_net"], "no factory 'smal_net'\nDid you mean small_net"),
+        (["resnet18", "--data", "folder", "--data-root", "nowhere"], "nowhere: there is no such folder"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):
@@ -310,6 +324,10 @@ def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tm
 
 def test_a_job_that_is_not_described_is_an_error(call, monkeypatch):
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, error = call("train", "resnet18", "--workers", "2")
+    assert code == 2
+    assert_one_error(error, "--workers 2 in a job of 1", "unset")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -36,9 +36,15 @@ class KernelsUnavailable(Exception):
     """Kernels cannot be had here, and why; callers catch it."""
 
 
+def kernel_mode() -> str:
+    """What HYBRIDPAR_KERNELS says: `off` (also as no, false and 0), `strict`, or else `on`."""
+    said = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower()
+    return "off" if said in ("off", "no", "false", "0") else "strict" if said == "strict" else "on"
+
+
 def wanted() -> bool:
-    """Whether the user has kernels on, which they are unless HYBRIDPAR_KERNELS says off, no, false or 0."""
-    return os.environ.get("HYBRIDPAR_KERNELS", "on").strip().lower() not in ("off", "no", "false", "0")
+    """Whether the user has kernels on."""
+    return kernel_mode() != "off"
 
 
 def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -51,11 +51,11 @@ class Command:
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
         """Read a command line."""
-        words, target = list(arguments), self.options
+        words, target = _unset(arguments, self.options), self.options
         config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-        if self.groups and {HELP_ALL, "--help", "-h"} & set(words):
+        if {"--help", "-h", *([HELP_ALL] if self.groups else [])} & set(words):
             most = {one.name for one in fields(self.options)}
-            target = grouped(self.options, self.groups, most if HELP_ALL in words else self.shown)
+            target = grouped(self.options, self.groups, self.shown if self.groups and HELP_ALL not in words else most)
             words = ["--help"]
             config = (*config, tyro.conf.DisallowNone)
         return tyro.cli(target, args=words, prog=f"hybridpar {name}", config=config)
@@ -111,6 +111,23 @@ def load_commands(name: str | None = None) -> None:
         importlib.import_module(f"{__name__}.{module}")
 
 
+def named_options(arguments: Sequence[str], options: type) -> frozenset[str]:
+    """The options that a command line names, whatever value it gives them."""
+    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
+    return frozenset(one.name for one in fields(options) if {one.name, f"no_{one.name}"} & words)
+
+
+def _unset(arguments: Sequence[str], options: type) -> list[str]:
+    """A command line with `None` for `none` where that unsets an option, as one that a preset sets."""
+    flags = {f"--{one.name.replace('_', '-')}" for one in fields(options) if one.default is None}
+    line = list(arguments)
+    for at, (before, word) in enumerate(zip(["", *line], line, strict=False)):
+        option, joined, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if value == "none" and option.replace("_", "-") in flags:
+            line[at] = f"{option}=None" if joined else "None"
+    return line
+
+
 def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str]) -> type:
     """A dataclass with the options of another one in titled groups, for a help screen."""
     parts: list[Any] = []
@@ -128,8 +145,9 @@ def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
     """A field with its docstring as help text, without line breaks, and without a default that says nothing."""
     hint = get_type_hints(owner, include_extras=True)[one.name]
     if not any(getattr(part, "help", None) for part in getattr(hint, "__metadata__", ())):
-        text = " ".join(_field_docs(owner).get(one.name, "").split())
-        says_nothing = one.default in (None, False, ())
+        docs = [_field_docs(base) for base in owner.__mro__ if is_dataclass(base)]
+        text = " ".join(next((texts[one.name] for texts in docs if one.name in texts), "").split())
+        says_nothing = one.default in (None, "", ()) or one.default is False
         hint = Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint="" if says_nothing else None)]
     return one.name, hint, field() if one.default is MISSING else field(default=one.default)
 

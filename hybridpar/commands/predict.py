@@ -30,7 +30,11 @@ class Predict(TrainedOptions):
     files: Annotated[
         tuple[Path, ...],
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="FILE|FOLDER ...", help="Image files, and folders of which all image files are taken."),
+        tyro.conf.arg(
+            metavar="FILE|FOLDER ...",
+            help="Image files, and folders of which all image files are taken.",
+            help_behavior_hint="",
+        ),
     ]
     """What is classified."""
     top: int = 1

@@ -16,7 +16,9 @@ from hybridpar.commands import register_command
 class Report:
     """Write one HTML page about a run, or several of them side by side. The page needs no network and no other file."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")
+    ]
     """Run directories."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
     """The file to write; an earlier report is replaced."""

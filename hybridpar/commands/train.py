@@ -7,14 +7,14 @@ import gc
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from hybridpar import __version__
-from hybridpar.commands import register_command
+from hybridpar.commands import named_options, register_command
 from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
@@ -72,7 +72,7 @@ class Train(TrainConfig, FileOptions, NodeOptions):
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them."""
     command.check()
-    named = named_options(arguments)
+    named = named_options(arguments, TrainConfig)
     if not in_job():
         check_names(command)
         if command.hosts is not None or command.slurm is not None or command.launch != "print":
@@ -97,7 +97,15 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             patient = sync.waits_for_all or not servers
         if workers + servers > 1:
             return launch_workers(arguments, workers, servers, patient=patient)
-    elif os.environ["RANK"] == "0" and not launched_here():
+    elif not launched_here():
+        given = int(os.environ["WORLD_SIZE"]) - (sync.servers if (sync := command.parameter_servers) else 0)
+        if command.workers not in (None, given):
+            raise UsageError(
+                f"--workers {command.workers} in a job of {given}",
+                "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
+                "Leave out --workers, or unset both variables.",
+            )
+    if in_job() and not launched_here() and os.environ["RANK"] == "0":
         from hybridpar.run.directory import expected_directory, find_place
 
         with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
@@ -185,6 +193,13 @@ def check_names(command: Train) -> None:
         if is_file(command.weights):
             check_file(Path(command.weights))
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
+    is_here = command.hosts is None and command.slurm is None
+    if command.data in ("folder", "csv") and not command.resume and is_here and not command.data_root.exists():
+        raise UsageError(
+            f"--data-root {command.data_root}: there is no such folder",
+            f"--data {command.data} reads the images there.",
+            "Correct it.",
+        )
     SaveRule.parse(command.checkpoint_every)
     keep_rule(command), stop_rule(command)
     if command.log:
@@ -213,12 +228,6 @@ def _check_registered(kind: str, folder: str, decorator: str, name: str, others:
     for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
         known.register(one, "")(None)
     known.get(name)
-
-
-def named_options(arguments: Sequence[str]) -> frozenset[str]:
-    """The options of a training run that a command line names, whatever value it gives them."""
-    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
-    return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
 
 
 def _announce(command: Train, workers: int | None, directory: str) -> None:

@@ -55,8 +55,8 @@ class OptimizerConfig:
     """Stop after this many steps in all, whatever --epochs says."""
     optimizer: str = "sgd"
     """Optimizer: sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, rmsproptf, ...)."""
-    lr: float = 0.02
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate. Default: 0.02, and 0.01 with a recipe."""
     lr_per_sample: float | None = None
     """Learning rate per sample, in place of --lr: --lr becomes this times --batch-size."""
     momentum: float = 0.9
@@ -99,6 +99,11 @@ class OptimizerConfig:
     select_batch: int = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
     well; 0: never."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate of which every step's is a fraction."""
+        return 0.02 if self.lr is None else self.lr
 
     @property
     def rate_schedule(self) -> Schedule:

@@ -11,7 +11,7 @@ from hybridpar.errors import UsageError
 #: Part of the run that is trained in full precision before it is compressed: 24 of 309 hours of speech in the paper.
 WARM_PART = 0.08
 
-#: Learning rate where `--lr` has its default. AdaGrad and late gradients need a lower rate: at that of plain SGD, late
+#: Learning rate where `--lr` is not given. AdaGrad and late gradients need a lower rate: at that of plain SGD, late
 #: ones cost ResNet-18 on digits ten points of accuracy (trainings.csv).
 RATE = 1e-2
 

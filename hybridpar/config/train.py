@@ -16,7 +16,7 @@ import tyro
 from hybridpar.config.data import AugmentConfig, DataConfig, ModelConfig, unless
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer
 from hybridpar.config.ranges import check_ranges, numbers_of
-from hybridpar.config.recipe import RecipeConfig, refuse
+from hybridpar.config.recipe import RATE, RecipeConfig, refuse
 from hybridpar.config.sync import Local, Outer, ParameterServers, read_sync
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
@@ -278,6 +278,13 @@ class TrainConfig(
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
 
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate of which every step's is a fraction."""
+        if self.lr_per_sample is not None:
+            return self.lr_per_sample * self.batch_size
+        return RATE if self.lr is None and self.recipe != "none" else super().peak_lr
+
     def parts_per_step(self, micro_batches: int) -> int:
         """Micro-batches that a worker is given for a step; with `--double-buffer half` those of both halves.
 
@@ -381,7 +388,7 @@ def check_recipe(config: TrainConfig) -> None:
         UsageError: Two of them contradict each other; it names both.
     """
     check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
-    if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
+    if config.lr_per_sample is not None and config.lr is not None:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
     _refuse(config, RECIPE_CONFLICTS)
     if config.warm_start_steps and config.recipe == "none" and config.outer is None:
@@ -411,6 +418,7 @@ def _options(config: TrainConfig) -> dict[str, tuple[str, bool]]:
         "batch norm sync": ("--batch-norm sync", config.batch_norm == "sync"),
         "codec": (coded, config.may_compress(config.compress)),
         "codec auto": ("--compress auto", config.chooses),
+        "compile": ("--compile", config.compile),
         "cuda graph": ("--cuda-graph", config.cuda_graph),
         "ema": (f"--model-ema {config.model_ema}", config.model_ema is not None),
         "fp16": ("--amp fp16", config.amp == "fp16"),
@@ -503,6 +511,7 @@ RECIPE_CONFLICTS = (
     ("recipe", "nesterov", "The recipe's momentum is the plain one."),
     ("recipe", "not sgd", "The recipe is one of SGD."),
     ("recipe", "outer", "The recipe exchanges gradients in every step."),
+    ("compile", "batch norm sync", "A compiled pass cannot wait for other workers in its middle."),
     ("late", "outer", "Only gradients of every step are applied late."),
     ("late", "cuda graph", "A captured step ends with its own gradients."),
     ("half", "not sgd", "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients."),

@@ -105,13 +105,13 @@ def _host(words: Sequence[str], place: str) -> Host:
 
 
 def torchrun_arguments(hosts: Sequence[Host], place: int, slots: int, job: str, arguments: Sequence[str]) -> list[str]:
-    """What torchrun is given on one host."""
+    """What torchrun is given on one host; behind `--` it takes no option of ours for a short form of its own."""
     first, own = hosts[0], hosts[place]
     return [
         *("--nnodes", str(len(hosts)), "--nproc-per-node", str(own.slots or slots)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{first.port}", "--rdzv-id", job),
         *("--rdzv-conf", f"is_host={str(place == 0).lower()}", "--local-addr", own.address),
-        *("--max-restarts", str(RESTARTS), "-m", "hybridpar", *arguments),
+        *("--max-restarts", str(RESTARTS), "-m", "--", "hybridpar", *arguments),
     ]
 
 
@@ -161,7 +161,7 @@ def slurm_script(name: str, workers: int | None, arguments: Sequence[str], *, se
             f'exec "$0" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node {count} \\',
             '    --rdzv-backend c10d --rdzv-endpoint "$FIRST:$PORT" --rdzv-id "$SLURM_JOB_ID" \\',
             '    --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$SLURMD_NODENAME" \\',
-            f'    --max-restarts {RESTARTS} -m hybridpar "$@"',
+            f'    --max-restarts {RESTARTS} -m -- hybridpar "$@"',
             f"' {python} {shlex.join(arguments)}",
             "",
         ]

@@ -132,6 +132,8 @@ def check_processes(workers: int, servers: int = 0) -> None:
             f"with {cores} core(s) and {usable_memory() >> 30} GiB no more than {most}.",
             "Start fewer.",
         )
+    if workers > cores:
+        print(f"warning: {workers} workers on {cores} core(s): they take turns, and fewer are faster", file=sys.stderr)
 
 
 def launch_workers(

@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -19,13 +21,27 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+#: What a module can get names by that do not stand in it.
+_DYNAMIC = ("import *", "__getattr__", "globals(", "vars(", "setattr(", "exec(")
+
+
 def check_user_name(name: str) -> None:
-    """Refuse the name of a model whose package Python does not find; the package is not imported."""
-    module_name = name.partition(":")[0]
+    """Refuse the name of a model whose package or factory is not there; nothing is imported."""
+    module_name, _, factory = name.partition(":")
     _search_here()
-    package = module_name.partition(".")[0]
-    if not package.isidentifier() or (package not in sys.modules and importlib.util.find_spec(package) is None):
+    package, *inner = module_name.split(".")
+    if package in sys.modules:  # it is imported, or a part of this program
+        return
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None:
         _user_module(module_name, name)  # raises
+        return
+    paths = [Path(root, *inner) for root in spec.submodule_search_locations or ()] if inner else []
+    files = [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    file = next(iter(files), Path() if inner else Path(spec.origin or ""))
+    source = file.read_text(encoding="utf-8", errors="replace") if file.suffix == ".py" else ""
+    if source and factory not in source and not any(word in source for word in _DYNAMIC):
+        raise _no_factory(module_name, factory, re.findall(r"^(?:def|class) ([A-Za-z]\w*)", source, re.MULTILINE))
 
 
 def build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
@@ -38,10 +54,7 @@ def build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UsageError(
-            f"module {module_name!r} has no factory {factory_name!r}",
-            nearest(factory_name, callables) if callables else "The module defines nothing that can be called.",
-        )
+        raise _no_factory(module_name, factory_name, callables)
     model = _call_factory(factory, name, classes, args)
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -57,6 +70,13 @@ def build_user_model(name: str, classes: int, args: Mapping[str, object]) -> nn.
             "Call the model once in the factory, on an example of its inputs: model(torch.zeros(1, 3, 32, 32)).",
         )
     return model
+
+
+def _no_factory(module_name: str, factory: str, callables: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"module {module_name!r} has no factory {factory!r}",
+        nearest(factory, callables) if callables else "The module defines nothing that can be called.",
+    )
 
 
 def _user_module(module_name: str, name: str) -> ModuleType:

@@ -196,7 +196,8 @@ def line_label(lines: Sequence[Line], number: int) -> str:
 def panel_title(timeline: Timeline, rows: Sequence[TimelineRow], lines: Sequence[Line], name: str, unit: str) -> str:
     """A step in figures: its length, its bubble, and the sums of gradients that computation did not hide."""
     computed, summed = _times(lines)
-    parts = [f"step {length_ms(rows):,.1f} {unit}", f"bubble {100 * timeline.bubble(rows):.0f} %"]
+    drawn = "passes" if "whole" in timeline.facts else "step"
+    parts = [f"{drawn} {length_ms(rows):,.1f} {unit}", f"bubble {100 * timeline.bubble(rows):.0f} %"]
     if summed > 0:
         parts.append(f"{max(0.0, summed - computed):,.1f} {unit} of gradient sums exposed")
     return f"{name}:  {',  '.join(parts)}" if name else ",  ".join(parts)

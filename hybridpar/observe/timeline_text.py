@@ -82,6 +82,8 @@ def headline(timeline: Timeline) -> str:
         parts.append(counted(facts["micro_batches"], "micro-batch"))
     if "schedule" in facts:
         parts.append(str(facts["schedule"]))
+    if "whole" in facts:
+        parts.append(str(facts["whole"]))
     steps = timeline.steps
     if any(not row.predicted for row in timeline.rows):
         parts.append(f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}")

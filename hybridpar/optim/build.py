@@ -29,7 +29,7 @@ from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, check_optimizer
-from hybridpar.config.recipe import RATE, warm_steps
+from hybridpar.config.recipe import warm_steps
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 
@@ -90,7 +90,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that options name, over `parameter_groups`."""
     names = undecayed_names(model, config.no_decay)
-    groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.lr, scales=scales)
+    groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.peak_lr, scales=scales)
     return optimizer_by_name(groups, config)
 
 
@@ -98,7 +98,7 @@ def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
     """An optimizer of torch, in its fused form where that can be told not to step, or of timm."""
     check_optimizer(config)
     name = config.optimizer
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **_given_arguments(config)}
+    options: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, **_given_arguments(config)}
     try:
         if name.startswith(TIMM):
             timm = importlib.import_module("timm.optim")
@@ -348,17 +348,14 @@ def _plain(value: object) -> bool:
 
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
     """The options that a recipe stands for, without the recipe."""
-    if config.lr_per_sample is not None:
-        config = replace(config, lr=config.lr_per_sample * config.batch_size, lr_per_sample=None)
+    config = replace(config, lr=config.peak_lr, lr_per_sample=None)
     if config.recipe == "none":
         return config
     codec = "none" if replicas == 1 else codec_text(config, total_steps)
-    lr = RATE if config.lr == TrainConfig.lr else config.lr
     return replace(
         config,
         recipe="none",
         compress=codec,
-        lr=lr,
         momentum=0.0,
         # Not part of the owners' momentum, which would have added it up.
         weight_decay=config.weight_decay / (1 - _rule(config).momentum),
@@ -389,8 +386,8 @@ def make_optimizer(
     if config.recipe == "none" or replicas > 1:
         return build_optimizer(model, expanded, scales)
     names = undecayed_names(model, config.no_decay)
-    groups = parameter_groups(model, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
-    return AdaGradSGD(groups, expanded.lr, _rule(config))
+    groups = parameter_groups(model, expanded.weight_decay, no_decay=names, lr=expanded.peak_lr, scales=scales)
+    return AdaGradSGD(groups, expanded.peak_lr, _rule(config))
 
 
 def _rule(config: TrainConfig) -> OwnerRule:

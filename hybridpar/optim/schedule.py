@@ -35,7 +35,7 @@ from hybridpar.config.rates import (
 
 
 def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step as a fraction of the peak rate, `config.lr`.
+    """Learning rate of a step as a fraction of the peak rate, `config.peak_lr`.
 
     A linear warm-up over `warmup_epochs` (at most half of the run), then what `lr_schedule` says. With `t` counted from
     the end of the warm-up (from the start of the run without `warmup_prefix`), `T` the length from there to the
@@ -57,11 +57,11 @@ def rate_factor(step: float, total: int, steps_per_epoch: int, config: Optimizer
     if step < warmup:
         if schedule.warmup_lr is None:
             return (step + 1) / warmup
-        start = schedule.warmup_lr / config.lr
+        start = schedule.warmup_lr / config.peak_lr
         return start + step * (1.0 - start) / warmup
     if not isinstance(schedule, Falling):
         return 1.0
-    low = schedule.min / config.lr
+    low = schedule.min / config.peak_lr
     if isinstance(schedule, StableThenDown):
         length = total - round(schedule.cooldown * epoch) - warmup
         return low + (1.0 - low) * _stable_then_down(step - warmup, length, epoch, schedule.decay)

@@ -33,9 +33,7 @@ from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
 from hybridpar.planner.step_costs import StepCosts, measure_step_costs
 from hybridpar.planner.store import NOISE, remembered, steadied
-from hybridpar.tvm_kernels.database import default_database
-from hybridpar.tvm_kernels.layers import is_depthwise
-from hybridpar.tvm_kernels.swap import optimize, restore
+from hybridpar.tvm_kernels.swap import has_tuned_kernels, optimize, restore
 
 _WAYS = ("encode", "decode")
 
@@ -262,11 +260,6 @@ def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[
     told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
     means = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
     return means | {NOISE: max(one.get(NOISE, 0.0) for one in told)}
-
-
-def has_tuned_kernels(model: nn.Module) -> bool:
-    """Whether a model has layers for which there may be tuned kernels."""
-    return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 
 def _times(

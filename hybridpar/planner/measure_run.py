@@ -12,7 +12,6 @@ would take more than half of what the run computes.
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -46,10 +45,11 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS, laps_of, most_of_all
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_in_parts, set_way
+from hybridpar.planner.measure import TURNS, measure_rates, profile_in_parts, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_speeds
+from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -301,7 +301,7 @@ def _at_speeds(
 def _scope(
     model: nn.Module, asked: Question, world: World, cluster: ClusterSpec | None, workers: int, passes: int
 ) -> _Scope:
-    off = asked.fixed.kernels == "stock" or os.environ.get("HYBRIDPAR_KERNELS") == "off"
+    off = asked.fixed.kernels == "stock"
     same = world.device.type == "cpu" and (cluster is None or cluster.hosts[0].kind == "cpu")
     formats = ["contiguous", "channels_last"] if len(asked.sample_shape) == 3 else ["contiguous"]
     if asked.fixed.memory_format is not None:

@@ -122,8 +122,8 @@ def plan_run(
         found = _unplanned(f"no prediction knows {option}")
     else:
         from hybridpar.models.random_state import same_random
-        from hybridpar.planner.measure import has_tuned_kernels
         from hybridpar.planner.measure_run import Question
+        from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
         fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):

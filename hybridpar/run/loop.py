@@ -154,12 +154,12 @@ class RunLoop(ABC):
         )
 
     def _begin_epoch(self) -> None:
-        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+        self._epoch_began = time.monotonic()
 
     def _note_step(self, record: StepRecord, skipped: str) -> None:
         """Show and write a step; `skipped` says where its gradients did not count."""
         self._sound = self.config.guard or math.isfinite(record.loss)  # without the guard it reaches the weights
-        self._losses.add(record.loss, record.samples)
+        self.at.losses.add(record.loss, record.samples)
         self.progress.step(record)
         if self._writer is not None:
             self._writer.write_step(record)
@@ -174,10 +174,11 @@ class RunLoop(ABC):
     ) -> bool:
         """Show and write the end of an epoch; whether there is to be a checkpoint."""
         seconds = time.monotonic() - self._epoch_began
-        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
+        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self.at.losses.value, seconds)
         if averaged is not None:
             end = replace(end, ema_test_accuracy=averaged.accuracy, ema_test_loss=averaged.loss)
         self.at.tested.append(end)
+        self.at.losses = RunningMean()
         self._begin_epoch()
         self.progress.epoch(end)
         if (news := untested(evaluation.samples, self.test.total)) is not None:

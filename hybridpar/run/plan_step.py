@@ -41,7 +41,10 @@ def timeline_of_plan(plan: Plan) -> Timeline:
         bytes_per_second=speed,
     )
     schedule = make(plan.pipeline.schedule, request)
-    return simulated(schedule, layout, request.costs, {"model": plan.model.name, "schedule": schedule.name})
+    facts: dict[str, Any] = {"model": plan.model.name, "schedule": schedule.name}
+    if plan.predicted is not None and plan.predicted.step_ms is not None:
+        facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
+    return simulated(schedule, layout, request.costs, facts)
 
 
 def _layout_of_plan(plan: Plan) -> Layout:

@@ -11,13 +11,14 @@ from typing import Any
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.records import EpochRecord
+from hybridpar.run.timings import RunningMean
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
 
 
 #: Keys of `Standing.to_extra`.
-_POSITION_KEYS = {"epoch", "epoch_step", "tested", "options"}
+_POSITION_KEYS = {"epoch", "epoch_step", "losses", "tested", "options"}
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Standing:
         directory: The run directory.
         epoch: The epoch that comes next, or is under way.
         epoch_step: Steps of it that are done.
+        losses: The mean loss of these.
         tested: The ends of epochs.
         resumed_from: Step that the run last went on from; None for a new one.
         step: With parameter servers, steps that these have done.
@@ -37,6 +39,7 @@ class Standing:
     directory: Path = field(default_factory=Path)
     epoch: int = 0
     epoch_step: int = 0
+    losses: RunningMean = field(default_factory=RunningMean)
     tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
     step: int = 0
@@ -52,6 +55,7 @@ class Standing:
         return {
             "epoch": self.epoch,
             "epoch_step": self.epoch_step,
+            "losses": astuple(self.losses),
             "tested": plain_tests(self.tested),
             "options": {option: getattr(config, option) for option in POSITION_OPTIONS},
         }
@@ -74,7 +78,7 @@ class Standing:
                     f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
                 )
         self.epoch, self.epoch_step = int(extra["epoch"]), int(extra["epoch_step"])
-        self.tested = read_tests(extra["tested"])
+        self.losses, self.tested = RunningMean(*extra["losses"]), read_tests(extra["tested"])
 
 
 def plain_tests(tested: Iterable[EpochRecord]) -> list[list[float | None]]:

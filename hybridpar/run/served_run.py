@@ -318,7 +318,7 @@ class ServedRun(RunLoop):
             raise TrainingError(
                 f"loss or gradients were not finite in {self._bad} steps in a row, up to step {result.step}",
                 "After so many training stops.",
-                "Lower --lr, or lengthen --warmup-epochs; the last checkpoint is from before.",
+                "Lower --lr, or lengthen --warmup-epochs; --resume goes on from a checkpoint.",
             )
 
     def _mixed(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
@@ -344,7 +344,7 @@ class ServedRun(RunLoop):
         for text in result.news:
             self.progress.warn(text)
         for row in result.rows:
-            record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
+            record = step_record(row, result, data_ms, self.per_epoch, self.config.peak_lr)
             self._note_step(record, "did not count a gradient that was not finite")
 
     def _end_of_step(self, before: int, result: Exchanged) -> None:

@@ -83,7 +83,7 @@ class ServedState:
         self.loss_scale = LossScale(self.device) if config.amp == "fp16" else None
         # What workers in step decide alike of `--lr-schedule plateau`, else worker 0 for all.
         schedule = config.rate_schedule
-        self._plateau = Plateau(config.lr, schedule) if isinstance(schedule, OnPlateau) else None
+        self._plateau = Plateau(config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
         self._told: float | None = None
         #: The moving average (`--model-ema`), on all workers where they are in step, else on worker 0; from `begin` on.
         self.average: ModelAverage | None = None

@@ -218,19 +218,20 @@ def combine(shares: Sequence[Share], replicas: Sequence[Sequence[int]], step_ms:
     return result
 
 
+@dataclass
 class RunningMean:
     """Mean of a value over samples; non-finite values are left out."""
 
-    def __init__(self) -> None:
-        self._sum, self._weight = 0.0, 0
+    sum: float = 0.0
+    weight: int = 0
 
     def add(self, value: float, weight: int) -> None:
         """Take a value for `weight` samples into account."""
         if math.isfinite(value):
-            self._sum += value * weight
-            self._weight += weight
+            self.sum += value * weight
+            self.weight += weight
 
     @property
     def value(self) -> float:
         """The mean so far; NaN before the first finite value."""
-        return self._sum / self._weight if self._weight else math.nan
+        return self.sum / self.weight if self.weight else math.nan

@@ -27,7 +27,7 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
             {
                 "params": group["params"],
                 "weight_decay": config.weight_decay if group["decays"] else 0.0,
-                "lr": config.lr * group["scale"],
+                "lr": config.peak_lr * group["scale"],
             }
             for group in groups
         ]

@@ -192,7 +192,7 @@ class Trainer:
             count = getattr(self._loss, "count", None)
             self._count = count if callable(count) else None
             schedule = self.config.rate_schedule
-            self._plateau = Plateau(self.config.lr, schedule) if isinstance(schedule, OnPlateau) else None
+            self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
         except BaseException as error:
             if self._owns_lanes:
@@ -228,7 +228,7 @@ class Trainer:
         if plan.sync.outer is not None and asked.outer is None:
             options = replace(options, sync=f"outer:{plan.sync.outer}")
         #: The learning rate of which every step's is a fraction.
-        self.peak_rate = options.lr
+        self.peak_rate = options.peak_lr
 
         def make(model: nn.Module) -> torch.optim.Optimizer:
             if optimizer is not None:

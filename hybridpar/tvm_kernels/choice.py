@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hybridpar.codegen.cache import KernelsUnavailable, wanted
+from hybridpar.codegen.cache import KernelsUnavailable, kernel_mode, wanted
 from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import make_kernels
@@ -87,10 +86,9 @@ class Choices:
         """
         decision = self._decided.get(key) or self.prepare([key])[0]
         missing = decision.kernel is None and (decision.record is None or decision.record.wins)
-        strict = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower() == "strict"
         operation = find_operation(key)
         possible = operation is not None and operation.required and not operation.without_kernels(key)
-        if missing and strict and possible:
+        if missing and possible and kernel_mode() == "strict":
             raise KernelError(
                 f"no kernel for {key.text}: {decision.why}",
                 "HYBRIDPAR_KERNELS is strict, so every operation that kernels can do needs a record and its kernel.",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridpar.codegen.cache import KernelsUnavailable, first_line, wanted
+from hybridpar.codegen.cache import KernelsUnavailable, first_line, kernel_mode
 from hybridpar.codegen.compile_pool import child_environment
 from hybridpar.errors import HybridparError, cannot_write
 from hybridpar.formats.messages import pack, unpack
@@ -43,9 +42,8 @@ def confirm_kernels(keys: Mapping[KernelKey, int], database: Database, seconds: 
 
     Nothing that goes wrong with it is an error. Where HYBRIDPAR_KERNELS is `off` or `strict` nothing is done.
     """
-    mode = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower()
     missing = Counter({key: count for key, count in keys.items() if _is_missing(key, database)})
-    if not missing or not wanted() or mode == "strict":
+    if not missing or kernel_mode() != "on":
         return ""
     began, path = time.perf_counter(), user_database()
     why = _run(missing, path, seconds)

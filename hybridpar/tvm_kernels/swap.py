@@ -103,6 +103,11 @@ def optimize(
     return model
 
 
+def has_tuned_kernels(model: nn.Module) -> bool:
+    """Whether a model has layers for which there may be tuned kernels, where the user has not switched them off."""
+    return wanted() and any(map(is_depthwise, model.modules())) and len(default_database()) > 0
+
+
 def restore(model: _Model) -> _Model:
     """Undo `optimize`: all layers are what they were.
 

@@ -68,6 +68,10 @@ def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
     assert "sent 2.50 MB per worker" in text
     assert "kept for backward 10.0 MB" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+    shown(tmp_path / "plan.json", tmp_path / "a.svg")
+    said = texts(tmp_path / "a.svg")
+    assert any("25.0 ms with exchange and update" in title for title in said)
+    assert any(title.startswith("passes ") for title in said), "the picture is of no whole step"
 
 
 def test_a_plan_without_a_schedule_is_printed_but_not_drawn(tmp_path):

@@ -11,12 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from benchmarks.rig.network import Network, missing
 from hybridpar.cli import main
+from hybridpar.commands.train import Train
 from hybridpar.errors import UsageError
 from hybridpar.machine.node import VERDICT_MARK
 from hybridpar.machine.nodes import Host, launch_by_ssh, read_hosts, slurm_script
@@ -83,6 +86,11 @@ def test_the_lines_are_printed(tmp_path, capsys):
     assert first[first.index("--rdzv-conf") + 1 :][:3] == ["is_host=true", "--local-addr", "a"]
     assert second[second.index("--rdzv-conf") + 1 :][:3] == ["is_host=false", "--local-addr", "b"]
     for line in (first, second):
+        options = [f"--{field.name.replace('_', '-')}" for field in fields(Train)]
+        parsed = get_args_parser().parse_args(
+            [*line[1:], *options]
+        )  # it ends the process at what it could take for its own
+        assert [parsed.training_script, *parsed.training_script_args[-len(options) :]] == ["hybridpar", *options]
         assert line[line.index("--rdzv-endpoint") + 1] == "a:29500"
         assert line[line.index("hybridpar") + 1 :] == [*TRAIN, "--run-dir", "my runs"]
     assert first[first.index("--rdzv-id") + 1] == second[second.index("--rdzv-id") + 1]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.machine.supervise import launch_workers
+from hybridpar.machine import supervise
+from hybridpar.machine.supervise import check_processes, launch_workers
 
 #: Each process notes that it was started, then does what it is told, by its name and how often it was started.
 PROGRAM = """
@@ -52,6 +53,15 @@ def launch(
 
 def starts(place: Path) -> list[str]:
     return sorted((place / "starts").read_text().split())
+
+
+def test_more_workers_than_cores_are_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(supervise, "available_cores", lambda: [0, 1])
+    monkeypatch.setattr(supervise, "usable_memory", lambda: 1 << 40)
+    check_processes(2)
+    assert not capsys.readouterr().err
+    check_processes(3)
+    assert "3 workers on 2 core(s)" in capsys.readouterr().err
 
 
 def test_a_worker_that_nobody_waits_for_is_replaced_alone(tmp_path, capfd):

@@ -24,6 +24,7 @@ CONTRADICTIONS = [
     ({"sync": "allreduce,delay=1"}, "--sync allreduce", "'delay'"),
     ({"sync": "outer:2,momentum=0.5"}, "momentum=0.5", "opt=mean"),
     ({"lr_per_sample": 0.01, "lr": 0.3}, "--lr-per-sample 0.01", "--lr 0.3"),
+    ({"compile": True, "batch_norm": "sync"}, "--compile", "--batch-norm sync"),
     ({"select_batch": 1, "steps": 10}, "--select-batch 1", "--steps 10"),
 ]
 
@@ -60,7 +61,9 @@ def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
     assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "off")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
-    assert sgd.lr == 1e-2 < TrainConfig.lr
+    assert sgd.lr == 1e-2 < TrainConfig().peak_lr == 0.02
+    given = TrainConfig(recipe="onebit-sgd", lr=0.02)
+    assert expand(given, total_steps=100, replicas=2).lr == given.peak_lr == 0.02  # not taken for left out
     alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
     assert alone.compress == "none"
 

@@ -262,10 +262,10 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
 
 
 def test_the_command_line_knows_which_options_were_named():
-    from hybridpar.commands.train import named_options
+    from hybridpar.commands import named_options
 
     line = ["train", "resnet18", "--stages", "1", "--compress=none", "--micro_batches", "2", "--no-guard"]
-    assert named_options(line) == {"stages", "compress", "micro_batches", "guard"}
+    assert named_options(line, TrainConfig) == {"stages", "compress", "micro_batches", "guard"}
 
 
 # ------------------------------------------------------------------------------------------------- what was asked for

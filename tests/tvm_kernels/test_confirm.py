@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hybridpar.codegen.cache import wanted
 from hybridpar.tvm_kernels import confirm, search
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
 from hybridpar.tvm_kernels.confirm import confirm_kernels
@@ -102,9 +103,10 @@ def test_only_what_is_not_known_is_missing() -> None:
         assert not confirm._is_missing(replace(CONV, **other), Database())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["off", "strict"])
+@pytest.mark.parametrize("mode", ["off", "No", " 0", "strict"])
 def test_who_wants_no_kernels_or_all_of_them_gets_nothing_confirmed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", mode)
+    assert wanted() == (mode == "strict")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it began"))
     assert confirm_kernels({CONV: 1}, Database()) == ""
 

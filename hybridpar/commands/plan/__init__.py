@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridpar.commands import register_command
+from hybridpar.commands import named_options, register_command
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.machine.launch import import_torchvision, in_job, leaving_at_once, prepare_worker
 from hybridpar.machine.process import tune_this_process
@@ -17,7 +17,7 @@ from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
     from hybridpar.machine.cluster import default_workers
 
-    command.check()
+    command.check(named_options(arguments, PlanRequest))
     if command.is_here:  # planned by the workers of this machine, which are started here unless a launcher has done so
         workers = command.workers or default_workers()
         if workers > 1 and not in_job():

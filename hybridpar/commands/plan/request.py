@@ -6,6 +6,7 @@ Everything that can be known without the model is checked here, before the minut
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -127,8 +128,8 @@ class PlanRequest:
         """Whether the search is for the machine at hand, which is measured."""
         return self.searches and self.cluster is None and self.inputs is None and self.measure
 
-    def check(self) -> None:
-        """Check what can be checked without the model."""
+    def check(self, named: Collection[str] = ()) -> None:
+        """Check what can be checked without the model; `named` are options that count as given at any value."""
         images = len(parse_shape(self.input)) == 3
         rules: list[tuple[str, object, bool, str, str]] = [
             ("--batch", self.batch, self.batch >= 1, "A micro-batch has at least one sample.", "--batch 4"),
@@ -158,22 +159,21 @@ class PlanRequest:
                 check_writable(option, target)
         if self.draw is not None:
             check_picture("--draw", self.draw)
-        self._check_search()
+        self._check_search(named)
 
-    def _check_search(self) -> None:
+    def _check_search(self, named: Collection[str]) -> None:
         """Refuse options that contradict a search, or only have a meaning for one."""
         if not self.model and self.inputs is None:
             raise UsageError("no model was named", "A plan is of a model.", "Name one: `hybridpar plan resnet18`.")
-        defaults = {field.name: field.default for field in fields(self)}
+        given = {*named, *(field.name for field in fields(self) if getattr(self, field.name) != field.default)}
         if not self.searches:
             for name in ("workers", "batch_size", "fidelity"):
-                if getattr(self, name) != defaults[name]:
+                if name in given:
                     option = f"--{name.replace('_', '-')}"
                     raise UsageError(f"{option} without --explain", "It is an option of the search.", "Add --explain.")
             return
-        given = [name for name in _DECIDED if getattr(self, name) != defaults[name]]
-        if given:
-            option = f"--{given[0].replace('_', '-')}"
+        if decided := [name for name in _DECIDED if name in given]:
+            option = f"--{decided[0].replace('_', '-')}"
             raise UsageError(
                 f"{option} with a search", "The search decides it.", f"Leave out {option}, or --explain and --cluster."
             )
@@ -194,9 +194,9 @@ class PlanRequest:
                 "Plans are run on the machine at hand, which is measured.",
                 "Leave out one of them.",
             )
-        given = [name for name in _RECORDED if getattr(self, name) != defaults[name]]
-        if self.inputs is not None and given:
-            option = f"--{given[0].replace('_', '-')}"
+        recorded = [name for name in _RECORDED if name in given]
+        if self.inputs is not None and recorded:
+            option = f"--{recorded[0].replace('_', '-')}"
             raise UsageError(
                 f"--inputs with {option}",
                 "What was recorded says it.",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridpar.comm.world import World
+from hybridpar.commands import named_options
 from hybridpar.commands.plan.partition import run_plan
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
@@ -76,6 +77,8 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
 def test_what_cannot_be_verified_is_refused(options, told):
     with pytest.raises(UsageError, match=told):
         PlanRequest(model="resnet18", explain=True, **options).check()
+    with pytest.raises(UsageError, match="--stages with a search"):  # given, though it is the default
+        PlanRequest(model="resnet18", explain=True, stages=2).check(named_options(["--stages", "2"], PlanRequest))
     assert not PlanRequest(model="resnet18").is_here
     assert PlanRequest(model="resnet18", verify=1).is_here
 
