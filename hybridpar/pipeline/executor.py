@@ -400,11 +400,12 @@ class Executor:
             place = f"sending {what} from stage {action.stage} to stage {peer}"
 
             def send() -> None:
-                tensors = [box.pop((name, index, user), None) for name in names]
-                # A gradient that autograd found to be zero everywhere is None.
+                # A gradient that autograd found to be zero everywhere is not there; an activation always is.
                 whole = [
-                    part.empty(self._lanes.device).zero_() if tensor is None else tensor
-                    for part, tensor in zip(parts, tensors, strict=True)
+                    box.pop((name, index, user))
+                    if forward or (name, index, user) in box
+                    else part.empty(self._lanes.device).zero_()
+                    for name, part in zip(names, parts, strict=True)
                 ]
                 lane.keep(*whole)
                 with self._world.named_errors(place, transfer=(self._world.job_rank, other_rank)):

@@ -181,6 +181,18 @@ def test_parameters_of_another_model_are_refused():
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
 
 
+def test_what_is_no_batch_is_one_error_and_training_goes_on():
+    images, labels = make_batch()
+    with Trainer(make_model()) as trainer:
+        for batch in (((images, images), labels), {"x": images}, "text", images.numpy(), (images, 3), (images,) * 3):
+            for use in (trainer.step, lambda batch: trainer.evaluate([batch])):
+                with pytest.raises(UsageError, match=r"a batch is an? \w+"):
+                    use(batch)
+        trainer.step((images, labels))
+    with pytest.raises(UsageError, match="--lr is abc"):
+        Trainer(make_model(), config=TrainConfig(lr="abc"))
+
+
 def test_fit_trains_and_evaluates_every_epoch():
     steps = []
     with Trainer(make_model(), config=TrainConfig(lr=0.1)) as trainer:
