@@ -306,6 +306,7 @@ class Trainer:
             SyncError: A worker died or did not answer in time.
         """
         started = time.perf_counter()
+        self._recover()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
         if self.config.mixes:
@@ -319,10 +320,17 @@ class Trainer:
         self._bad_steps.watch(result)
         return result
 
+    def _recover(self) -> None:
+        """Count no steps that an error has ended."""
+        steps = self.engine.recover(self.steps_done)
+        if steps < self.steps_done:
+            self.steps_done = steps
+            self._bad_steps.forget()
+
     def _divide(
         self, batch: tuple[Tensor, Tensor] | MicroBatches
     ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
-        if hasattr(batch, "micro_batches"):
+        if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
         parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
         try:
@@ -509,6 +517,7 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
+        self._recover()
         self.engine.synchronize_buffers()
         training = self._training_state() | {"extra": dict(extra or {})}
         if self._plateau is not None:
