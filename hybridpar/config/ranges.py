@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from hybridpar.errors import UsageError
@@ -54,12 +54,16 @@ RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def check_ranges(config: object, only: Collection[str] | None = None) -> None:
+def check_ranges(config: object) -> None:
     """Check that options are what the table says."""
     for rule, holds, names in RANGES:
         for name in names.split():
-            if only is None or name in only:
-                require(name, value := getattr(config, name), value is None or holds(value), rule)
+            value = getattr(config, name)
+            try:
+                fits = value is None or holds(value)
+            except (TypeError, IndexError):  # of another type, or too few numbers
+                fits = False
+            require(name, value, fits, rule)
 
 
 def numbers_of(text: str) -> tuple[float, ...] | None:

@@ -387,7 +387,6 @@ def check_recipe(config: TrainConfig) -> None:
     Raises:
         UsageError: Two of them contradict each other; it names both.
     """
-    check_ranges(config, ("warm_start_steps", "select_batch", "lr_per_sample"))
     if config.lr_per_sample is not None and config.lr is not None:
         raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
     _refuse(config, RECIPE_CONFLICTS)

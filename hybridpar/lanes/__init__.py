@@ -104,11 +104,10 @@ class Lanes(Family):
         return [lane for lane in self._lanes.values() if lane is not self.caller]
 
     def forgive(self) -> None:
-        """Let CUDA lanes that a failure has stopped go on: what failed was captured, and nothing of it has run."""
+        """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""
         self.check_issue()
         for lane in self._lanes.values():
-            if isinstance(lane, CudaLane):
-                lane.forgive()
+            lane.forgive()
 
     def close(self) -> None:
         """Finish all queued work and end the lanes. A second call does nothing.

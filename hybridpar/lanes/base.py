@@ -164,6 +164,10 @@ class Lane(ABC):
         """What stopped the lane, if anything did."""
         return self._failure
 
+    def forgive(self) -> None:
+        """Go on after a failure, see `Lanes.forgive`."""
+        self._failure = None
+
     def submit(self, work: Work, *, uses: Sequence[torch.Tensor] = (), marks: Sequence[Event] = ()) -> None:
         """Queue work. It runs with the grad mode, inference mode and autocast of the submitting code.
 

@@ -166,6 +166,9 @@ class CpuLane(Lane):
     def failure(self) -> Failure | None:
         return self._worker.failure
 
+    def forgive(self) -> None:
+        self._worker.failure = None
+
     def new_event(self) -> CpuEvent:
         return CpuEvent(self._family)
 

@@ -88,10 +88,6 @@ class CudaLane(Lane):
         self._stream().synchronize()
         self._kept.clear()
 
-    def forgive(self) -> None:
-        """Go on after a failure, see `Lanes.forgive`."""
-        self._failure = None
-
     def _stream(self) -> torch.cuda.Stream:
         if self._own is not None:
             return self._own

@@ -104,7 +104,25 @@ class OutputLoss:
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss that is trained."""
         main, auxiliary = split_outputs(outputs)
-        total = self.loss(main, targets)
+        if _named(outputs) is None and sum(item is not None for item in outputs) > 1 + len(auxiliary):
+            raise UsageError(
+                f"the model returned {article(outputs)} of {len(outputs)} items, which the loss does not all take",
+                "It takes scores, and in a tuple auxiliary scores of the same shape.",
+                "Return the scores alone, or a dict that calls them logits, or use Trainer with your own loss.",
+            )
+        try:
+            total = self.loss(main, targets)
+        except (IndexError, RuntimeError) as error:
+            if targets.is_floating_point() or main.ndim < 2 or not targets.numel():
+                raise
+            low, high, classes = int(targets.min()), int(targets.max()), main.shape[1]
+            if 0 <= low <= high < classes:
+                raise
+            raise UsageError(
+                f"targets go from {low} to {high}, and the model has {classes} outputs: {error}",
+                "A target is the number of a class, from 0 on.",
+                "Number the classes so, or make the model with an output for each (num_classes).",
+            ) from error
         usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
         for one in auxiliary:
             total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(one, targets)

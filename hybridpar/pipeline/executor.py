@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from hybridpar.comm.grid import Grid
+from hybridpar.comm.rendezvous import first_line
 from hybridpar.comm.transport import ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
@@ -115,6 +117,7 @@ class Executor:
 
     def step(self, request: StepRequest) -> LateOutcome:
         """Issue a step. Waits only for the step before the last one."""
+        self.recover()
         while len(self._running) > 1:
             self._running.pop(0).wait()
         return self._outcome(self.issue(request))
@@ -176,9 +179,36 @@ class Executor:
         return self._outcome(replace(step, number=self.steps + 1, host_values=values, decided=end, ends=[end]))
 
     def give_up(self) -> None:
-        """Forget what a step that was given up has left between the stages."""
+        """Forget what a step that was captured, and never ran, has left."""
         self._mailbox.clear()
         self._copied.clear()
+        for stage in self.stages.values():
+            stage.is_open = False
+
+    def recover(self) -> None:
+        """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
+        given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
+        """
+        lanes = () if self._lanes.closed else self._lanes.others()
+        if self._world.job_size > 1 or not any(lane.failure is not None and lane.failure.met for lane in lanes):
+            return
+        for lane in lanes:
+            with suppress(Exception):
+                lane.synchronize()
+        error = next(lane.failure.error for lane in lanes if lane.failure is not None)
+        steps = {stage.steps_done for stage in self.stages.values()}
+        if len(steps) > 1:
+            raise TrainingError(
+                f"training was ended by the error of step {max(steps)}: {first_line(error)}",
+                "Some stages have done that step and others have not, as they may without guard and clipping.",
+                "Go on from a checkpoint.",
+            ) from error
+        self._lanes.forgive()
+        self.steps = steps.pop()
+        self._mailbox.clear()
+        self._copied.clear()
+        self._running.clear()
+        self._ends = []
 
     def _outcome(self, step: StepState) -> LateOutcome:
         self.steps = step.number
@@ -196,6 +226,7 @@ class Executor:
 
     def wait(self) -> None:
         """Wait until everything that was issued is done."""
+        self.recover()
         while self._running:
             self._running.pop(0).wait()
 
@@ -400,11 +431,12 @@ class Executor:
             place = f"sending {what} from stage {action.stage} to stage {peer}"
 
             def send() -> None:
-                tensors = [box.pop((name, index, user), None) for name in names]
-                # A gradient that autograd found to be zero everywhere is None.
+                # A gradient that autograd found to be zero everywhere is not there; an activation always is.
                 whole = [
-                    part.empty(self._lanes.device).zero_() if tensor is None else tensor
-                    for part, tensor in zip(parts, tensors, strict=True)
+                    box.pop((name, index, user))
+                    if forward or (name, index, user) in box
+                    else part.empty(self._lanes.device).zero_()
+                    for name, part in zip(names, parts, strict=True)
                 ]
                 lane.keep(*whole)
                 with self._world.named_errors(place, transfer=(self._world.job_rank, other_rank)):

@@ -83,6 +83,7 @@ class LocalStage:
         self._step_optimizer = step_optimizer
         self._after_step = after_step
         self._step = 0
+        self.is_open = False  # a step has begun, and is neither committed nor rolled back
         self.guarded = options.guard
         self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
@@ -148,6 +149,11 @@ class LocalStage:
         return self.gradients if isinstance(self.gradients, GradientReducer) else None
 
     @property
+    def steps_done(self) -> int:
+        """Number of the last step that is over."""
+        return self._step - self.is_open
+
+    @property
     def compression(self) -> Compression | None:
         """What compresses gradients here, if anything does."""
         return self.gradients.compression
@@ -163,7 +169,11 @@ class LocalStage:
                 "Replicas have their buffers in common; after the first step they agree on whether there are any.",
                 "Register it when the model is made, or in its first forward pass.",
             )
-        self._step = step
+        if self.is_open:  # an error has ended the step before
+            self.run.put_back_buffers()
+            if self._rollback is not None:
+                self._rollback.restore()
+        self._step, self.is_open = step, True
         self.run.start_step(step)
         self.gradients.start(flight)
         if self.batch_norm is not None:
@@ -223,6 +233,7 @@ class LocalStage:
         if self._after_step is not None:
             self._after_step(self._step, commit)
         self.gradients.close_step()
+        self.is_open = False
         return bad
 
     def _clip(self, values: Tensor | None) -> tuple[Pieces | None, Tensor | None]:

@@ -338,6 +338,11 @@ class Engine:
         self.pipeline.wait()
         self._lanes.caller.synchronize()
 
+    def recover(self, steps: int) -> int:
+        """How many of these steps count, after an error that has ended some; see `Executor.recover`."""
+        self.pipeline.executor.recover()
+        return min(steps, self.pipeline.executor.steps)
+
     def give_up(self) -> None:
         """Forget what a step that was given up has left."""
         self.pipeline.executor.give_up()

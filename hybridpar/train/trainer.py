@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig, check_recipe
+from hybridpar.config.ranges import check_ranges
 from hybridpar.config.rates import OnPlateau
 from hybridpar.config.recipe import refuse
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.errors import SyncError, UsageError, check
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -34,6 +35,7 @@ from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state_dicts import copy_of, put_state
+from hybridpar.models.user_models import article
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import as_sum, make_loss
@@ -169,6 +171,7 @@ class Trainer:
         self._deferred = model if isinstance(model, DeferredModel) else None
         model = model.module if isinstance(model, DeferredModel) else model
         try:
+            check_ranges(self.config)
             check_recipe(self.config)
             if self._deferred is not None and (option := self.config.needs_whole):
                 raise refuse("a DeferredModel", option, "With it every worker holds the whole model.")
@@ -313,6 +316,7 @@ class Trainer:
             SyncError: A worker died or did not answer in time.
         """
         started = time.perf_counter()
+        self._recover()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
         if self._single_label:
@@ -332,23 +336,34 @@ class Trainer:
         self._bad_steps.watch(result)
         return result
 
+    def _recover(self) -> None:
+        """Count no steps that an error has ended."""
+        steps = self.engine.recover(self.steps_done)
+        if steps < self.steps_done:
+            self.steps_done = steps
+            self._bad_steps.forget()
+
     def _divide(
         self, batch: tuple[Tensor, Tensor] | MicroBatches
     ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
-        if not isinstance(batch, (tuple, list)):
+        if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
-        inputs, targets = batch
-        samples, parts = int(targets.shape[0]), self.config.parts_per_step(self.plan.pipeline.micro_batches)
-        if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
-            return [], 0, None
-        if samples < (2 * parts if self.config.mixes else parts):
-            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
-                self.engine.refuse()
-            raise UsageError(
+        parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
+        try:
+            inputs, targets = _pair(batch)
+            samples = len(targets)
+            if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
+                return [], 0, None
+            check(
+                samples >= (2 * parts if self.config.mixes else parts),
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
                 "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
                 "Use larger batches, or fewer micro-batches (micro_batches).",
             )
+        except UsageError:
+            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
+                self.engine.refuse()
+            raise
         if self.config.mixes:  # a sample and its neighbour stay together
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
@@ -483,7 +498,7 @@ class Trainer:
             UsageError: No worker has a single sample.
         """
         with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
-            placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
+            placed = ((self._place(inputs), self._place(targets)) for inputs, targets in map(_pair, batches))
             loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
             return evaluate(forward, loss, placed, self.world, count=self._count)
 
@@ -531,6 +546,7 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
+        self._recover()
         self.engine.synchronize_buffers()
         training = self._training_state() | {"extra": dict(extra or {})}
         if self._plateau is not None:
@@ -655,3 +671,15 @@ class Trainer:
             if self._owns_lanes and error is not None:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(type(error), error, error.__traceback__)
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a batch."""
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    check(
+        len(parts) == 2 and all(isinstance(part, Tensor) and part.ndim for part in parts),
+        f"a batch is {article(batch)}" + (f" of {', '.join(map(article, parts))}" if parts is batch else ""),
+        "It must be a pair of tensors, inputs and targets, whose first dimension is the samples.",
+        "Convert arrays with torch.as_tensor; give several inputs as one tensor, which the model divides.",
+    )
+    return parts[0], parts[1]

@@ -10,6 +10,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model
 from hybridpar.models.outputs import OutputLoss, main_output, split_outputs
+from hybridpar.optim.losses import BinaryCrossEntropy
 from hybridpar.train.trainer import Trainer
 
 SCORES, FIRST, SECOND = (torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
@@ -73,6 +74,19 @@ def test_outputs_without_scores_say_what_there_is(outputs, said):
     with pytest.raises(UsageError) as caught:
         main_output(outputs)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "said"),
+    [
+        ((SCORES, FEATURES), LABELS, "returned a tuple of 2 items, which the loss does not all take"),
+        (SCORES, LABELS + 3, "targets go from 3 to 7, and the model has 5 outputs"),
+    ],
+)
+def test_what_the_loss_cannot_take_is_one_error(outputs, labels, said):
+    for loss in (cross_entropy, BinaryCrossEntropy()):
+        with pytest.raises(UsageError, match=said):
+            OutputLoss(loss)(outputs, labels)
 
 
 def test_the_loss_is_that_of_all_heads():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError
+from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.schedule.actions import place_stages
+from hybridpar.pipeline.executor import Executor
+from hybridpar.pipeline.stage_run import Mailbox
+from hybridpar.schedule.actions import Action, Kind, place_stages
 from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
 from hybridpar.sync.pieces import step_optimizer
 from tests.lanes.checked import Checker
@@ -411,3 +417,24 @@ def test_what_is_frozen_after_the_cut_stays_as_it_is(schedule: str) -> None:
     oracle = train_whole(copy.deepcopy(model), batches, Setting())
     run = train_stages(model, parts, batches, Setting(), places(3), schedule=schedule, together=True)
     assert_equal(run, oracle)
+
+
+@pytest.mark.parametrize("kind", [Kind.SEND_FORWARD, Kind.SEND_BACKWARD])
+def test_an_activation_that_is_missing_is_no_zero(kind: Kind) -> None:
+    sent: list[list[Tensor]] = []
+    sender = SimpleNamespace(send=lambda tensors, parts: sent.append(tensors))
+    part = SimpleNamespace(empty=lambda device: torch.ones(2, device=device))
+    facts = SimpleNamespace(parts={"x": part}, gradients=("x",), bytes_of=lambda name: 8)
+    lanes = Lanes("cpu")
+    executor: Any = SimpleNamespace(
+        program=SimpleNamespace(layout=SimpleNamespace(home=lambda stage: 1)),
+        borders=SimpleNamespace(names=lambda producer, user: ["x"]),
+        **{"_ranks": [0, 1], "_senders": {1: (sender, lanes.caller)}, "_world": World()},
+        **{"_mailbox": Mailbox(), "_lanes": lanes},
+    )
+    step: Any = SimpleNamespace(facts=[facts], bytes_sent=0)
+    _, send = Executor._transfer(executor, step, Action(0, kind, 0, 1), 0, 1)
+    with pytest.raises(KeyError) if kind is Kind.SEND_FORWARD else nullcontext():
+        send()
+    assert [tensor.tolist() for (tensor,) in sent] == ([] if kind is Kind.SEND_FORWARD else [[0.0, 0.0]])
+    lanes.close()

@@ -141,6 +141,25 @@ class TestErrorsOfOneWorker:
             train_stages(model, parts, batches_of(8), Setting(), places(3), schedule="gpipe", together=True)
         assert any("on lane 'compute" in note for note in info.value.__notes__)
 
+    def test_no_step_follows_what_some_stages_have_done(self) -> None:
+        def step_of(stage: Any) -> Any:
+            return lambda factor, commit, pieces: 1 / stage.index  # the first stage's optimizer fails
+
+        model = seeded(Residuals)
+        batch = Setting().of_replica(batches_of(8)[0], 0)
+        with Lanes("cpu") as lanes:
+            parts = cut(model, images(4)[0], 2)
+            engine = PipelineEngine(
+                model, parts, World(), lanes, F.cross_entropy, step_of, PipelineOptions((0, 1), (0, 0)), 2
+            )
+            with pytest.raises(ZeroDivisionError):
+                engine.step(batch, 8).wait()
+            for _ in range(2):
+                with pytest.raises(TrainingError, match="ended by the error of step 1: division by zero"):
+                    engine.step(batch, 8)
+            with pytest.raises(TrainingError):
+                engine.close()
+
     def test_an_error_of_the_model_is_not_told_as_a_peers(self) -> None:
         def loss(output: Tensor, target: Tensor) -> Tensor:
             calls.append(1)

@@ -268,6 +268,55 @@ def test_parameters_of_another_model_are_refused():
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
 
 
+def test_what_is_no_batch_is_one_error_and_training_goes_on():
+    images, labels = make_batch()
+    with Trainer(make_model()) as trainer:
+        for batch in (((images, images), labels), {"x": images}, "text", images.numpy(), (images, 3), (images,) * 3):
+            for use in (trainer.step, lambda batch: trainer.evaluate([batch])):
+                with pytest.raises(UsageError, match=r"a batch is an? \w+"):
+                    use(batch)
+        trainer.step((images, labels))
+    with pytest.raises(UsageError, match="--lr is abc"):
+        Trainer(make_model(), config=TrainConfig(lr="abc"))
+
+
+class Centred(nn.Module):
+    """Subtracts a moving mean of what it sees, a buffer that its forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 2, 3)).view(8, 1, 1), 0.5)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_that_an_error_ends_has_not_been(stages, wait):
+    images, labels = make_batch(9)
+    weights = []
+    for bad in (False, True):
+        config = TrainConfig(lr=0.1, plan="none", stages=stages, micro_batches=2)
+        model = make_model()
+        model.body.append(Centred())
+        with Trainer(model, config=config, example=images[:6], total_steps=9) as trainer:
+            trainer.step(make_batch(0))
+            if bad:
+                with pytest.raises(UsageError, match="targets go from"):
+                    trainer.step((images, labels + 10))
+                    trainer.wait() if wait else trainer.step(make_batch(7)).loss
+                if wait:
+                    trainer.evaluate([make_batch(8)])
+            results = [trainer.step(make_batch(step)) for step in range(1, 4)]
+            assert [result.step for result in results] == [2, 3, 4]
+        weights.append(training.weights(trainer.model))
+    assert training.same(*weights)
+
+
 def test_fit_trains_and_evaluates_every_epoch():
     steps = []
     with Trainer(make_model(), config=TrainConfig(lr=0.1)) as trainer:
