@@ -34,7 +34,7 @@ def prepare(
     *objects: Any,
     compress: str | Policy = "none",
     seed: int = 0,
-    fidelity: str = "close",
+    fidelity: str = "exact",
     device_placement: list[bool] | None = None,
 ) -> Any:
     """`accelerator.prepare`, with compressed gradients; a collective of all processes.
@@ -73,7 +73,7 @@ def prepare(
     return prepared
 
 
-def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fidelity: str = "close") -> Any:
+def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fidelity: str = "exact") -> Any:
     """Have a Trainer of Hugging Face transformers send compressed gradients; to be called before `trainer.train()`.
 
     Each checkpoint gets a file `hybridpar_compression.pt` with what was not sent, from which a resumed run goes on.

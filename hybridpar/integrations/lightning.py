@@ -54,7 +54,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
     model: Any
 
     def __init__(
-        self, *, compress: str | Policy = "none", seed: int = 0, fidelity: str = "close", **options: Any
+        self, *, compress: str | Policy = "none", seed: int = 0, fidelity: str = "exact", **options: Any
     ) -> None:
         takers = HybridparStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__
         check_options("HybridparStrategy", options, takers)
