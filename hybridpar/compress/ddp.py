@@ -324,7 +324,7 @@ class CodecState(ParameterCoders):
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._threads[lane].submit(work)
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
         with contextlib.suppress(RuntimeError):  # outside of backward, as in `DistributedDataParallel.join`
             engine.queue_callback(future.wait)  # before DDP waits, which would hide the error's type
         return future.then(torch.futures.Future.wait)  # DDP takes an exception that was set for the value
