@@ -49,7 +49,7 @@ class Kept:
     """A tensor of which a step makes a new one, which counts from `commit` on."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        self.now, self.next = (torch.zeros(count, device=device) for _ in range(2))
+        self.now, self.next = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
 
     def commit(self) -> None:
         """What the step under way made is what is kept."""
@@ -333,7 +333,7 @@ class Coder(ABC):
 
     def is_finite(self) -> bool:
         """Whether all that came of the step is finite; asked once everything was read, on a CPU."""
-        out = torch.empty(self.spec.count, device=self.spec.device)
+        out = torch.empty(self.spec.count, dtype=torch.float32, device=self.spec.device)
         self.finish(out)
         return bool(torch.isfinite(out).all())
 

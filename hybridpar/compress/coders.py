@@ -18,6 +18,17 @@ from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 
 
+def rows_lie_apart(parameter: Tensor) -> bool:
+    """Whether a parameter's memory is that of its rows, one after the other, as codecs take gradients.
+
+    Contiguous and channels-last memory is; that of a transposed matrix is not.
+    """
+    row = parameter.numel() // max(1, len(parameter)) if parameter.dim() > 1 else 1
+    if parameter.dim() < 2 or len(parameter) == 1 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return True
+    return parameter.stride(0) == row
+
+
 class ParameterCoders:
     """The coders of a worker's parameters."""
 

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.group import Group, TorchGroup, open_group
+from hybridpar.compress.group import Group, TorchGroup, open_group, timeout_of
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
 
@@ -49,7 +49,7 @@ def ddp_hook(
     group: dist.ProcessGroup | None = None,
     lanes: int = 1,
     seed: int = 0,
-    timeout: float = 120.0,
+    timeout: float | None = None,
     hierarchical: bool = False,
 ) -> tuple[CodecState, Hook]:
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
@@ -62,7 +62,7 @@ def ddp_hook(
         group: The process group that DDP was given; None for the default one.
         lanes: Exchanges that may be under way at one time, each with a process group of its own.
         seed: For what codecs draw at random; equal on all workers.
-        timeout: Seconds after which a silent worker is an error.
+        timeout: Seconds after which a silent worker is an error; None for as many as in `group`.
         hierarchical: Add in full precision inside a node and use the codec between nodes alone, where there are several
             nodes and one of them has several workers; elsewhere this changes nothing.
 
@@ -84,7 +84,7 @@ class CodecState(ParameterCoders):
         group: dist.ProcessGroup | None = None,
         lanes: int = 1,
         seed: int = 0,
-        timeout: float = 120.0,
+        timeout: float | None = None,
         hierarchical: bool = False,
     ) -> None:
         policy = read_policy(codec) if isinstance(codec, str) else codec
@@ -116,6 +116,8 @@ class CodecState(ParameterCoders):
         rank, workers = self._place_of(own)
         place = 0 if self._nodes is None else nodes.place_of(own)
         super().__init__(policy, rank, workers, seed, average=True, nodes=self._nodes, place=place)
+        if timeout is None:
+            timeout = timeout_of(group)
         self._paths = [open_paths(self._nodes, group, timeout) for _ in range(lanes)]
         threads = torch.get_num_threads()
         self._threads = [
@@ -133,7 +135,7 @@ class CodecState(ParameterCoders):
                 "Its threads and process groups are gone.",
                 "Close it after the last backward pass, or register a new hook with a new DDP.",
             )
-        flat: Tensor = bucket.buffer()
+        flat: Tensor = bucket.buffer().detach()  # with create_graph, gradients have histories
         if flat.is_sparse:
             raise UsageError(
                 "sparse gradients", "Codecs take dense float32 gradients.", "Build the layer with sparse=False."
@@ -156,11 +158,18 @@ class CodecState(ParameterCoders):
         path = self._paths[lane]
 
         def run() -> Tensor:
-            if isinstance(exchange, NodeExchange):
-                exchange.run(path.add, path.codec, flat)
-            else:
-                assert path.codec is not None
-                exchange.run(path.codec, parts, parts)
+            try:
+                if isinstance(exchange, NodeExchange):
+                    exchange.run(path.add, path.codec, flat)
+                else:
+                    assert path.codec is not None
+                    exchange.run(path.codec, parts, parts)
+            except RuntimeError as error:
+                raise SyncError(
+                    f"worker {dist.get_rank(self._group)} stopped while exchanging gradients: {error}",
+                    "Every worker takes part in every exchange.",
+                    "Look at the first worker that failed, and start all of them again.",
+                ) from error
             # Not finite on one worker is not finite on all of them, so all conclude the same.
             self._finite.append(torch.isfinite(flat.sum()))
             return flat
@@ -256,6 +265,10 @@ class CodecState(ParameterCoders):
             for path in paths:
                 path.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is closed and empty: a DDP that is copied, or read from a file, calls no hook."""
+        return {"_paths": [], "_threads": [], "_used": [], "_finite": []}
+
     def __enter__(self) -> CodecState:
         return self
 
@@ -307,11 +320,14 @@ class CodecState(ParameterCoders):
         def work() -> None:
             try:
                 future.set_result(run())
-            except Exception as error:  # raised where the bucket is waited for
+            except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._threads[lane].submit(work)
-        return future
+        engine: Any = torch.autograd.Variable._execution_engine
+        with contextlib.suppress(RuntimeError):  # outside of backward, as in `DistributedDataParallel.join`
+            engine.queue_callback(future.wait)  # before DDP waits, which would hide the error's type
+        return future.then(torch.futures.Future.wait)  # DDP takes an exception that was set for the value
 
     def _on_stream(self, run: Callable[[], Tensor], device: torch.device, lane: int) -> torch.futures.Future[Tensor]:
         if device not in self._streams:

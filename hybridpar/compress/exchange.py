@@ -348,7 +348,7 @@ class _Gathered(_Stage):
         by_worker = split(self._all, [count] * workers)
         self._gathered = list(zip([coder for coder, _ in members], self._cut(by_worker, head, sizes), strict=True))
         self._terms = [one[: sum(plain)].view(torch.float32) for one in by_worker]
-        self._sum = torch.zeros(sum(plain) // unit, device=device)
+        self._sum = torch.zeros(sum(plain) // unit, dtype=torch.float32, device=device)
         sums = split(self._sum, [sum(entry.sizes) for _, entry in added])
         self._added = list(zip([coder for coder, _ in added], sums, strict=True))
         payload = count * dtype.itemsize

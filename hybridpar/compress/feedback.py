@@ -86,7 +86,7 @@ class KeptResidual(Residual):
         if self.pending.dtype == torch.float32:
             return self.pending[start : start + values.numel()].view(values.shape)
         if not self._wide:
-            self._wide.append(torch.empty(self._count, device=self.kept.device))
+            self._wide.append(torch.empty(self._count, dtype=torch.float32, device=self.kept.device))
         start += self._start
         return self._wide[0][start : start + values.numel()].view(values.shape)
 
@@ -215,7 +215,7 @@ class FeedbackCoder(WarmUpCoder):
 
         Summed over the workers, and added to what was received so far, it is all that their gradients ever were.
         """
-        out = torch.zeros(self.spec.count, device=self.spec.device)
+        out = torch.zeros(self.spec.count, dtype=torch.float32, device=self.spec.device)
         for key, kept in self._kept.items():
             self._later.spread(key, kept.kept.float(), out)
         return out

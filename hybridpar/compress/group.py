@@ -116,6 +116,12 @@ class TorchGroup(Group):
             tensor.bitwise_and_(row)
 
 
+def timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds after which a silent worker is an error in a process group; None for the default one."""
+    made: Any = group or dist.group.WORLD
+    return float(made._get_backend(made._device_types[0]).options._timeout.total_seconds())
+
+
 def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> dist.ProcessGroup | None:
     """Make a process group with threads of its own, on which all members can be reached when this returns.
 

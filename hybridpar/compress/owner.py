@@ -119,7 +119,7 @@ class OwnerCoder(WarmUpCoder):
         self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
         self._momentum = Kept(own if rule.momentum else 0, spec.device)
         self._kept = {"squares": self._squares, "momentum": self._momentum}
-        self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, device=spec.device)
+        self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, dtype=torch.float32, device=spec.device)
         self._samples = 1.0
 
     @property

@@ -121,7 +121,7 @@ def pair_table(device: torch.device) -> Tensor:
     """For every byte the 4 values that it holds, -1, 0 or 1, as float32 of shape (256, 4)."""
     bytes_ = torch.arange(256, device=device).unsqueeze(1)
     codes = (bytes_ >> torch.tensor([6, 4, 2, 0], device=device)) & 3
-    return torch.tensor([0.0, 0.0, -1.0, 1.0], device=device)[codes]
+    return torch.tensor([0.0, 0.0, -1.0, 1.0], dtype=torch.float32, device=device)[codes]
 
 
 def unpack_pairs(packed: Tensor, count: int, table: Tensor, scratch: Scratch) -> Tensor:

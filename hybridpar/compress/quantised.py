@@ -152,7 +152,7 @@ class ShardedCoder(Coder):
         self._own = shapes[spec.rank]
         own_count = self._own[0] * self._row
         self.residuals = {WORKER: spec.count, **({OWNER: own_count} if requantise else {})}
-        self._total = torch.empty(own_count, device=spec.device)
+        self._total = torch.empty(own_count, dtype=torch.float32, device=spec.device)
         self._residuals: Mapping[str, Residual] = NO_RESIDUAL
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:

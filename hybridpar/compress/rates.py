@@ -211,7 +211,7 @@ def _time_exchanges(
     exchange = Exchange(
         [bind(codec, TensorSpec(f"trial {place}", shape, workers=workers, device=device)) for place in range(pieces)]
     )
-    gradients = [torch.randn(count, generator=draw).to(device) for _ in range(pieces)]
+    gradients = [torch.randn(count, generator=draw, dtype=torch.float32).to(device) for _ in range(pieces)]
     results = [torch.empty_like(one) for one in gradients]
     times = []
     for _ in range(1 + _TRIES):  # the first one makes the scratch memory

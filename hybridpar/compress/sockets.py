@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -212,15 +212,23 @@ class _Stream:
     def send(self) -> None:
         """Send as much as the kernel takes."""
         if self.unsent:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(BlockingIOError), self._named():
                 self.left += self._socket.send(self._out[self.left :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def receive(self, most: int, flags: int) -> None:
         """Receive up to `most` bytes."""
-        got = self._socket.recv_into(self._in[self.arrived : self.arrived + most], 0, flags)
-        if not got:
-            raise ConnectionResetError(f"worker {self._rank} of the group has left")
+        with self._named():
+            got = self._socket.recv_into(self._in[self.arrived : self.arrived + most], 0, flags)
+            if not got:
+                raise ConnectionResetError
         self.arrived += got
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ConnectionError as error:
+            raise ConnectionResetError(f"worker {self._rank} of the group has left") from error
 
 
 def _memory_of(tensor: Tensor) -> memoryview:

@@ -34,7 +34,7 @@ def prepare(
     *objects: Any,
     compress: str | Policy = "none",
     seed: int = 0,
-    fidelity: str = "close",
+    fidelity: str = "exact",
     device_placement: list[bool] | None = None,
 ) -> Any:
     """`accelerator.prepare`, with compressed gradients; a collective of all processes.
@@ -57,8 +57,8 @@ def prepare(
     models = [one for one in objects if isinstance(one, torch.nn.Module)]
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     for model in models:
-        names = [name for name, _ in model.named_parameters()]
-        check_compression(compress, names, accelerator.num_processes, optimizers, tell=False)
+        parameters = dict(model.named_parameters())
+        check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     wrapped = [_find_ddp(one) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
     found = [
@@ -73,7 +73,7 @@ def prepare(
     return prepared
 
 
-def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fidelity: str = "close") -> Any:
+def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fidelity: str = "exact") -> Any:
     """Have a Trainer of Hugging Face transformers send compressed gradients; to be called before `trainer.train()`.
 
     Each checkpoint gets a file `hybridpar_compression.pt` with what was not sent, from which a resumed run goes on.
@@ -95,9 +95,9 @@ def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fid
 
     accelerator = trainer.accelerator
     wrap = accelerator.prepare_model
-    names = [name for name, _ in trainer.model.named_parameters()]
+    parameters = dict(trainer.model.named_parameters())
     optimizers = [trainer.optimizer] if trainer.optimizer is not None else []
-    check_compression(compress, names, accelerator.num_processes, optimizers, tell=False)
+    check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
     saved = SavedCompression(None)
 
     def prepare_model(model: Any, *args: Any, **options: Any) -> Any:

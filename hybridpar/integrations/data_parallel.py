@@ -22,14 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar.comm.world import World
 from hybridpar.compress import Policy, TorchGroup, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
+from hybridpar.compress.group import timeout_of
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.sync.choice import Part, choose_policy
 from hybridpar.sync.policy import AUTO, agree_on_policy, is_auto
 
 _log = logging.getLogger(__name__)
-
-#: Seconds after which a silent worker is an error, as in torch's own groups: one worker may test while others wait.
-_TIMEOUT = 1800.0
 
 #: Bytes at which `auto` takes a bucket to be full: torch's default, except for the first bucket.
 _BUCKET_BYTES = 25 << 20
@@ -73,7 +71,7 @@ class DataParallel(DistributedDataParallel):
         *arguments: Any,
         compress: str | Policy = "none",
         seed: int = 0,
-        fidelity: str = "close",
+        fidelity: str = "exact",
         **options: Any,
     ) -> None:
         check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
@@ -86,7 +84,7 @@ class DataParallel(DistributedDataParallel):
 
     @classmethod
     def adopt(
-        cls, ddp: DistributedDataParallel, *, compress: str | Policy, seed: int = 0, fidelity: str = "close"
+        cls, ddp: DistributedDataParallel, *, compress: str | Policy, seed: int = 0, fidelity: str = "exact"
     ) -> DataParallel:
         """Give a DDP that another trainer has made this class, in place; a collective of its workers.
 
@@ -122,7 +120,7 @@ class DataParallel(DistributedDataParallel):
             dist.get_rank(group),
             size,
             next(self.module.parameters()).device,
-            _TIMEOUT,
+            timeout_of(group),
             lane_sums=[TorchGroup(group)] if size > 1 else [],
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
@@ -133,7 +131,7 @@ class DataParallel(DistributedDataParallel):
         self._may_differ = size == 1 or is_auto(policy)
         if agreed.changes_nothing or size == 1:
             return
-        state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, timeout=_TIMEOUT, hierarchical=True)
+        state, hook = ddp_hook(agreed, self.module, group=group, seed=seed, hierarchical=True)
         try:
             self.register_comm_hook(state, hook)
         except RuntimeError as error:
@@ -203,8 +201,6 @@ class DataParallel(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["compression"], state["compress"] = None, "none"
-        if "_comm_hooks" in state:
-            state["_comm_hooks"] = []
         return state
 
 
@@ -232,5 +228,5 @@ def _choose(module: nn.Module, world: World, fidelity: str) -> Policy:
     choice = choose_policy([Part(groups)], world, fidelity=fidelity, bucket_bytes=_BUCKET_BYTES, sync_lanes=1)
     if world.rank == 0:
         for line in choice.lines:
-            _log.info(line)
+            _log.warning(line)  # shown also where logging is not set up
     return choice.policy

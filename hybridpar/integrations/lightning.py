@@ -54,7 +54,7 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
     model: Any
 
     def __init__(
-        self, *, compress: str | Policy = "none", seed: int = 0, fidelity: str = "close", **options: Any
+        self, *, compress: str | Policy = "none", seed: int = 0, fidelity: str = "exact", **options: Any
     ) -> None:
         takers = HybridparStrategy.__init__, DDPStrategy.__init__, DistributedDataParallel.__init__
         check_options("HybridparStrategy", options, takers)
@@ -88,8 +88,8 @@ class HybridparStrategy(DDPStrategy):  # type: ignore[misc, valid-type]
         """
         super().setup_optimizers(trainer)
         if self._wrapped is not None:
-            names = [name for name, _ in trainer.lightning_module.named_parameters()]
-            check_compression(self._compression["compress"], names, self.world_size, self.optimizers, tell=False)
+            parameters = dict(trainer.lightning_module.named_parameters())
+            check_compression(self._compression["compress"], parameters, self.world_size, self.optimizers, tell=False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, with what the codecs of all processes have not sent; a collective.

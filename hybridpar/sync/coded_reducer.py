@@ -52,7 +52,9 @@ class CodedReducer(DirectReducer):
             self.compression.open()
             self._opened = True
         began = time.perf_counter()
-        self.compression.take(bucket, slot, torch.zeros(slot.parameter.numel()) if gradient is None else gradient)
+        if gradient is None:
+            gradient = slot.parameter.new_zeros(slot.parameter.numel())
+        self.compression.take(bucket, slot, gradient)
         bucket.encode_ms += (time.perf_counter() - began) * 1e3
 
     def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:

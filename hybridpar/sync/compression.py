@@ -109,7 +109,7 @@ class Compression(ParameterCoders):
         self._undecided: tuple[Decision, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
-        """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
+        """Follow how the buckets are cut; no step is under way. What is not float32 has no codec."""
         self.catch_up()
         self._buckets, self._exchanges = tuple(buckets), {}
         if self._on_one_node:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.compress import Policy, check_optimizer, read_policy
@@ -59,7 +60,7 @@ def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, f
 
 def check_compression(
     codec: str | Policy,
-    names: Collection[str],
+    parameters: Mapping[str, Tensor],
     replicas: int,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     *,
@@ -68,7 +69,15 @@ def check_compression(
     """Check what `--compress` says also where nothing is exchanged, and say so."""
     if is_auto(codec):
         return
-    policy = _read(codec, names)
+    policy = _read(codec, parameters)
+    for name, one in parameters.items():
+        used = policy.codec_of(name)
+        if one.requires_grad and one.dtype != torch.float32 and policy.text_of(name) != "none" and used.fits(one.shape):
+            raise UsageError(
+                f"the parameter {name!r} of type {one.dtype} with --compress {codec}",
+                "Codecs take float32 gradients.",
+                f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
+            )
     for rule, optimizer in itertools.product(policy.rules, optimizers):
         check_optimizer(rule.codec, optimizer)
     if tell and replicas == 1 and not policy.changes_nothing:

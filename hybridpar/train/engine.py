@@ -126,9 +126,9 @@ class Engine:
         if self.loss_scales:
             for stage, scale in zip(self.pipeline.stages.values(), self.loss_scales, strict=True):
                 stage.run.loss_scale = scale.value
-        policy, names = self.pipeline.options.sync.policy, dict(model.named_parameters())
+        policy, parameters = self.pipeline.options.sync.policy, dict(model.named_parameters())
         try:  # once all workers know that they were given the same policy
-            check_compression(policy, names, self.pipeline.replicas, self.optimizers, tell=world.is_main)
+            check_compression(policy, parameters, self.pipeline.replicas, self.optimizers, tell=world.is_main)
             self.graph = self._make_graph() if config.cuda_graph else None
         except BaseException:
             self.pipeline.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState, ddp_hook
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, SyncError, UsageError
 from tests.compress.test_ddp import batch, make, net, train, weights
 from tests.ranks import run_ranks
 
@@ -228,3 +229,46 @@ def test_workers_that_are_not_told_the_same(what: str) -> None:
     one, other = run_ranks(unlike, 2, what)
     assert one == other
     assert "do not agree" in one
+
+
+def histories(world: World, codec: str) -> tuple[Tensor, Tensor]:
+    """Gradients with and without a history, the first after the DDP was copied and saved."""
+    found = []
+    for create_graph in (True, False):
+        torch.manual_seed(0)
+        ddp, state = make(codec, nn.Sequential(nn.Flatten(), nn.Linear(192, 5, bias=False)))  # DDP takes few models
+        assert state is not None
+        torch.save(copy.deepcopy(ddp) if create_graph else ddp, io.BytesIO())
+        images, labels = batch(world.rank, 0)
+        with state:
+            F.cross_entropy(ddp(images), labels).backward(create_graph=create_graph)
+        found.append(torch.cat([one.grad.detach().flatten() for one in ddp.parameters() if one.grad is not None]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("codec", ["none", "onebit:warmup=0,least=1", "topk:least=1"])
+def test_copies_and_graphs_of_gradients(codec: str) -> None:
+    for one, other in run_ranks(histories, 2, codec):
+        assert torch.equal(one, other)
+
+
+def lost(world: World) -> tuple[str, float]:
+    """What a worker says whose peer has left, and how long it would wait for it."""
+    ddp, state = make("onebit", net())
+    assert state is not None
+    path: Any = state._paths[0].codec
+    if world.rank == 1:
+        state.close()
+        dist.barrier()
+        return "", path._timeout
+    with pytest.raises(SyncError) as caught:
+        train(ddp, world.rank, range(1))
+    dist.barrier()
+    state.close()
+    return str(caught.value), path._timeout
+
+
+def test_a_peer_that_leaves_is_named_and_time_outs_are_those_of_the_group() -> None:
+    (text, waited), (_, also) = run_ranks(lost, 2, timeout=60)
+    assert "worker 1 of the group has left" in text
+    assert waited == also == 40

@@ -179,14 +179,19 @@ def test_state_says_whether_there_is_any(text: str) -> None:
     assert found == (codec.stateful and codec.fits(SHAPES["conv"])), f"set stateful = {found} in the codec's class"
 
 
-def test_gradients_of_any_stride_and_results_in_place(text: str) -> None:
-    plain, odd = Team(text, SHAPES, 2), Team(text, SHAPES, 2)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_gradients_of_any_stride_and_results_in_place(text: str, default: torch.dtype) -> None:
+    plain = Team(text, SHAPES, 2)
     gradients = plain.gradients(5)
     outs = plain.meet(gradients)
     spread: list[list[Tensor]] = []
     for own in gradients:
         spread.append([torch.stack((gradient, gradient), 1).view(-1)[::2] for gradient in own])
-    run_together(odd.exchanges, spread, spread)
+    torch.set_default_dtype(default)
+    try:
+        run_together(Team(text, SHAPES, 2).exchanges, spread, spread)
+    finally:
+        torch.set_default_dtype(torch.float32)
     for left, right in zip(outs, spread, strict=True):
         assert all(map(same_bits, left, right))
 

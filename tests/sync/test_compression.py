@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.compress import kernels
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, UsageError
 from tests.ranks import run_ranks
 
 
@@ -114,6 +114,15 @@ def refused(world: World) -> str:
 def test_a_codec_in_shared_memory_is_refused() -> None:
     for text in run_ranks(refused, 2):
         assert "shared_memory" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_codec_for_other_types_than_float32_is_refused(dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"plan": "none", "lr": 0.1}
+    net = Net().to(dtype)
+    with pytest.raises(UsageError, match=f"'second.weight' of type {dtype} with --compress onebit"):
+        Trainer(net, config=TrainConfig(compress="onebit", **options))
+    Trainer(net, config=TrainConfig(compress="*weight -> none; * -> onebit", **options)).close()
 
 
 def kernels_on_one(world: World, codec: str) -> str:

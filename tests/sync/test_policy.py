@@ -251,10 +251,10 @@ def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):
         assert choice is not None
         assert "one replica" in choice.lines[0]
         assert not caplog.records
-    check_compression("auto", [], 1)
-    check_compression("none", [], 1)
+    check_compression("auto", {}, 1)
+    check_compression("none", {}, 1)
     assert not caplog.records
-    check_compression("last.* -> onebit", ["last.weight"], 1)
+    check_compression("last.* -> onebit", {"last.weight": torch.ones(1)}, 1)
     assert "can gain nothing" in caplog.text
 
 

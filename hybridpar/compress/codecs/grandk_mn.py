@@ -75,7 +75,7 @@ class QueueCoder(OuterCoder):
         self.residuals = {WORKER: spec.count}
         self._steps = 0
         self._queue, self._drawn = torch.empty(0), -1
-        self._picked = torch.zeros(self._most, device=spec.device)
+        self._picked = torch.zeros(self._most, dtype=torch.float32, device=spec.device)
         self._left = KeptResidual.zeros(self._most, spec.device)
         self._places = torch.empty(0)
         self._values = torch.empty(0)

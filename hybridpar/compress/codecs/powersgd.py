@@ -123,7 +123,7 @@ class LowRank(Coder):
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
-        first = torch.randn(self._columns, self._rank, generator=draw, device="cpu")
+        first = torch.randn(self._columns, self._rank, generator=draw, dtype=torch.float32, device="cpu")
         # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
         self._q = self._next_q = first.t().contiguous().to(spec.device)
         self._p = torch.empty(0)
@@ -174,7 +174,7 @@ class LowRank(Coder):
     def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
         """Write Q^T M^T, and make M before, or P^T M."""
         left = factor if self._share == 1 else factor * self._share
-        out = message if message.dtype == torch.float32 else torch.empty(message.shape, device=message.device)
+        out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
         if index:
             if not kernels.powersgd_right(self._residual, left, out):
                 torch.mm(left, self._matrix, out=out)
@@ -194,7 +194,7 @@ class LowRank(Coder):
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
         # A product that is written to memory of other strides may be rounded otherwise.
-        product = result if out.is_contiguous() else torch.empty(result.shape, device=out.device)
+        product = result if out.is_contiguous() else result.new_empty(result.shape)
         if not kernels.powersgd_product(self._p, self._next_q, product, self.scale):
             product.addmm_(self._p.t(), self._next_q, beta=0, alpha=self.scale)
         if product is not result:
@@ -237,8 +237,8 @@ def _row_by_row(factors: Sequence[Tensor]) -> list[Tensor]:
     shape = len(factors), *(max(side) for side in zip(*sizes, strict=True))
     # Shorter rows end in zeros, which change no product; rows that a matrix does not have come last and are not used.
     rows, spare, done = (factors[0].new_zeros(shape) for _ in range(3))
-    turns = torch.arange(1, shape[1] + 1, device=rows.device)[:, None] + 0.37
-    directions = torch.cos(turns * torch.arange(1, shape[2] + 1, device=rows.device))
+    down, across = (torch.arange(1, count + 1, dtype=rows.dtype, device=rows.device) for count in shape[1:])
+    directions = torch.cos((down[:, None] + 0.37) * across)
     for block, values in ((rows, factors), (spare, [directions[:r, :n] for r, n in sizes])):
         torch._foreach_copy_([one[:r, :n] for one, (r, n) in zip(block, sizes, strict=True)], list(values))
     rows /= rows.abs().amax(2, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)  # squares stay in range
