@@ -69,8 +69,10 @@ def measure_level(
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
     try:
         mine: dict[str, Way | None] = {}
+        # All workers time the same ways, whatever adds in their own parties.
+        apart = any(world.gather(not all(isinstance(one, Group) for one in party.lane_sums)))
         for name, (work, factor) in _ways(party, grid, pair).items():
-            if name in ways and (name in PLAIN_WAYS or not slow):
+            if name in ways and (name in PLAIN_WAYS or not slow) and (apart or name != "codec_sum"):
                 mine[name], slow = _time(work, factor, world, seconds)
     finally:
         grid.close()
@@ -93,13 +95,13 @@ def measure_level(
 def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
     """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
 
-    None where it has no part in that. Codecs do not only add, so their messages are sent over a group even where sums
+    None where it has no part in that, as a worker alone in its party has in no collective. Codecs do not only add, so their messages are sent over a group even where sums
     go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
     with a token bucket fill the bucket again.
     """
-    size, share, alone = party.size, (party.size - 1) / party.size, party.size == 1
-    adds = party.lane_sums[0]
-    group = None if alone else adds if isinstance(adds, Group) else TorchGroup(party.control)
+    size, share = party.size, (party.size - 1) / party.size
+    adds = next(iter(party.lane_sums), None)
+    group = adds if adds is None or isinstance(adds, Group) else TorchGroup(party.control)
 
     def all_to_all(message: Tensor) -> None:
         assert group is not None
@@ -123,17 +125,19 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         grid.receivers[peer].receive(part)
         sending.join()
 
+    def all_reduce(message: Tensor) -> None:
+        assert adds is not None
+        adds.all_reduce(message)
+
     ways: dict[str, tuple[_Work, float]] = {
-        "all_reduce": (adds.all_reduce, 2 * share),
+        "all_reduce": (all_reduce, 2 * share),
         "all_to_all": (all_to_all, share),
         "all_gather": (all_gather, share),
         "codec_sum": (partial(sum_as, torch.float32), 2 * share),
         "half_sum": (partial(sum_as, torch.float16), 2 * share),
         "integer_sum": (partial(sum_as, torch.int32), 2 * share),
     }
-    if adds is group:  # which is the sum that codecs use
-        del ways["codec_sum"]
-    own = {name: (None if alone else work, factor) for name, (work, factor) in ways.items()}
+    own = {name: (None if adds is None else work, factor) for name, (work, factor) in ways.items()}
     return {"send": (send if grid.world.rank in pair else None, 1.0), **own}
 
 

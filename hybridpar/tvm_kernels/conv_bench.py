@@ -1,7 +1,7 @@
 """Data of one depthwise convolution, on the CPU or a GPU, on which kernels are checked and timed against torch.
 
-On the CPU sets of tensors take turns, so that none is in a cache when it is used again, and results are written where
-none was lately.
+Sets of tensors take turns, so that none is in a cache when it is used again, and results are written where none was
+lately.
 
 On a GPU torch may run as it is and with its own kernels in place of cuDNN's; the fastest of all ways, in both layouts,
 is what a kernel is compared with.
@@ -64,8 +64,7 @@ class ConvBench(Bench):
         self._image, self._gradient, self._weight = (
             torch.randn(one, generator=draw).to(DTYPES[dtype]) for one in sizes
         )
-        one_set = self._image.nbytes + self._gradient.nbytes
-        self._sets = turns(one_set) if device is None else 1
+        self._sets = turns(self._image.nbytes + self._gradient.nbytes)
         self._rotation = Rotation(self._sets)
         self._own = self.operands(layout)
         self._arguments = [self._arguments_of(*own) for own in self._own]

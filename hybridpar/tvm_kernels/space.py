@@ -32,6 +32,9 @@ _MOST = 64
 #: Bytes of a strip that stay in a core's second cache until its tiles are computed.
 _NEAR = 512 << 10
 
+#: Parameters whose values follow from those of others: rows of a strip from those of a tile, parts from the tiles.
+FOLLOWING = ("strip", "parts")
+
 Parameters = Mapping[str, int]
 
 
@@ -183,20 +186,23 @@ def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
 
 
 def neighbours(one: Parameters, among: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows."""
-    found = []
-    steps = {name: sorted({other.get(name, 0) for other in among}) for name in {*one, *itertools.chain(*among)}}
+    """Of the candidates that differ in one parameter those that come next, with its value below and above.
+
+    What follows from other parameters (`FOLLOWING`) may differ besides, and is then as near as it can be.
+    """
+
+    def apart(other: Parameters, name: str) -> float:
+        return abs(math.log2((other.get(name, 0) + 1) / (one.get(name, 0) + 1)))
+
+    found: dict[tuple[str, bool], tuple[tuple[float, float], dict[str, int]]] = {}
     for other in among:
-        changed = [name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0)]
-        if changed and set(changed) <= {"strip", "tile_rows"} and len(changed) == 2:
-            changed = ["tile_rows"]
-        if len(changed) == 1:
-            (name,) = changed
-            values = steps[name]
-            before, after = one.get(name, 0), other.get(name, 0)
-            if before in values and abs(values.index(before) - values.index(after)) == 1:
-                found.append(other)
-    return found
+        names = [name for name in {*one, *other} if one.get(name, 0) != other.get(name, 0)]
+        (changed, *more) = [name for name in names if name not in FOLLOWING] or names or [""]
+        if changed and not more:
+            distance = apart(other, changed), sum(apart(other, name) for name in FOLLOWING)
+            side = changed, other.get(changed, 0) > one.get(changed, 0)
+            found[side] = min(found.get(side, (distance, other)), (distance, other), key=lambda pair: pair[0])
+    return [other for _, other in found.values()]
 
 
 def nearest(wanted: Parameters, among: list[dict[str, int]]) -> dict[str, int]:

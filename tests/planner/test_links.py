@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +52,24 @@ def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memor
     assert level.efficiency.half_sum is not None
     assert level.efficiency.integer_sum is not None
     assert level.cores.all_reduce > 0
+
+
+def measured_on_hosts(world: World, hosts: str, shared: bool) -> ClusterSpec:
+    world.share_memory = shared
+    found = mock.Mock(return_value=hosts[world.rank])
+    with mock.patch.object(links, "host_identity", found), mock.patch("hybridpar.comm.world.host_identity", found):
+        with mock.patch.object(links, "CONFIRMED", 1e9):
+            return measure_cluster(world, fresh=True, seconds=0.002)
+
+
+@pytest.mark.parametrize(("hosts", "shared"), [("aabb", True), ("aabb", False), ("abb", True), ("abc", True)])
+def test_hosts_of_one_and_of_two_workers_are_measured_alike_by_all(tmp_path, monkeypatch, hosts, shared):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
+    specs = run_ranks(measured_on_hosts, len(hosts), hosts, shared, shared_memory=False)
+    assert specs == specs[:1] * len(hosts)
+    assert specs[0].workers == len(hosts)
+    assert specs[0].between is not None
+    assert (specs[0].inside is None) == (hosts == "abc")
 
 
 def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):

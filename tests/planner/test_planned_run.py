@@ -40,6 +40,9 @@ from tests.ranks import run_ranks
 from tests.runs import check_run, saved_state, small_arguments, train, train_rank
 from tests.small_nets import plain
 
+#: Modules that ask on which host they are.
+IDENTIFIED = ("comm.world", "comm.node_worlds", "run.kernels")
+IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "measure", "measure_run", "step_costs"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
 
@@ -490,6 +493,25 @@ def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path
     assert summary["predicted_bytes_sent_per_step"] > 0
     run_ranks(planned_rank, 2, tmp_path / "slow", cache, {"steps": 4, "replicas": 2}, 100.0)
     assert "ms that were predicted" in check_run(tmp_path / "slow")["prediction_warning"]
+
+
+def planned_on_hosts(world: World, run_dir: Path, cache: str, hosts: str) -> Plan:
+    """Workers of made-up hosts, whose links are looked at for a moment only."""
+    brief, identified = partial(run_inputs.measure_cluster, seconds=0.002), mock.Mock(return_value=hosts[world.rank])
+    world.share_memory = True
+    with contextlib.ExitStack() as stack:
+        for module in IDENTIFIED:
+            stack.enter_context(mock.patch(f"hybridpar.{module}.host_identity", identified))
+        stack.enter_context(mock.patch.object(run_inputs, "measure_cluster", brief))
+        stack.enter_context(mock.patch("hybridpar.planner.links.CONFIRMED", 1e9))
+        return planned_rank(world, run_dir, cache, {"steps": 4, "batch_size": 16})
+
+
+def test_hosts_of_one_and_of_two_workers_are_planned_by_default(tmp_path):
+    plans = run_ranks(planned_on_hosts, 3, tmp_path / "run", str(tmp_path / "cache"), "aab")
+    assert plans[0].inputs is not None
+    assert {one.get("devices", 1) for one in plans[0].inputs["cluster"]["hosts"]} == {1, 2}
+    check_run(tmp_path / "run", steps=4)
 
 
 def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.machine import KNOWN, cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
-from hybridpar.tvm_kernels.operations import depthwise_cuda
+from hybridpar.tvm_kernels.operations import depthwise, depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import nearest
+from hybridpar.tvm_kernels.space import nearest, neighbours
 from hybridpar.tvm_kernels.tuner import tune
 from tests.emulated.convolutions import emulated_kernels
 from tests.tvm_kernels.standin import StandIn, record_of
@@ -100,6 +101,24 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
     assert one.parameters == loaded[1].parameters
     assert one.error < 1e-5
     assert one.final
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.WEIGHT_GRADIENT])
+def test_a_search_can_climb_and_its_records_meet_the_rule_of_those_of_cpus(direction: Direction) -> None:
+    wide = ConvShape.parse("8x576x14x14 k3x3 s1x1 p1x1 d1x1")
+    among = list(candidates(wide, direction, Layout.CONTIGUOUS, "float32", HOPPER))
+    aim = among[2 * len(among) // 3]
+
+    def cost(one: Mapping[str, int]) -> float:
+        return sum(abs(math.log2((value + 1) / (aim[name] + 1))) for name, value in one.items() if name != "parts")
+
+    best = among[0]
+    while better := [one for one in neighbours(best, among) if cost(one) < cost(best)]:
+        best = min(better, key=cost)
+    assert cost(best) < 0.2 * cost(among[0])
+    assert depthwise_cuda.DepthwiseCuda.pace.benches == depthwise.Depthwise.pace.benches == 2
+    sets = [ConvBench(SHAPE, direction, LAST, device=device).operands(LAST) for device in (torch.device("cpu"), None)]
+    assert len(sets[0]) == len(sets[1]) > 1, "tensors come from memory"
 
 
 def _filled(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

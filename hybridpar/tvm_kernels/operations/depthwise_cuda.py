@@ -32,7 +32,7 @@ class DepthwiseCuda(Operation):
     limits: ClassVar[Mapping[str, float]] = CONV_LIMITS
     own_versions: ClassVar[Mapping[str, str]] = Depthwise.own_versions
     required = False
-    pace = Pace(glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
+    pace = Pace(glance=0.05, longest=0.5, reserved=0.15, pairs=9)
 
     def without_kernels(self, key: KernelKey) -> str:
         """Why there are no kernels for a convolution or type."""
