@@ -28,7 +28,7 @@ from hybridpar.data.decode import decode, open_image
 from hybridpar.data.erasing import Erased, NoiseErasing
 from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, UsageError
 from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
@@ -467,6 +467,15 @@ def load_dataset(config: DataConfig) -> ImageData:
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
     data = DATA_SETS.get(data_set_kind(config.data))(config)
+    for name in (str(config.data_root), *map(str, data.class_names)):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the name {name!a} of a class or of the directory {config.data_root} is not UTF-8",
+                "The files of a run and its reports are UTF-8, and name classes and directory.",
+                "Rename it, for instance with convmv.",
+            ) from error
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)

@@ -17,7 +17,7 @@ from hybridpar.data import describe_data, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.decode import read_image
 from hybridpar.data.sampling import AugmentKey
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, UsageError
 
 CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
 
@@ -275,6 +275,13 @@ def test_a_class_of_which_no_image_can_be_read_is_an_error(folder):
     data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16))
     with pytest.raises(DataError, match=r"none of the 3 training images of a class .*dog/0\.png"):
         data.train.load_readable(np.array([0, 3]), AugmentKey(0, 0), torch.device("cpu"))
+
+
+def test_names_of_classes_that_are_not_utf8_are_refused(folder):
+    for part in ("train", "test"):
+        os.rename(folder / part / "dog", os.fsencode(folder / part) + b"/\xe9l\xe9phant")
+    with pytest.raises(UsageError, match=r"the name '\\udce9l\\udce9phant' .* is not UTF-8"):
+        load_dataset(DataConfig(data="folder", data_root=folder))
 
 
 def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):
