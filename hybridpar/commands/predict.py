@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,12 +106,14 @@ def run_predict(command: Predict, _: Sequence[str]) -> int:
 def _opened(output: Path | None) -> Iterator[IO[str]]:
     """Standard output, or a file that is there once all of it is written."""
     if output is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
         yield sys.stdout
         return
     aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with open(aside, "w", encoding="utf-8", newline="") as stream:
+        with open(aside, "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
             yield stream
         aside.replace(output)
     except OSError as error:

@@ -67,8 +67,13 @@ def _csv(config: DataConfig) -> ImageData:
             fix = "Add some, with `test` in the column split."
             raise DataError(f"{config.data_root} lists no test images", fix=fix)
     paths = [[row.path for row in part] for part in parts]
+    unused = sum(row.split not in ("train", tested) for row in rows)
     return decoded_data(
-        "csv", names, config, lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)]
+        "csv",
+        names,
+        config,
+        lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)],
+        ignored=(f"{unused:,} images of the split val",) if unused else (),
     )
 
 

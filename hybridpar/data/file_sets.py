@@ -88,21 +88,14 @@ def _folder(config: DataConfig) -> ImageData:
     ignored = _Ignored()
     names, train_paths, train_labels = _scan(train_root, ignored)
     test_names, test_paths, test_labels = _scan(test_root, ignored)
-    if names != test_names:
-        differences = [
-            f"only in {directory}: {_some(extra)}"
-            for directory, extra in (
-                (train_root, set(names) - set(test_names)),
-                (test_root, set(test_names) - set(names)),
-            )
-            if extra
-        ]
+    if extra := set(test_names) - set(names):
         raise DataError(
-            f"training and test classes of {root} differ; {'; '.join(differences)}",
-            "Both must have the same class directories, because their order numbers the classes.",
-            "Rename or remove the directories that are only on one side.",
+            f"{test_root} has classes that {train_root} has not: {_some(extra)}",
+            "The classes are those of the training images.",
+            "Rename or remove the directories, or add training images of these classes.",
         )
-    parts = [(train_root, train_paths, train_labels), (test_root, test_paths, test_labels)]
+    numbers = [names.index(name) for name in test_names]
+    parts = [(train_root, train_paths, train_labels), (test_root, test_paths, [numbers[at] for at in test_labels])]
     return decoded_data(
         "folder", names, config, lambda use: [FileImages(*one, **use) for one in parts], ignored=_told(ignored)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -58,16 +59,20 @@ def _hub(config: DataConfig) -> ImageData:
     train = parts[0]
     image = _image_column(train, name)
     label = _label_column(train, name)
-    cells = [part.select_columns([label])[:][label] for part in parts]
+    complete = [_complete(part, image, label) for part in parts]
+    raw, cells, ignored = ([one[at] for one in complete] for at in range(3))
     names, *targets = _numbered(train.features[label], cells, name)
-    raw = [_undecoded(part, image) for part in parts]
     if len(raw) == 1:
         chosen = four_of_five(targets[0])
         raw = [raw[0].select(indices) for indices in chosen]
         targets = [targets[0][indices] for indices in chosen]
     labelled = list(zip(raw, targets, strict=True))
     return decoded_data(
-        config.data, names, config, lambda use: [HubImages(part, image, found, **use) for part, found in labelled]
+        config.data,
+        names,
+        config,
+        lambda use: [HubImages(part, image, found, **use) for part, found in labelled],
+        ignored=tuple(chain(*ignored)),
     )
 
 
@@ -165,7 +170,18 @@ def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...
     return numbered if len(cells) > 1 else numbered[:2]
 
 
-def _undecoded(part: Any, column: str) -> Any:
+def _complete(part: Any, image: str, label: str) -> tuple[Any, list[Any], list[str]]:
+    """The rows that have an image and a label: the images, not decoded, and the labels; and what is left out."""
     import datasets
 
-    return part.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+    images = part.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+    cells = part.select_columns([label])[:][label]
+    pictured = images.with_format("arrow")[:].column(image).is_valid().to_pylist()
+    rows = [row for row, cell in enumerate(cells) if pictured[row] and cell is not None]
+    if len(rows) == len(cells):
+        return images, cells, []
+    lacks = {"image": pictured.count(False), "label": cells.count(None)}
+    ignored = [
+        f"{count:,} of {len(cells):,} rows of {part.split} without {key}" for key, count in lacks.items() if count
+    ]
+    return images.select(rows), [cells[row] for row in rows], ignored

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +39,7 @@ from hybridpar.data.sampling import (
     repeated,
 )
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, LaunchError, UsageError
 from hybridpar.lanes import Lane, Lanes
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,9 @@ _CPU = torch.device("cpu")
 
 #: Loader processes per worker where images are read from files.
 DEFAULT_LOADER_WORKERS = 2
+
+#: Of the 107 characters of a socket's path, Python appends `/pymp-xxxxxxxx/listener-xxxxxxxx`.
+_LONGEST_DIRECTORY = 107 - 32
 
 #: Files that cannot be read and are named one by one; then their number is told whenever it has doubled.
 _NAMED = 5
@@ -96,7 +101,7 @@ class TrainBatches:
         shares: As given. Other ones count from the next call of `epoch` on, for all workers alike.
 
     Raises:
-        UsageError: The batch or the data set is too small, see `cut_epoch`.
+        UsageError: The batch or the data set is too small, see `cut_epoch`; or loader processes cannot make sockets.
     """
 
     def __init__(
@@ -145,8 +150,8 @@ class TrainBatches:
 
         Raises:
             ValueError: The epoch does not have so many steps.
-            DataError: Many images cannot be read, or a loader process died. A single one is replaced by another and
-                told in a warning.
+            DataError: Many images cannot be read. A single one is replaced by another and told in a warning.
+            LaunchError: A loader process died.
         """
         if not 0 <= start_step <= len(self._steps):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self._steps)} steps")
@@ -254,6 +259,13 @@ class _Reader:
         self.source = source
         default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
         self._loader_workers = default if loader_workers is None else loader_workers
+        length = len(os.fsencode(tempfile.gettempdir()))
+        if self._loader_workers and length > _LONGEST_DIRECTORY:
+            raise UsageError(
+                f"the directory for temporary files {tempfile.gettempdir()} has {length} characters",
+                f"Loader processes make sockets there, for which it may have {_LONGEST_DIRECTORY}.",
+                "Name another: TMPDIR=/tmp; or use --loader-workers 0.",
+            )
         self._device = torch.device(device or "cpu")
         self._erasing = data.erasing
         self._size = data.sample_shape[1:]
@@ -325,20 +337,13 @@ class _Reader:
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         loader, queue = self._processes(min(self._loader_workers, len(jobs)))
         queue[:] = [(indices, key) for indices in jobs]
-        with warnings.catch_warnings(), _without_collections():
+        with warnings.catch_warnings(), _without_collections(), _alive():
             _ignore_advice()
             iterator = iter(loader)
         try:
             for left in reversed(range(len(jobs))):
-                try:
+                with _alive():
                     loaded = next(iterator)
-                except RuntimeError as error:
-                    if not str(error).startswith("DataLoader worker"):
-                        raise  # The transforms' own.
-                    raise DataError(
-                        f"a loader process died: {error}",
-                        fix="Free memory (shared memory too, /dev/shm), or use fewer --loader-workers; 0 needs none.",
-                    ) from error
                 if isinstance(loaded, DataError):
                     raise loaded
                 if not left:  # before the last batch is handed over: nobody may ask whether there is another one
@@ -397,6 +402,27 @@ def _read(source: ImageSource, erasing: NoiseErasing | None, job: _Job, device: 
     indices, key = job
     loaded = source.load_readable(indices, key, device)
     return loaded if erasing is None or key is None else loaded._replace(erased=erasing.draw(key, indices))
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Inside, a loader process that died is an error after which the workers start again.
+
+    Torch's handler of SIGCHLD would raise one anywhere else, so it is taken back.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise  # The transforms' own.
+        raise LaunchError(
+            f"a loader process died: {error}",
+            fix="Free memory (shared memory too, /dev/shm), or use fewer --loader-workers; 0 needs none.",
+        ) from error
+    finally:
+        if signal.getsignal(signal.SIGCHLD) is not before:
+            signal.signal(signal.SIGCHLD, before)
 
 
 @contextmanager

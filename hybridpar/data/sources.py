@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypedDict
@@ -28,7 +28,7 @@ from hybridpar.data.decode import decode, open_image
 from hybridpar.data.erasing import Erased, NoiseErasing
 from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, UsageError
 from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
@@ -181,6 +181,8 @@ class DecodedImages(ImageSource):
         self.augment = augment
         self.prepare = prepare
         self.strict = strict
+        #: Classes with damaged files in which one was found that can be read.
+        self._readable: set[int] = set()
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
@@ -226,6 +228,8 @@ class DecodedImages(ImageSource):
                     except DataError as error:
                         if strict:
                             raise
+                        if key is not None:
+                            self._require_readable(one, error)
                         problem = problem or error
                         damaged.append(error.what)
                         continue
@@ -238,6 +242,23 @@ class DecodedImages(ImageSource):
         if not images:
             return Loaded(torch.empty(0, 3, 1, 1, dtype=torch.uint8), found, tuple(damaged))
         return Loaded(to_device(_batch(images), device), found, tuple(damaged))
+
+    def _require_readable(self, index: int, problem: DataError) -> None:
+        """Refuse a class none of whose training images can be read, once one of them could not."""
+        label = self.labels[index]
+        if label.ndim or int(label) in self._readable:
+            return
+        others = (self.labels == label).nonzero().flatten().tolist()
+        for other in others:
+            with suppress(DataError):
+                decode(self.open(other), self.name(other))
+                self._readable.add(int(label))
+                return
+        raise DataError(
+            f"none of the {len(others):,} training images of a class can be read: {problem.what}",
+            "A class without images cannot be learned.",
+            "Replace the files of the class, or remove it.",
+        ) from problem
 
     def _load(self, index: int, seed: int | None) -> Tensor:
         """Decode and change one image; None as a seed prepares it as it is tested."""
@@ -446,6 +467,15 @@ def load_dataset(config: DataConfig) -> ImageData:
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
     data = DATA_SETS.get(data_set_kind(config.data))(config)
+    for name in (str(config.data_root), *map(str, data.class_names)):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the name {name!a} of a class or of the directory {config.data_root} is not UTF-8",
+                "The files of a run and its reports are UTF-8, and name classes and directory.",
+                "Rename it, for instance with convmv.",
+            ) from error
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)

@@ -6,7 +6,7 @@ and gathered on worker 0, so that nothing depends on the number of workers.
 
 from __future__ import annotations
 
-import logging
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.data import ImageData, TestBatches, load_dataset
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import CheckpointError, UsageError, shortened
 from hybridpar.machine.launch import record_failure
 from hybridpar.models import autocast
 from hybridpar.models.outputs import OutputLoss, main_output
@@ -31,8 +31,6 @@ from hybridpar.run.worker import tune_worker
 from hybridpar.train.checkpoint_files import digest_of
 from hybridpar.train.evaluation import Evaluation, evaluate
 
-_log = logging.getLogger(__name__)
-
 #: How many classes the second accuracy looks at.
 _TOP = 5
 
@@ -44,10 +42,8 @@ def evaluate_trained(trained: Trained) -> tuple[Trained, TestResult | None]:
         tune_worker(trained.config, world)
         with before_the_start():
             config = images_of_model(trained)
-            data = world.on_all(lambda: load_dataset(config))
+            data = world.on_all(lambda: _by_name(load_dataset(config), ImageFacts.read(trained.images)))
             trained, model = _load_on_all(trained, data.classes, config.uses_channels_last, world)
-        if world.is_main:
-            _compare_classes(trained, data)
         batches = TestBatches(
             data,
             batch_size=max(2, config.batch_size // world.size),
@@ -167,10 +163,22 @@ class _Notes:
         return {**parts, "right": self._right}
 
 
-def _compare_classes(trained: Trained, data: ImageData) -> None:
-    """Warn where other data have other classes than the model was trained on."""
-    known = ImageFacts.read(trained.images)
-    own = tuple(map(str, data.class_names))
-    if known is not None and known.class_names != own:
-        pairs = [f"{a} is {b} here" for a, b in zip(known.class_names, own, strict=False) if a != b]
-        _log.warning("warning: the classes are not those that the model was trained on: %s", ", ".join(pairs[:3]))
+def _by_name(data: ImageData, known: ImageFacts | None) -> ImageData:
+    """The data set with its classes numbered as the model knows them, by their names."""
+    names = tuple(map(str, data.class_names))
+    if known is None or known.class_names == names:
+        return data
+    strange = [name for name in names if name not in known.class_names]
+    if strange:
+        raise UsageError(
+            f"the model does not know {len(strange)} of the classes of the data: {shortened(', '.join(strange))}",
+            f"It was trained to tell apart {shortened(', '.join(known.class_names))}.",
+            "Test it on data of these classes; classes of which there are no images may be left out.",
+        )
+    numbers, test = torch.tensor([known.class_names.index(name) for name in names]), copy.copy(data.test)
+    if data.multi_label:
+        test.labels = torch.zeros(len(test), len(known.class_names), dtype=torch.bool)
+        test.labels[:, numbers] = data.test.labels
+    else:
+        test.labels = numbers[test.labels]
+    return replace(data, class_names=known.class_names, test=test)

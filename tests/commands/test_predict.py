@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -67,13 +69,16 @@ def test_what_cannot_be_read_is_left_out_told_and_counted(run_dir, images, tmp_p
 
 def test_a_file_is_written_as_a_whole_and_not_replaced(run_dir, images, tmp_path, capsys):
     target = tmp_path / "made" / "out.csv"
-    words = ["predict", str(run_dir), str(images / "00.png"), "-o", str(target)]
+    latin = tmp_path / os.fsdecode(b"\xe9t\xe9.png")  # a name that is not UTF-8
+    shutil.copy(images / "00.png", latin)
+    words = ["predict", str(run_dir), str(latin), "-o", str(target)]
     assert main(words) == 0
     assert capsys.readouterr().out == ""
-    before = target.read_text()
+    before = target.read_bytes()
+    assert os.fsencode(latin) in before
     assert main(words) == 2
     assert main([*words, "--force"]) == 0
-    assert target.read_text() == before
+    assert target.read_bytes() == before
     assert [file.name for file in target.parent.iterdir()] == ["out.csv"]
 
 

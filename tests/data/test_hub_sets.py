@@ -126,6 +126,27 @@ def test_damaged_images_of_tar_shards_are_counted(tmp_path: Path, caplog: pytest
     assert "row 3 of test: it is no image of a known format; it is left out (unreadable files so far: 1)" in caplog.text
 
 
+@pytest.mark.parametrize("lacks", ["image", "label", "both"])
+def test_rows_of_tar_shards_that_lack_something_are_counted(tmp_path: Path, lacks: str) -> None:
+    """A row has an image and a label; the extension of a name begins at its first dot, so those with more are a row."""
+    shard(tmp_path / "test.tar", range(3))
+    shard(tmp_path / "whole.tar", range(9))
+    with tarfile.open(tmp_path / "whole.tar") as whole, tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for at, member in enumerate(whole.getmembers()):
+            content = whole.extractfile(member)
+            if lacks == "both" and at >= 12:
+                member.name = member.name.replace("part/", "part/IMG.2024.")
+            if lacks == "both" or at < 12 or member.name.endswith("png") != (lacks == "image"):
+                tar.addfile(member, content)
+    (tmp_path / "whole.tar").unlink()
+    data = load(tmp_path, "hf/webdataset")
+    assert (len(data.train), len(data.test), data.classes) == (6, 3, 6)
+    count = "1 of 7" if lacks == "both" else "3 of 9"
+    kinds = ("image", "label") if lacks == "both" else (lacks,)
+    assert data.ignored == tuple(f"{count} rows of train without {kind}" for kind in kinds)
+    assert TrainBatches(data, seed=0, batch_size=6, rank=0, workers=1, micro_batches=1).steps_per_epoch == 1
+
+
 def test_labels_of_tar_shards_may_be_words_or_lists(tmp_path: Path) -> None:
     for end in ("txt", "json"):
         (tmp_path / end).mkdir()

@@ -1,10 +1,12 @@
 import contextlib
 import functools
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
 import signal
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +17,8 @@ from PIL import Image
 from hybridpar.config import DataConfig
 from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import AugmentKey
-from hybridpar.errors import DataError, LaneError
+from hybridpar.errors import DataError, LaneError, LaunchError, UsageError
+from hybridpar.machine.launch import record_failure
 from tests.lanes.checked import Checker, Lanes
 
 SAMPLES, TESTED = 29, 11
@@ -251,6 +254,7 @@ def damage(path, harm):
 def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path, harm, loader_workers, caplog):
     data = numbered_files(tmp_path / "images", 40, to_pixels)
     path = data.train.path(2)
+    data.train.labels[2] = 3  # a class of which other images can be read
     damage(path, harm)
     batches = train_batches(data, batch_size=8, loader_workers=loader_workers)
     trained = torch.cat([batch.micro_batches[0][1] for batch in batches.epoch(0)]).tolist()
@@ -269,6 +273,7 @@ def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path
 
 def test_a_replacement_is_the_same_whoever_asks(tmp_path):
     data = numbered_files(tmp_path / "images", 12, to_pixels)
+    data.train.labels[5] = 6
     damage(data.train.path(5), "garbage")
     alone = data.train.load_readable(np.array([5]), AugmentKey(0, 0), CPU)
     among = data.train.load_readable(np.arange(12), AugmentKey(0, 0), CPU)
@@ -295,9 +300,32 @@ def test_training_ends_where_no_image_can_be_read(tmp_path, loader_workers):
 
 def test_loader_process_that_dies_is_an_error_with_a_fix(tmp_path):
     data = numbered_files(tmp_path / "images", 4, functools.partial(die_in_loader, parent=os.getpid()))
-    with pytest.raises(DataError, match="a loader process died") as caught:
+    with pytest.raises(LaunchError, match="a loader process died") as caught:
         list(train_batches(data, batch_size=4, loader_workers=1).epoch(0))
     assert "--loader-workers" in caught.value.fix
+    assert not record_failure(caught.value, debug=False)  # so the workers start again, as after one of them was killed
+
+
+def test_a_killed_loader_process_is_noticed_where_batches_are_taken(tmp_path):
+    """Not by a signal, whose error would come out of whatever this process is at."""
+    batches = train_batches(numbered_files(tmp_path / "images", 8, to_pixels), batch_size=4, loader_workers=1)
+    before = signal.getsignal(signal.SIGCHLD)
+    list(batches.epoch(0))
+    assert signal.getsignal(signal.SIGCHLD) is before
+    (process,) = multiprocessing.active_children()
+    process.kill()
+    process.join()
+    with pytest.raises(LaunchError, match="a loader process died"):
+        list(batches.epoch(1))
+
+
+def test_a_directory_that_is_too_long_for_sockets_is_refused(tmp_path, monkeypatch):
+    data = numbered_files(tmp_path / "images", 4, to_pixels)
+    for length, fits in ((75, True), (76, False)):
+        monkeypatch.setattr(tempfile, "tempdir", "/tmp/".ljust(length, "x"))
+        with contextlib.nullcontext() if fits else pytest.raises(UsageError, match="76 characters"):
+            train_batches(data, loader_workers=1)
+        train_batches(data, loader_workers=0)
 
 
 def fail(image):

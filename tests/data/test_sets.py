@@ -17,7 +17,7 @@ from hybridpar.data import describe_data, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.decode import read_image
 from hybridpar.data.sampling import AugmentKey
-from hybridpar.errors import DataError
+from hybridpar.errors import DataError, UsageError
 
 CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
 
@@ -208,7 +208,7 @@ def test_folder_whose_classes_differ_names_them(folder):
     (folder / "test" / "dog").rename(folder / "test" / "wolf")
     with pytest.raises(DataError) as caught:
         load_dataset(DataConfig(data="folder", data_root=folder))
-    assert f"only in {folder / 'train'}: dog; only in {folder / 'test'}: wolf" in caught.value.what
+    assert caught.value.what == f"{folder / 'test'} has classes that {folder / 'train'} has not: wolf"
 
 
 @pytest.mark.parametrize(("missing", "named"), [("train", "train/"), ("test", "test/ or val/")])
@@ -261,6 +261,27 @@ def test_a_bad_image_ends_the_run_where_that_is_asked_for(folder):
     data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16, bad_images="error"))
     with pytest.raises(DataError, match=r"dog/1\.png"):
         data.train.load_readable(np.array([4]), AugmentKey(0, 0), torch.device("cpu"))
+
+
+def test_a_class_of_which_no_image_can_be_read_is_an_error(folder):
+    names = sorted((folder / "train" / "dog").iterdir())
+    for path in names[:-1]:
+        path.write_bytes(b"no image")
+    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16))
+    loaded = data.train.load_readable(np.arange(6), AugmentKey(0, 0), torch.device("cpu"))
+    assert len(loaded.indices) == 6
+    assert len(set(loaded.damaged)) == 2
+    names[-1].write_bytes(b"no image")
+    data = load_dataset(DataConfig(data="folder", data_root=folder, image_size=16))
+    with pytest.raises(DataError, match=r"none of the 3 training images of a class .*dog/0\.png"):
+        data.train.load_readable(np.array([0, 3]), AugmentKey(0, 0), torch.device("cpu"))
+
+
+def test_names_of_classes_that_are_not_utf8_are_refused(folder):
+    for part in ("train", "test"):
+        os.rename(folder / part / "dog", os.fsencode(folder / part) + b"/\xe9l\xe9phant")
+    with pytest.raises(UsageError, match=r"the name '\\udce9l\\udce9phant' .* is not UTF-8"):
+        load_dataset(DataConfig(data="folder", data_root=folder))
 
 
 def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -161,3 +162,31 @@ def test_servers_train_several_labels_alike(several, tmp_path):
     for loss in ("auto", "bce"):
         train(tmp_path / loss, sync="ps,servers=0", steps=2, loss=loss, **several)
     assert_same_state(tmp_path / "auto", tmp_path / "bce")
+
+
+def test_classes_are_known_by_name(tmp_path):
+    """Folders are numbered in order of text, tables by number; and a set of test images may lack a class."""
+    table = tmp_path / "images" / "all.csv"
+    table.parent.mkdir()
+    write_table(table, ["1", "2", "10"])
+    with open(table, newline="") as opened:
+        for number, (name, label, split) in enumerate(list(csv.reader(opened))[1:]):
+            folder = tmp_path / "folder" / split / label
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(table.parent / name, folder / f"{number}.png")
+    options = {"data": "folder", "data_root": tmp_path / "folder", "batch_size": 9, "loader_workers": 0, "plan": "none"}
+    train(tmp_path / "run", epochs=4, **options)
+    _, known = evaluated(tmp_path / "run")
+    _, same = evaluated(tmp_path / "run", data="csv", data_root=table)
+    assert same.plain() == known.plain()
+    assert known.classes == ("1", "10", "2")
+    shutil.rmtree(tmp_path / "folder" / "test" / "10")
+    _, fewer = evaluated(tmp_path / "run")
+    shutil.rmtree(tmp_path / "folder" / "train" / "10")
+    _, least = evaluated(tmp_path / "run")
+    assert fewer.plain() == least.plain()
+    assert (fewer.images, fewer.class_accuracies[::2]) == (2, known.class_accuracies[::2])
+    (tmp_path / "folder" / "train" / "2").rename(tmp_path / "folder" / "train" / "cat")
+    (tmp_path / "folder" / "test" / "2").rename(tmp_path / "folder" / "test" / "cat")
+    with pytest.raises(UsageError, match="does not know 1 of the classes of the data: cat"):
+        evaluated(tmp_path / "run")

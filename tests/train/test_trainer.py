@@ -226,7 +226,7 @@ def uneven_step(world, name, options):
     images, labels = (one.tensor_split(world.size)[world.rank] for one in pixels())
     config = TrainConfig(plan="none", lr=1.0, momentum=0.9, weight_decay=0.0, **options)
     with Trainer(pixel_net(), loss=UNEVEN[name], config=config, world=world, example=images[:1]) as trainer:
-        loss = [trainer.step((images, labels)).loss for _ in range(2)][0]
+        loss, _ = (trainer.step((images, labels)).loss for _ in range(2))
         tested = trainer.evaluate([(images, labels)]).loss
         trainer.wait()
         model = trainer.model
