@@ -28,6 +28,6 @@ def test_every_name_is_an_option():
 def test_only_a_result_and_one_error_are_no_fault(monkeypatch, code, error, said):
     done = subprocess.CompletedProcess([], code, "", error)
     monkeypatch.setattr(option_pairs.subprocess, "run", lambda *_, **__: done)
-    told = option_pairs.fault(("lr", "amp"), 1)
-    assert told.startswith(said)
-    assert bool(told) == bool(said)
+    message = option_pairs.fault(("lr", "amp"), 1)
+    assert message.startswith(said)
+    assert bool(message) == bool(said)
