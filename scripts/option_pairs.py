@@ -13,6 +13,7 @@ import argparse
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,19 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Each option of `hybridpar train` that changes a step, with a value that is not its default.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("nesterov", "compile", "cuda-graph", "deterministic", "shard-optimizer", "profile"), ()),
-    **dict.fromkeys(("no-guard", "no-hierarchy", "resume"), ()),
-    **{"amp": ("bf16",), "augment": ("randaugment",), "batch-norm": ("sync",), "bucket-mb": ("0.1",)},
-    **{"clip-norm": ("1",), "compress": ("onebit",), "cutmix": ("0.5",), "double-buffer": ("half",)},
-    **{"drop-rate": ("0.1",), "freeze": ("stem*",), "kernels": ("auto",), "label-smoothing": ("0.1",)},
-    **{"layer-decay": ("0.8",), "loss": ("bce",), "lr": ("0.02",), "lr-per-sample": ("0.001",)},
-    **{"lr-schedule": ("plateau",), "memory-format": ("channels_last",), "micro-batches": ("2",)},
-    **{"mixup": ("0.2",), "model-ema": ("0.9",), "optimizer": ("adamw",), "plan": ("auto",), "recipe": ("onebit-sgd",)},
-    **{"recompute": ("0",), "offload": ("0",), "replicas": ("2",), "schedule": ("gpipe",), "select-batch": ("1",)},
-    **{"shares": ("2,1",), "stages": ("2",), "stop-early": ("1",), "sync": ("outer:2",), "timeline": ("t.json",)},
-    **{"sync-lanes": ("1",), "warm-start-steps": ("1",), "weights": ("none",)},
-}
+_LINES = """
+nesterov, compile, cuda-graph, deterministic, shard-optimizer, profile, no-guard, no-hierarchy, resume, amp bf16,
+augment randaugment, batch-norm sync, bucket-mb 0.1, clip-norm 1, compress onebit, cutmix 0.5, double-buffer half,
+drop-rate 0.1, freeze stem*, kernels auto, label-smoothing 0.1, layer-decay 0.8, loss bce, lr 0.02,
+lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9,
+optimizer adamw, plan auto, recipe onebit-sgd, recompute 0, offload 0, replicas 2, schedule gpipe, select-batch 1,
+shares 2,1, stages 2, stop-early 1, sync outer:2, timeline t.json, sync-lanes 1, warm-start-steps 1, weights none
+"""
+OPTIONS = {name: value for name, *value in (part.split() for part in re.split(r",\s", _LINES))}
 
 BASE = ("examples.user_model:small_net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
 BASE += ("--batch-size", "16", "--log", "none")
@@ -46,12 +43,12 @@ def fault(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     words += [] if "steps" in pair or "select-batch" in pair else ["--steps", "2"]
     words += ["--epochs", "1"] if "select-batch" in pair else []
     words += [] if "plan" in pair else ["--plan", "none"]
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hybridpar", "train", *BASE, *words, "--workers", str(workers)]
         try:
             done = subprocess.run(
                 command,
-                cwd=place,
+                cwd=folder,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 capture_output=True,
                 text=True,
@@ -77,9 +74,9 @@ def main() -> int:
     random.Random(given.seed).shuffle(pairs)
     faults = 0
     for pair in pairs[: given.count or None]:
-        told = fault(pair, given.workers)
-        faults += bool(told)
-        print(f"{' + '.join(pair)}: {told or 'fine'}", flush=True)
+        message = fault(pair, given.workers)
+        faults += bool(message)
+        print(f"{' + '.join(pair)}: {message or 'fine'}", flush=True)
     print(f"{faults} faults")
     return min(faults, 1)
 

@@ -117,7 +117,7 @@ def timms(
     optimizer = create_optimizer_v2(
         model,
         options.optimizer.removeprefix("timm/"),
-        lr=options.lr,
+        lr=options.peak_lr,
         weight_decay=options.weight_decay,
         momentum=options.momentum,
     )

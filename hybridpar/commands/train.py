@@ -105,12 +105,12 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
                 "RANK and WORLD_SIZE are set, as a launcher sets them that starts the workers itself.",
                 "Leave out --workers, or unset both variables.",
             )
-    if in_job() and not launched_here() and os.environ["RANK"] == "0":
-        from hybridpar.run.directory import expected_directory, find_place
+        if os.environ["RANK"] == "0":
+            from hybridpar.run.directory import expected_directory, find_place
 
-        with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
-            place = find_place(command, command.model)
-            _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
+            with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
+                place = find_place(command, command.model)
+                _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
     prepare_worker(command.tune_process)
     with leaving_at_once():
         if not command.compile:

@@ -71,11 +71,10 @@ def measured_profile(
     times = steadied(tries)
     if not noise <= MOST_NOISE:
         _log.warning(
-            "the profile of %s has %.0f %% noise after %d measurement(s): it is used now and not kept; measure again "
-            "when nothing else runs",
+            "the times of the layers of %s lie %.0f %% apart, as other programs run too: they are used now, and "
+            "measured again the next time",
             type(units.model).__name__,
             100 * noise,
-            len(tries),
         )
     elif cache is not None:
         store_measurement(KIND, key, asdict(times), cache)

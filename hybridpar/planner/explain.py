@@ -164,8 +164,8 @@ def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps
         differences["more steps to the target"] = more_steps
     told = sorted(differences.items(), key=lambda item: -item[1])
     reasons = ", ".join(f"{name} {ms:+,.1f}" for name, ms in told if abs(ms) >= _SMALL_MS)
-    told_gap = f"{gap:+,.1f} ms" + " to the same loss" * (chosen_steps != other_steps)
-    return f"{told_gap}: {reasons}" if reasons else told_gap
+    gap_text = f"{gap:+,.1f} ms" + " to the same loss" * (chosen_steps != other_steps)
+    return f"{gap_text}: {reasons}" if reasons else gap_text
 
 
 def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:

@@ -214,7 +214,7 @@ def test_a_profile_that_stays_noisy_is_used_and_not_kept(
     machine = Machine(monkeypatch, 0.96, 2.0, 4.0, 0.05)
     assert measured_profile(units, [example], **options).noise == pytest.approx((3.0 - 1.96) / 1.96)
     assert machine.measured == 3
-    assert "has 53 % noise after 3 measurement(s): it is used now and not kept" in caplog.text
+    assert "lie 53 % apart, as other programs run too: they are used now, and measured again" in caplog.text
     assert not list(tmp_path.iterdir())
     assert measured_profile(units, [example], **options).noise == 0.05, "the next command measures again"
 

@@ -38,7 +38,7 @@ class PlanRequest:
     """Number of stages."""
     batch: int = 4
     """Samples per micro-batch."""
-    input: str = "3x224x224"
+    input: Annotated[str, tyro.conf.arg(metavar="CxHxW")] = "3x224x224"
     """Shape of one sample."""
     classes: int = 1000
     """Number of classes of the last layer."""
