@@ -323,7 +323,7 @@ class World:
             if left and GOOD_ORDER in left[missing[0]]
             else "Look at the first worker that failed; a launched job restarts from its last checkpoint."
             if left or lost or not missing
-            else "Its process is stopped or hangs, or its machine is not to be reached.",
+            else "It hangs, or is busy outside of a step for longer (--timeout), or its machine is not to be reached.",
         )
 
     def leave(self, reason: str) -> None:
