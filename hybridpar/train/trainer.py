@@ -326,13 +326,18 @@ class Trainer:
                 "End the loop there, and go on from a checkpoint on all workers.",
             )
         self._recover()
-        micro_batches, samples, global_samples = self._divide(batch)
         factor, count = self._rate_factor(), None
         try:
+            micro_batches, samples, global_samples = self._divide(batch)
             placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
             if self._single_label:
                 self._single_label = False  # the first batch says it, and to look waits for the device
                 self._check_single(placed)
+        except UsageError:
+            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
+                self.engine.refuse()
+            raise
+        try:
             if self.config.mixes:
                 placed = self._mixed(placed)
             if self._count is not None:  # on a GPU the host waits for it
@@ -369,21 +374,16 @@ class Trainer:
         if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
         parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-        try:
-            inputs, targets = _pair(batch)
-            samples = len(targets)
-            if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
-                return [], 0, None
-            check(
-                samples >= (2 * parts if self.config.mixes else parts),
-                f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
-                "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
-                "Use larger batches, or fewer micro-batches (micro_batches).",
-            )
-        except UsageError:
-            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
-                self.engine.refuse()
-            raise
+        inputs, targets = _pair(batch)
+        samples = len(targets)
+        if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
+            return [], 0, None
+        check(
+            samples >= (2 * parts if self.config.mixes else parts),
+            f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
+            "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
+            "Use larger batches, or fewer micro-batches (micro_batches).",
+        )
         if self.config.mixes:  # a sample and its neighbour stay together
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
@@ -394,8 +394,6 @@ class Trainer:
         for _, targets in micro_batches:
             dense = targets.ndim == 2 and (targets.is_floating_point() or targets.dtype == torch.bool)
             if dense and ((targets.sum(dim=1) - 1).abs() > 0.01).any():
-                with contextlib.suppress(SyncError):
-                    self.engine.refuse()
                 raise UsageError(
                     "targets of several classes, with the loss of a single class",
                     "By default the loss is cross-entropy, and its targets are class numbers, or add up to 1.",
