@@ -1,7 +1,7 @@
 """The command line `hybridpar`: finds the command, reads its options, runs it, and turns errors into exit codes.
 
 The commands are in `hybridpar.commands`. Exit codes: 0 done; 1 the run failed after it had started; 2 the request was
-wrong; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
+wrong; 128 and the number of the signal, such as 130 for Ctrl-C, stopped after saving.
 """
 
 from __future__ import annotations

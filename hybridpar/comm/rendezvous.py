@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -247,6 +247,34 @@ class RollCall:
         self._lock = threading.Lock()
         self._missing: list[int] | None = None
 
+    def leave(self, reason: str) -> None:
+        """Say how this worker came to take part no more, before the others notice."""
+        self._within(1.0, lambda: self._store.set(f"left-{self._rank}", reason))
+
+    def left(self) -> dict[int, str]:
+        """What workers that take part no more have said."""
+        said: dict[int, str] = {}
+
+        def ask() -> None:
+            for rank in range(self._size):
+                if rank != self._rank and self._store.check([f"left-{rank}"]):
+                    said[rank] = self._store.get(f"left-{rank}").decode()
+
+        self._within(1.0, ask)
+        return dict(said)
+
+    @staticmethod
+    def _within(seconds: float, work: Callable[[], object]) -> None:
+        """Use the store. One whose server is stopped does not answer at all, so the main thread does not ask it."""
+
+        def whole() -> None:
+            with contextlib.suppress(RuntimeError):
+                work()
+
+        asker = threading.Thread(target=whole, daemon=True)
+        asker.start()
+        asker.join(seconds)
+
     def missing(self, patience: float) -> list[int]:
         """Workers that have not called this within `patience` seconds; asked once, the answer is kept.
 
@@ -255,19 +283,15 @@ class RollCall:
         with self._lock:
             if self._missing is None:
                 found: list[list[int]] = []
-                # A store whose server is stopped does not answer at all, so the main thread does not ask it.
-                asker = threading.Thread(target=self._ask, args=(patience, found), daemon=True)
-                asker.start()
-                asker.join(patience + 1.0)
+                self._within(patience + 1.0, lambda: self._ask(patience, found))
                 self._missing = found[0] if found else [0][: self._rank]
             return self._missing
 
     def _ask(self, patience: float, found: list[list[int]]) -> None:
         missing = [rank for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"here-{self._rank}", "")
-            deadline = time.monotonic() + patience
-            while missing and time.monotonic() < deadline:
-                time.sleep(0.02)
-                missing = [rank for rank in missing if not self._store.check([f"here-{rank}"])]
-            found.append(missing)
+        self._store.set(f"here-{self._rank}", "")
+        deadline = time.monotonic() + patience
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.02)
+            missing = [rank for rank in missing if not self._store.check([f"here-{rank}"])]
+        found.append(missing)

@@ -29,13 +29,16 @@ from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_g
 from hybridpar.comm.shared_memory import SharedMemorySum
 from hybridpar.compress.group import TorchGroup, open_group
 from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
-from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+#: What a worker that leaves without an error says.
+GOOD_ORDER = "left in good order"
 
 
 class SumGroup(Protocol):
@@ -303,11 +306,12 @@ class World:
         """The backend's error as one that says which worker is at fault, and which one waited for what."""
         text = first_line(error)
         lost = any(sign in text for sign in ("onnection", "reset by peer", "remote process", "Broken pipe"))
-        missing = self._missing(lost)
+        left = {} if self._roll_call is None else self._roll_call.left()
+        missing = sorted(left, key=lambda rank: GOOD_ORDER in left[rank])[:1] or self._missing(lost)
         what = f"worker {self.job_rank} of {self.job_size} stopped while {doing}{self._peers_text()}"
         if len(missing) == 1:
             fate = "died or left" if lost else f"did not answer within {self.timeout:g} s"
-            what = f"worker {missing[0]} {fate}, so {what}"
+            what = f"worker {missing[0]} {left.get(missing[0], fate)}, so {what}"
         else:
             what += f": {'a peer has died' if lost else f'a peer did not answer within {self.timeout:g} s, or failed'}"
             if missing:  # some may be busy with a step that the others have done
@@ -315,10 +319,17 @@ class World:
         return SyncError(
             what,
             f"The backend says: {text[:200]}",
-            "Look at the first worker that failed; a launched job restarts from its last checkpoint."
-            if lost or not missing
-            else "Its process is stopped or hangs, or its machine is not to be reached.",
+            "Give all workers as many batches; an empty one, (inputs[:0], targets[:0]), takes part without samples."
+            if left and GOOD_ORDER in left[missing[0]]
+            else "Look at the first worker that failed; a launched job restarts from its last checkpoint."
+            if left or lost or not missing
+            else "It hangs, or is busy outside of a step for longer (--timeout), or its machine is not to be reached.",
         )
+
+    def leave(self, reason: str) -> None:
+        """Say how this worker came to take part no more, for the messages of others; such as "left step 7"."""
+        if self._roll_call is not None:
+            self._roll_call.leave(shortened(reason))
 
     def _missing(self, lost: bool) -> list[int]:
         """Workers that have stopped or left, as far as that can be found out."""

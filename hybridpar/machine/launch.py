@@ -177,10 +177,14 @@ def report_verdict(verdict: Path) -> int:
     return int(content["code"])
 
 
-class StopRequest:
-    """Turns SIGINT and SIGTERM into a stop flag that the training loop reads between steps.
+#: What asks for a stop: Ctrl-C, the system, and clusters before they take the machine.
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
-    Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
+
+class StopRequest:
+    """Turns `SIGNALS` into a stop flag that the training loop reads between steps.
+
+    Each asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
     it on as SIGTERM. Otherwise a second SIGTERM changes nothing: the system may send SIGTERM more than once
     (see `prepare_worker`), because Linux does so for every thread of the parent that ends.
     """
@@ -188,7 +192,7 @@ class StopRequest:
     def __init__(self, says: bool = False) -> None:
         self.signal: int | None = None
         self._says = says
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         torchruns = "TORCHELASTIC_RUN_ID" in os.environ and VERDICT_VARIABLE not in os.environ

@@ -403,9 +403,13 @@ class Agreement:
             step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
 
 
+class RefusedStepError(UsageError):
+    """The error of a worker that could do the step, where others cannot; all of them may go on with the next one."""
+
+
 def refused_by_others(count: int) -> UsageError:
-    """The error of a worker that could do the step, where others cannot."""
-    return UsageError(
+    """The error of a step that others refuse."""
+    return RefusedStepError(
         f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
         "All workers do a step, or none.",
         "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.comm.world import World
+from hybridpar.comm.rendezvous import first_line
+from hybridpar.comm.world import GOOD_ORDER, World
 from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.ranges import check_ranges
 from hybridpar.config.rates import OnPlateau
 from hybridpar.config.recipe import refuse
-from hybridpar.errors import SyncError, UsageError, check
+from hybridpar.errors import SyncError, TrainingError, UsageError, check
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -41,6 +42,7 @@ from hybridpar.optim.loss_scale import FALLS
 from hybridpar.optim.losses import as_sum, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.cuda_graph import check_capturable
+from hybridpar.pipeline.local_stage import RefusedStepError
 from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
@@ -204,6 +206,7 @@ class Trainer:
                 self.world.close()
             raise
         self.steps_done = 0
+        self._left = ""  # how this worker came to take part in no further step
         self._bad_steps = BadSteps(
             late=self.engine.late,
             name_parameter=self.engine.bad_parameter,
@@ -316,25 +319,47 @@ class Trainer:
             SyncError: A worker died or did not answer in time.
         """
         started = time.perf_counter()
+        if self._left:
+            raise TrainingError(
+                f"this worker {self._left}, and took part in no step since",
+                "The others still wait in that step, or have ended: what is sent now would be taken for its messages.",
+                "End the loop there, and go on from a checkpoint on all workers.",
+            )
         self._recover()
-        micro_batches, samples, global_samples = self._divide(batch)
-        placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
-        if self._single_label:
-            self._single_label = False  # the first batch says it, and to look waits for the device
-            self._check_single(placed)
-        if self.config.mixes:
-            placed = self._mixed(placed)
-        factor = self._rate_factor()
-        count = None
-        if self._count is not None:  # on a GPU the host waits for it
-            global_samples, count = None, sum(float(self._count(targets)) for _, targets in placed)
-        outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save, count))
+        factor, count = self._rate_factor(), None
+        try:
+            micro_batches, samples, global_samples = self._divide(batch)
+            placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+            if self._single_label:
+                self._single_label = False  # the first batch says it, and to look waits for the device
+                self._check_single(placed)
+        except UsageError:
+            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
+                self.engine.refuse()
+            raise
+        try:
+            if self.config.mixes:
+                placed = self._mixed(placed)
+            if self._count is not None:  # on a GPU the host waits for it
+                global_samples, count = None, sum(float(self._count(targets)) for _, targets in placed)
+            outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save, count))
+        except Exception as error:
+            if self.world.job_size > 1 and not isinstance(error, RefusedStepError):
+                self._left = self._leave(f"left step {self.steps_done + 1}", error)
+            raise
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
         staged = self.plan.is_staged
         result = StepResult(self.steps_done, outcome, self.peak_rate * factor, host_ms, self.engine.staleness, staged)
         self._bad_steps.watch(result)
         return result
+
+    def _leave(self, how: str, error: BaseException | None) -> str:
+        """Tell the other workers how this one came to take part no more, unless it was they who failed."""
+        how += "" if error is None else f" with {type(error).__name__}: {first_line(error).rstrip('.')}"
+        if not (self._left or isinstance(error, SyncError)):
+            self.world.leave(how)
+        return how
 
     def _recover(self) -> None:
         """Count no steps that an error has ended."""
@@ -349,21 +374,16 @@ class Trainer:
         if not isinstance(batch, (tuple, list)) and hasattr(batch, "micro_batches"):
             return batch.micro_batches, batch.samples, batch.global_samples
         parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
-        try:
-            inputs, targets = _pair(batch)
-            samples = len(targets)
-            if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
-                return [], 0, None
-            check(
-                samples >= (2 * parts if self.config.mixes else parts),
-                f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
-                "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
-                "Use larger batches, or fewer micro-batches (micro_batches).",
-            )
-        except UsageError:
-            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
-                self.engine.refuse()
-            raise
+        inputs, targets = _pair(batch)
+        samples = len(targets)
+        if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
+            return [], 0, None
+        check(
+            samples >= (2 * parts if self.config.mixes else parts),
+            f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
+            "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
+            "Use larger batches, or fewer micro-batches (micro_batches).",
+        )
         if self.config.mixes:  # a sample and its neighbour stay together
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
@@ -374,8 +394,6 @@ class Trainer:
         for _, targets in micro_batches:
             dense = targets.ndim == 2 and (targets.is_floating_point() or targets.dtype == torch.bool)
             if dense and ((targets.sum(dim=1) - 1).abs() > 0.01).any():
-                with contextlib.suppress(SyncError):
-                    self.engine.refuse()
                 raise UsageError(
                     "targets of several classes, with the loss of a single class",
                     "By default the loss is cross-entropy, and its targets are class numbers, or add up to 1.",
@@ -660,6 +678,8 @@ class Trainer:
     def _end(self, error: BaseException | None, *, whole: bool) -> None:
         with contextlib.ExitStack() as rest:
             if self._owns_world:
+                met = error or sys.exc_info()[1]
+                self._leave(f"{GOOD_ORDER if met is None else 'left'} after step {self.steps_done}", met)
                 rest.callback(self.world.close)
             rest.callback(self.engine.close)
             if self._owns_lanes:

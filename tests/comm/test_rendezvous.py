@@ -42,7 +42,14 @@ def several_trainers() -> list[str]:
             with new_trainer() as trainer:
                 step(trainer)
                 if rank == fails_on:
-                    raise KeyError(name)
+                    if name == "fewer batches":
+                        return
+                    if name == "failing":
+                        raise KeyError(name)
+                    for _ in range(2):  # an error that the loop takes for that of a sample
+                        with pytest.raises((IndexError, HybridparError)) as caught:
+                            trainer.step((torch.randn(4, 3, 2, 2), torch.arange(4) + 1))
+                    raise caught.value
                 step(trainer)
             seen.append(name)
         except (KeyError, HybridparError) as error:
@@ -52,6 +59,8 @@ def several_trainers() -> list[str]:
     train("first")
     train("second")
     train("failing", fails_on=1)
+    train("fewer batches", fails_on=1)
+    train("bad label", fails_on=1)
     train("after the error")
     left_open, other = new_trainer(), new_trainer()
     assert step(left_open)
@@ -72,9 +81,19 @@ def several_trainers() -> list[str]:
 
 
 def expected(rank: int) -> list[str]:
-    lost = "worker 1 died or left, so worker 0 of 2 stopped while exchanging sample counts"
-    failing = f"failing: {lost if rank == 0 else repr('failing')}"
-    return ["first", "second", failing, "after the error", "own group", "sum 2", "last"]
+    stopped = ", so worker 0 of 2 stopped while"
+    counting = f"{stopped} exchanging sample counts"
+    bad = "left step 2 with UsageError: targets go from 1 to 4, and the model has 4 outputs: Target 4 is out of bounds"
+    failing = [
+        "failing: " + (f"worker 1 left after step 1 with KeyError: 'failing'{counting}" if rank == 0 else "'failing'")
+    ]
+    fewer = [f"fewer batches: worker 1 left in good order after step 1{counting}"] if rank == 0 else []
+    label = "bad label: " + (
+        f"worker 1 {bad}{stopped} exchanging statistics of stage 0"
+        if rank == 0
+        else f"this worker {bad}, and took part in no step since"
+    )
+    return ["first", "second", *failing, *fewer, label, "after the error", "own group", "sum 2", "last"]
 
 
 def test_several_trainers_in_one_program_under_torchrun(tmp_path):

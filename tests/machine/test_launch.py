@@ -19,7 +19,7 @@ import pytest
 from hybridpar.cli import main
 from hybridpar.errors import DataError, nearest
 from hybridpar.machine import launch
-from hybridpar.machine.launch import StopRequest, error_text, failure_recorded, record_failure, report_verdict
+from hybridpar.machine.launch import SIGNALS, StopRequest, error_text, failure_recorded, record_failure, report_verdict
 from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, command, small_arguments, train_rank
@@ -281,9 +281,9 @@ def package_fault() -> Exception:
     raise AssertionError
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", SIGNALS)
 def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
-    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(one) for one in SIGNALS]
     stop = StopRequest()
     try:
         assert not stop.wanted
@@ -295,7 +295,7 @@ def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         stop.release()
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(one) for one in SIGNALS] == handlers
 
 
 def test_ctrl_c_while_importing_ends_the_process_where_a_callback_would_swallow_it():
