@@ -129,8 +129,12 @@ class SharedSegment:
             place: object = None
             problem: object = None
             if rank == 0:
-                place = stack.enter_context(shared_directory())
-            place = Path(str(gather(place)[0]))
+                try:
+                    place = stack.enter_context(shared_directory())
+                except OSError as error:
+                    problem = error.strerror or str(error)
+            place, problem = gather((place, problem))[0]  # type: ignore[misc]
+            place = Path(str(place))
             for step in (self._create, self._open, self._connect):
                 if problem is None:
                     problem = _problem_of(step, place, stack)

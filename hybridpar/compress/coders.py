@@ -7,26 +7,47 @@ gradients are both made from this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.exchange import Exchange
+from hybridpar.compress.exchange import Exchange, split
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 
 
-def rows_lie_apart(parameter: Tensor) -> bool:
-    """Whether a parameter's memory is that of its rows, one after the other, as codecs take gradients.
+def has_rows(parameter: Tensor) -> bool:
+    """Whether the parameter's memory is row after row of its first dimension: contiguous, channels last, or similar.
 
-    Contiguous and channels-last memory is; that of a transposed matrix is not.
+    What is not dense gets a contiguous gradient.
     """
-    row = parameter.numel() // max(1, len(parameter)) if parameter.dim() > 1 else 1
-    if parameter.dim() < 2 or len(parameter) == 1 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+    if parameter.dim() < 2 or len(parameter) < 2 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
         return True
-    return parameter.stride(0) == row
+    return parameter.stride(0) * len(parameter) == parameter.numel()
+
+
+@contextlib.contextmanager
+def in_rows(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The gradients of a bucket as codecs take them, row after row; what becomes of a copy is put back.
+
+    A transposed matrix would be another matrix to a codec.
+    """
+    if all(map(has_rows, parameters)):
+        yield flat
+        return
+    sizes = [one.numel() for one in parameters]
+    views = [
+        part if has_rows(one) else part.as_strided(one.shape, one.stride())
+        for part, one in zip(split(flat, sizes), parameters, strict=True)
+    ]
+    rows = torch.cat([view.flatten() for view in views])
+    yield rows
+    for view, new in zip(views, split(rows, sizes), strict=True):
+        view.copy_(new.view(view.shape))
 
 
 class ParameterCoders:

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridpar.compress.codec import Codec
-from hybridpar.compress.coders import ParameterCoders
-from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.coders import ParameterCoders, in_rows
+from hybridpar.compress.exchange import Exchange, Traffic, split
 from hybridpar.compress.group import Group, TorchGroup, open_group, timeout_of
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
@@ -150,20 +150,21 @@ class CodecState(ParameterCoders):
         if bucket.index() == 0:
             self.settle()
             self.traffic = Traffic()
-        exchange = self._exchange_of(bucket)
+        exchange, parameters = self._exchange_of(bucket), bucket.parameters()
         self.traffic += exchange.traffic
         self._used.append(exchange)
-        parts = flat.split([parameter.numel() for parameter in bucket.parameters()])  # type: ignore[no-untyped-call]
         lane = bucket.index() % len(self._paths)
         path = self._paths[lane]
 
         def run() -> Tensor:
             try:
-                if isinstance(exchange, NodeExchange):
-                    exchange.run(path.add, path.codec, flat)
-                else:
-                    assert path.codec is not None
-                    exchange.run(path.codec, parts, parts)
+                with in_rows(flat, parameters) as rows:
+                    if isinstance(exchange, NodeExchange):
+                        exchange.run(path.add, path.codec, rows)
+                    else:
+                        assert path.codec is not None
+                        parts = split(rows, [one.numel() for one in parameters])
+                        exchange.run(path.codec, parts, parts)
             except RuntimeError as error:
                 raise SyncError(
                     f"worker {dist.get_rank(self._group)} stopped while exchanging gradients: {error}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
@@ -167,7 +168,8 @@ class SocketGroup(Group):
             for number, events in ready:
                 stream = by_number[number]
                 if events & ~select.POLLOUT and stream.missing:
-                    stream.receive(stream.missing, socket.MSG_DONTWAIT)
+                    with contextlib.suppress(BlockingIOError):  # poll may say so where nothing is there after all
+                        stream.receive(stream.missing, socket.MSG_DONTWAIT)
                 if events & ~select.POLLIN and stream.unsent:
                     stream.send()
                 if stream.wanted:
@@ -311,19 +313,29 @@ def _call(place: tuple[str, int, str], rank: int, number: int, deadline: float) 
 def _answer(
     door: socket.socket, token: str, peers: Sequence[dict[int, socket.socket]], calls: int, deadline: float
 ) -> None:
-    """Take so many calls. What calls without the token is no worker, and is turned away."""
-    while calls:
-        door.settimeout(_left(deadline))
-        connection, _ = door.accept()
-        connection.settimeout(_left(deadline))
-        with contextlib.ExitStack() as stack:
-            stack.callback(connection.close)
-            header = connection.recv(_HEADER.size, socket.MSG_WAITALL)
-            if len(header) == _HEADER.size and header.startswith(bytes.fromhex(token)):
-                _, caller, number = _HEADER.unpack(header)
-                peers[number][caller] = connection
-                stack.pop_all()
-                calls -= 1
+    """Take so many calls. What calls without the token is no worker, and is turned away; who is silent is let wait."""
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        selector.register(door, selectors.EVENT_READ)
+        while calls:
+            ready = selector.select(_left(deadline))
+            if not ready:
+                raise TimeoutError("not all have called in time")
+            for connection in (key.fileobj for key, _ in ready):
+                assert isinstance(connection, socket.socket)
+                if connection is door:
+                    stranger = stack.enter_context(door.accept()[0])
+                    # To be reported when all of a header is there.
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HEADER.size)
+                    selector.register(stranger, selectors.EVENT_READ)
+                    continue
+                selector.unregister(connection)
+                header = connection.recv(_HEADER.size)
+                if len(header) == _HEADER.size and header.startswith(bytes.fromhex(token)):
+                    _, caller, number = _HEADER.unpack(header)
+                    worker = peers[number][caller] = connection.dup()  # stays when all that called are closed
+                    worker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+                    calls -= 1
+                connection.close()
 
 
 def _left(deadline: float) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view
 from hybridpar.comm.world import SumGroup
+from hybridpar.compress.coders import has_rows
 from hybridpar.lanes import Lane
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot
@@ -34,8 +35,9 @@ class CodedReducer(DirectReducer):
 
     @staticmethod
     def fits(parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether gradients of these parameters can be encoded: they are dense float32."""
-        return DirectReducer.fits(parameters) and all(one.dtype == torch.float32 for one in parameters.values())
+        """Whether gradients of these parameters can be encoded: they are dense float32, row after row."""
+        plain = all(one.dtype == torch.float32 and has_rows(one) for one in parameters.values())
+        return plain and DirectReducer.fits(parameters)
 
     def start(self, flight: Flight) -> None:
         """Forget the gradients of the step before, and expect those of the next."""

@@ -27,7 +27,8 @@ from hybridpar.compress import (
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.codecs.onebit import RowSigns, Signs
 from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
-from hybridpar.compress.coders import ParameterCoders
+from hybridpar.compress.coders import ParameterCoders, in_rows
+from hybridpar.compress.exchange import split
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.errors import SyncError
@@ -179,14 +180,15 @@ class Compression(ParameterCoders):
         if exchange is None:
             inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
             return add_plainly(bucket, flat, inner or group, self._world.size)
-        if isinstance(exchange, NodeExchange):
-            assert self._nodes is not None
-            done = self._nodes.run(exchange, self._groups.index(group), flat)
-            return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
-        assert isinstance(group, Group)
-        sizes = [slot.parameter.numel() for slot in bucket.slots]
-        parts: list[Tensor] = list(torch.split(flat, sizes))
-        done = exchange.run(group, parts, parts)
+        parameters = [slot.parameter for slot in bucket.slots]
+        with in_rows(flat, parameters) as rows:
+            if isinstance(exchange, NodeExchange):
+                assert self._nodes is not None
+                done = self._nodes.run(exchange, self._groups.index(group), rows)
+                return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
+            assert isinstance(group, Group)
+            parts = split(rows, [one.numel() for one in parameters])
+            done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 
     def commit_or_rollback(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:

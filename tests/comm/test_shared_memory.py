@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,7 +123,8 @@ def test_nothing_is_left_behind_while_it_runs(tmp_path: Path, monkeypatch: pytes
     assert on_threads(2, work) == [[], []]
 
 
-def test_a_worker_without_shared_memory_makes_all_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_without_shared_memory_makes_all_do_without(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_SHARED", Path("/nonexistent"))
     opened = SharedMemorySum._open
 
@@ -131,7 +133,10 @@ def test_a_worker_without_shared_memory_makes_all_do_without(monkeypatch: pytest
             raise OSError(28, "No space left on device")
         opened(self, place, stack)
 
-    monkeypatch.setattr(SharedMemorySum, "_open", fail_on_one)
+    if rank == 1:
+        monkeypatch.setattr(SharedMemorySum, "_open", fail_on_one)
+    else:
+        monkeypatch.setattr(shared_memory, "shared_directory", Mock(side_effect=OSError(28, "No space left on device")))
     meeting = Meeting(2)
 
     def one(rank: int) -> str:

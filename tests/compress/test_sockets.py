@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,6 +107,7 @@ def test_a_caller_without_the_token_is_turned_away():
     address, port = door.getsockname()[:2]
     stranger = socket.create_connection((address, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b" " * module._HEADER.size)
+    silent = socket.create_connection((address, port))
     friend = module._call((address, port, token), 1, 0, deadline)
     peers = [{}]
     module._answer(door, token, peers, 1, deadline)
@@ -111,7 +115,7 @@ def test_a_caller_without_the_token_is_turned_away():
     stranger.settimeout(20)
     with contextlib.suppress(ConnectionResetError):
         assert stranger.recv(1) == b""
-    for one in (door, stranger, friend, peers[0][1]):
+    for one in (door, stranger, silent, friend, peers[0][1]):
         one.close()
 
 
@@ -151,4 +155,19 @@ def test_a_silent_peer_is_told_also_where_another_is_done_and_leaves():
         group.all_gather(torch.empty(3 * count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8))
     thread.join()
     group.close()
+    second.close()
+
+
+def test_a_poll_that_reports_what_is_not_there_ends_nothing(monkeypatch):
+    def poll():
+        real = select_poll()
+        return Mock(wraps=real, poll=lambda wait: [(one, event | select.POLLIN) for one, event in real.poll(wait)])
+
+    select_poll = select.poll
+    monkeypatch.setattr(module.select, "poll", poll)
+    first, second = pair()
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(one.all_reduce, torch.ones(1 << 22)) for one in (first, second)]:
+            done.result()
+    first.close()
     second.close()

@@ -125,6 +125,26 @@ def test_a_codec_for_other_types_than_float32_is_refused(dtype: torch.dtype) -> 
     Trainer(net, config=TrainConfig(compress="*weight -> none; * -> onebit", **options)).close()
 
 
+def stored(world: World) -> list[Tensor]:
+    """Weights after two steps, stored by rows and by columns."""
+    found = []
+    for by_columns in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        weight = net.second.weight.detach()
+        net.second.weight = nn.Parameter(weight.t().contiguous().t() if by_columns else weight)
+        with Trainer(net, config=TrainConfig(compress="powersgd:rank=2", lr=0.05), world=world) as trainer:
+            for step in range(2):
+                trainer.step(batch(world.rank, step))
+        found.append(net.second.weight.detach())
+    return found
+
+
+def test_a_matrix_stored_by_columns_is_the_same_matrix() -> None:
+    for rows, columns in run_ranks(stored, 2, shared_memory=False):
+        torch.testing.assert_close(rows, columns)
+
+
 def kernels_on_one(world: World, codec: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
