@@ -31,7 +31,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,6 +167,11 @@ class Hosts(_Part):
         return CORE_BANDWIDTH if self.kind == "cpu" else None
 
 
+def in_runs(hosts: Iterable[Hosts]) -> tuple[Hosts, ...]:
+    """Hosts one by one as entries: those beside each other that are alike are one entry."""
+    return tuple(host.model_copy(update={"count": len(list(alike))}) for host, alike in groupby(hosts))
+
+
 class ClusterSpec(_Part):
     """A cluster, described or measured."""
 
@@ -236,16 +242,14 @@ class ClusterSpec(_Part):
         return len({host.throughput for host in self.hosts}) > 1
 
     def at_speeds(self, places: Sequence[str], speeds: Sequence[float]) -> ClusterSpec | None:
-        """The same cluster with hosts as fast as its workers were measured to be."""
-        if len({host.model_copy(update={"count": 1, "devices": 1}) for host in self.hosts}) > 1:
-            return None
+        """The same hosts, in the workers' order, as fast as these were; None where ranks are in another order."""
         devices, throughput = Counter(places), dict(zip(places, speeds, strict=True))
-        found = Counter(
-            self.hosts[0].model_copy(update={"count": 1, "devices": devices[one], "throughput": throughput[one]})
-            for one in devices
-        )
-        hosts = tuple(host.model_copy(update={"count": count}) for host, count in found.items())
-        spec = self.model_copy(update={"hosts": hosts})
+        each = [host.model_copy(update={"count": 1}) for host in self.hosts for _ in range(host.count)]
+        found = [
+            host.model_copy(update={"devices": devices[one], "throughput": throughput[one]})
+            for host, one in zip(each, devices, strict=True)
+        ]
+        spec = self.model_copy(update={"hosts": in_runs(found)})
         order = [list(devices).index(one) for one in places]
         placed = [(number, host.throughput) for number, host in spec.by_worker]
         return spec if placed == list(zip(order, speeds, strict=True)) else None

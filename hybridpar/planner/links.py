@@ -17,7 +17,7 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.formats.cache import forget_measurement, load_measurement, store_measurement
 from hybridpar.machine.cluster import BUSY_LOAD, cpu_name, machine_load
-from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel, in_runs
 from hybridpar.machine.probe_worker import host_rate
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
@@ -45,6 +45,9 @@ DRIFT = 1.5
 
 #: What was measured is kept where a few messages right behind it take as long, but for such a factor.
 CONFIRMED = 1.5
+
+#: Hosts of one kind whose memory differs by less than this factor have the least of them.
+ALIKE = 1.1
 
 #: Seconds that one way of using a link is timed for, alone and again beside computing.
 LINK_SECONDS = 0.12
@@ -140,17 +143,19 @@ def _hosts(told: Sequence[_Place], world: World, spare: float, rate: float | Non
     """The hosts of the workers, those that are alike as one entry; with spare cores and host link of each worker."""
     kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     counts = Counter(one.host for one in told)
-    found: Counter[Hosts] = Counter()
+    found: list[Hosts] = []
     for host, devices in counts.items():
         first = next(one for one in told if one.host == host)
-        memory = first.memory // (devices if kind == "cpu" else 1)
-        # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
-        memory = memory >> 20 << 20
+        # Memory differs a little between hosts that are alike, and from an hour to the next.
+        memory = min(one.memory for one in told if one.name == first.name and one.memory > first.memory / ALIKE)
+        memory = memory // (devices if kind == "cpu" else 1) >> 20 << 20
+        # Hosts with most memory come first in `by_worker`, and workers have the ranks that they have.
+        memory = min([memory, *(one.memory for one in found if one.memory is not None)])
         host_found = Hosts(
             devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare, host_link=rate
         )
-        found[host_found] += 1
-    return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
+        found.append(host_found)
+    return in_runs(found)
 
 
 def _remembered(key: Mapping[str, object], ways: Collection[str], load: float) -> ClusterSpec | None:
@@ -185,6 +190,9 @@ def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
     if level is None:
         return True
     speed, share = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size
+    if level is spec.between and world.transport == "sockets":  # each sends stripes to all others, over its host's link
+        beside = Counter(host for host, _ in spec.by_worker).values()
+        share = max(2 * count * (world.size - count) / world.size for count in beside)
     # Of a length at which the link counts and not its latency.
     size = MOST_BYTES if MOST_BYTES / speed < 0.02 else LEAST_BYTES
     message = torch.zeros(size // 4, device=world.device)

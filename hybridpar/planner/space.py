@@ -95,7 +95,7 @@ class Space:
             if not saving:
                 yield replace(one, sharded=True) if sharded else one
                 continue
-            may_shard = self.inputs.fixed.shard_optimizer is None and one.shape.replicas > 1
+            may_shard = self.inputs.fixed.shard_optimizer is None and one.shape.replicas > 1 and one.shape.homes is None
             # Handing parameters round takes a group of its own from gradients, of which one is left.
             may_shard = may_shard and (one.shape.stages > 1 or self.inputs.sync_lanes > 1)
             ways = [(True, one.cut)] if may_shard else []
@@ -182,6 +182,8 @@ class Space:
         The workers are divided where devices differ. Each side has replicas of its own number of workers, and the
         stages are those of the side with more.
         """
+        if self.inputs.fixed.shard_optimizer:  # whose parts belong to the workers of equal replicas
+            return
         placed = [host for _, host in self.inputs.by_worker[:workers]]
         for first in range(1, workers):
             if placed[first] == placed[first - 1]:

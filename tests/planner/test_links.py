@@ -72,6 +72,30 @@ def test_hosts_of_one_and_of_two_workers_are_measured_alike_by_all(tmp_path, mon
     assert (specs[0].inside is None) == (hosts == "abc")
 
 
+def test_what_workers_of_a_host_send_over_its_link_confirms_it(monkeypatch):
+    spec = parse_cluster(
+        {"hosts": [{"count": 2, "devices": 4}], "inside": {"bandwidth": 1e9}, "between": {"bandwidth": 1e8}}
+    )
+    world = World(0, 8, transport="sockets", lane_sums=[mock.Mock()])
+    # Of a message that is added up in 8 stripes each of 4 workers sends 4 to the other host, and what it has added up.
+    monkeypatch.setattr(links, "laps_of", lambda work, message, repeats: [4 * message.nbytes / 1e8] * repeats)
+    assert links._still_true(spec, world, 1.01)
+    assert not links._still_true(parse_cluster({"hosts": [{"count": 8}], "between": {"bandwidth": 1e8}}), world, 1.5)
+
+
+def test_hosts_that_are_alike_are_equal_and_ranks_stay_in_their_order():
+    def devices_of(*told: tuple[str, str, int]) -> list[tuple[int, int]]:
+        places = [links._Place(host, memory << 20, name, 2) for host, name, memory in told]
+        spec = ClusterSpec(
+            hosts=links._hosts(places, World(), 0.0), inside=LinkLevel(bandwidth=1), between=LinkLevel(bandwidth=1)
+        )
+        return [(number, host.memory >> 20) for number, host in spec.by_worker]
+
+    assert devices_of(("a", "x", 1000), ("b", "x", 999), ("c", "y", 500)) == [(0, 999), (1, 999), (2, 500)]
+    assert devices_of(("a", "x", 1000), ("a", "x", 1000), ("b", "x", 1000)) == [(0, 500), (0, 500), (1, 500)]
+    assert devices_of(("a", "x", 500), ("b", "y", 1000)) == [(0, 500), (1, 500)]
+
+
 def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     first = run_ranks(measured, 2, str(tmp_path), True)[0]
     assert first[1] == 1
