@@ -60,7 +60,8 @@ def _hub(config: DataConfig) -> ImageData:
     image = _image_column(train, name)
     label = _label_column(train, name)
     complete = [_complete(part, image, label) for part in parts]
-    raw, cells, ignored = ([one[at] for one in complete] for at in range(3))
+    raw: list[Any] = [one[0] for one in complete]
+    cells, ignored = ([one[at] for one in complete] for at in (1, 2))
     names, *targets = _numbered(train.features[label], cells, name)
     if len(raw) == 1:
         chosen = four_of_five(targets[0])
