@@ -95,9 +95,9 @@ def measure_level(
 def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
     """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
 
-    None where it has no part in that, as a worker alone in its party has in no collective. Codecs do not only add, so their messages are sent over a group even where sums
-    go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
-    with a token bucket fill the bucket again.
+    None where it has no part in that, as a worker alone in its party has in no collective. Codecs do not only add, so
+    their messages are sent over a group even where sums go through shared memory. Messages between two are sent in both
+    directions at a time: one way alone would let a link with a token bucket fill the bucket again.
     """
     size, share = party.size, (party.size - 1) / party.size
     adds = next(iter(party.lane_sums), None)
