@@ -65,7 +65,26 @@ def profile_model(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
-    """Find out what the planner needs to know of a model: its units, parameters and times, without its weights."""
+    """Find out what the planner needs to know of a model.
+
+    Args:
+        model: The model.
+        examples: Inputs of micro-batches, each of a size to profile.
+        name: What to call the model; default: its class.
+        measure: Run units; else their times are estimated.
+        passes: Over each unit.
+        formats: Memory formats.
+        kernels: Profile tuned kernels as well, where the model has layers that they are for.
+        lanes: Numbers of lanes of a worker to time beside each other.
+        optimizer_copies: Tensors per parameter that the optimizer keeps; None leaves the rest of a step out.
+        crowd: How much slower workers of a host are beside so many others.
+        compiled: The model is trained through torch.compile.
+        progress: Called as units are measured.
+        announce: Called with what comes next.
+
+    Returns:
+        Units, parameters and times of the model, without its weights.
+    """
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
