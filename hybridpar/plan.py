@@ -193,6 +193,9 @@ class Pipeline(_Section):
     """How micro-batches flow."""
 
     schedule: str = "accumulate"
+    link_bytes_per_second: float | None = Field(
+        None, gt=0, description="that the order of `greedy` is made for; without it transfers take no time"
+    )
     micro_batches: int = Field(1, ge=1)
     recompute: tuple[int, ...] = Field((), description="stages whose activations are recomputed in backward")
     offload: tuple[int, ...] = Field((), description="stages whose activations wait in the host's memory")
@@ -317,6 +320,16 @@ class Plan(_Section):
                 raise ValueError(f"unit {min(twice)!r} is in two stages")
             seen.update(stage.units)
         return self
+
+    def pass_ms(self, scale: float = 1.0) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Forward and backward pass of every stage, with what is computed again; None where a time is not known."""
+        pairs = [(one.forward_ms, one.backward_ms) for one in self.partition.stages]
+        known = [(ahead * scale, back * scale) for ahead, back in pairs if ahead is not None and back is not None]
+        if len(known) < len(pairs):
+            return None
+        again = self.pipeline.recompute if self.pipeline is not None else ()
+        backward = tuple(back + ahead * (index in again) for index, (ahead, back) in enumerate(known))
+        return tuple(ahead for ahead, _ in known), backward
 
     @property
     def workers(self) -> int | None:

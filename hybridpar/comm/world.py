@@ -57,6 +57,10 @@ class SumGroup(Protocol):
         """Leave the group. Safe to call twice."""
 
 
+#: Seconds that workers wait while rank 0 measures, which takes as long as the steps that it measures.
+PATIENCE = 3600.0
+
+
 def all_reduce_bytes(payload: int, workers: int) -> int:
     """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload."""
     return round(2 * (workers - 1) / workers * payload)
@@ -265,9 +269,21 @@ class World:
         with self.named_errors("bringing state to worker 0"):
             return gather_on_first(mine, ranks, self.control)
 
-    def from_main(self, decide: Callable[[], _T]) -> _T:
-        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`."""
-        decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
+    def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
+        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
+
+        Where that may take long, such as measuring, the others wait for `patience` seconds in place of the time-out.
+        """
+        usual = self.control
+        if patience is not None and usual is not None:
+            with self.named_errors("connecting to wait for worker 0"):
+                self.control = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
+        try:
+            decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
+        finally:
+            if self.control is not usual:
+                dist.destroy_process_group(self.control)
+                self.control = usual
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:

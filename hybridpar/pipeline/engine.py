@@ -182,7 +182,7 @@ class PipelineEngine:
             from hybridpar.sync.choice import choose_policy
 
             self.choice = choose_policy(
-                parts_of(self._all_stages, layout, options.forward_ms, options.backward_ms, options.recompute),
+                parts_of(self._all_stages, layout, options.backward_ms),
                 replicas,
                 fidelity=options.sync.fidelity,
                 bucket_bytes=options.sync.bucket_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,16 +140,10 @@ def check_stages(stages: Sequence[StageModule]) -> None:
 def parts_of(
     stages: Sequence[StageModule],
     layout: Layout,
-    forward_ms: Sequence[float] | None,
     backward_ms: Sequence[float] | None,
-    recompute: Collection[int] = (),
 ) -> list[Part]:
     """What each position of a pipeline exchanges with its replicas, and behind what."""
-    parts = []
-    times = list(backward_ms or ())
-    if times and forward_ms:
-        for index in recompute:
-            times[index] += forward_ms[index]
+    parts, times = [], backward_ms
     for position in range(layout.workers):
         own = [index for index in range(layout.stages) if layout.home(index) == position]
         groups = [dict(module_of(stages[index]).named_parameters()) for index in reversed(own)]

@@ -399,9 +399,9 @@ class PipelineOptions:
         threads: Intra-op threads of every lane on a CPU.
         seed: Of the random operations inside the model.
         forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
-        backward_ms: The same for the backward pass.
+        backward_ms: The same for the backward pass, with what is computed again.
         latency_ms: Of a transfer between workers.
-        bytes_per_second: Of a transfer between workers; None where transfers take no time.
+        bytes_per_second: Of a transfer between workers, that the schedule is made for; None where these take no time.
         saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
         sync: How gradients are exchanged between replicas.
         sync_lanes: Lanes on which that is done.

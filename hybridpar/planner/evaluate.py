@@ -476,15 +476,16 @@ class Evaluator:
         return gradient_bytes(self._figures(cut, variant, self.samples(shape)), shape, self._inputs.bucket_bytes)
 
     def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int, replica: int = 0) -> Schedule:
-        """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
+        """A schedule; `greedy` is made for the link that the cut is for, as it will be by who follows the plan."""
         figures = self._figures(cut, variant, self.samples(shape, replica))
         layout = self._layout(shape, cut, variant, replica)
         parts = stage_speeds(self._inputs, shape)
         request = ScheduleRequest(
             layout,
             shape.micro_batches,
-            forward_ms=tuple(time / part for time, part in zip(figures.forward_ms, parts, strict=True)),
-            backward_ms=tuple(time / part for time, part in zip(figures.backward_ms, parts, strict=True)),
+            # As the plan will say them.
+            forward_ms=tuple(round(time / part, 4) for time, part in zip(figures.forward_ms, parts, strict=True)),
+            backward_ms=tuple(round(time / part, 4) for time, part in zip(figures.backward_ms, parts, strict=True)),
             saved_bytes=figures.saved_bytes,
             bytes_per_second=cut.link_speed,
         )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,27 +47,7 @@ TURNS = 3
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 
 
-def profile_model(model: nn.Module, examples: Sequence[torch.Tensor], **options: Any) -> ModelProfile:
-    """Find out what the planner needs to know of a model, in one go.
-
-    Args:
-        model: As for `profile_in_parts`.
-        examples: Likewise.
-        options: Its other arguments.
-
-    Returns:
-        Units, parameters and times of the model, without its weights.
-    """
-    parts = profile_in_parts(model, examples, **options)
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            profile: ModelProfile = end.value
-            return profile
-
-
-def profile_in_parts(
+def profile_model(
     model: nn.Module,
     examples: Sequence[torch.Tensor],
     *,
@@ -83,8 +62,27 @@ def profile_in_parts(
     compiled: bool = False,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
-) -> Generator[None, None, ModelProfile]:
-    """Find out what the planner needs to know of a model, in parts that take a second or so."""
+) -> ModelProfile:
+    """Find out what the planner needs to know of a model.
+
+    Args:
+        model: The model.
+        examples: Inputs of micro-batches, each of a size to profile.
+        name: What to call the model; default: its class.
+        measure: Run units; else their times are estimated.
+        passes: Over each unit.
+        formats: Memory formats.
+        kernels: Profile tuned kernels as well, where the model has layers that they are for.
+        lanes: Numbers of lanes of a worker to time beside each other.
+        optimizer_copies: Tensors per parameter that the optimizer keeps; None leaves the rest of a step out.
+        crowd: How much slower workers of a host are beside so many others.
+        compiled: The model is trained through torch.compile.
+        progress: Called as units are measured.
+        announce: Called with what comes next.
+
+    Returns:
+        Units, parameters and times of the model, without its weights.
+    """
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
@@ -110,11 +108,9 @@ def profile_in_parts(
                 sizes.append(SizedTimes(len(given), times.forward_ms, times.backward_ms))
                 noises.append(times.noise)
                 units = units or found
-                yield
             if whole and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
                 rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
-                yield
             update_ms = rest[form].update_ms if form in rest else None
             variants.append(Variant(form, kernel, tuple(sizes), max(noises), update_ms))
         if whole and (compiled or len(ways) > 1):
@@ -123,7 +119,6 @@ def profile_in_parts(
             factors = [steps[_way_name(one.memory_format, one.kernels)] / one.step_ms for one in variants]
             variants = [one.scaled(factor) for one, factor in zip(variants, factors, strict=True)]
             gain = factors[0] if compiled else None
-            yield
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if whole else ():
             say(f"measuring {count} lanes beside each other")

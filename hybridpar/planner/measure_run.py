@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -24,7 +23,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hybridpar.comm.world import World
+from hybridpar.comm.world import PATIENCE, World
 from hybridpar.compress import Group, parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
@@ -45,7 +44,7 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS, laps_of, most_of_all
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import TURNS, measure_rates, profile_in_parts, set_way
+from hybridpar.planner.measure import TURNS, measure_rates, profile_model, set_way
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_speeds
@@ -371,35 +370,28 @@ def _measure(
             with autocast(asked.amp, world.device):
                 crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
     found: list[_Kept] = []
-    parts = profile_in_parts(
-        model,
-        examples,
-        name=asked.name,
-        measure=measure,
-        passes=scope.passes,
-        formats=scope.formats if measure else scope.formats[:1],
-        kernels=scope.kernels,
-        lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
-        optimizer_copies=asked.copies,
-        crowd=crowd,
-        compiled=asked.compiled,
-        progress=progress,
-        announce=announce if asked.steps is None else None,
-    )
 
-    def profile() -> bool:
-        """Do the next part; whether there are more."""
+    def profile() -> None:
         with autocast(asked.amp, world.device):
-            try:
-                next(parts)
-            except StopIteration as end:
-                overhead = measure_hand_over(world.device) if measure and world.device.type == "cpu" else 0.0
-                found.append(_Kept(end.value, overhead, scope == full, asked.steps or 0, scope.passes))
-        return not found
+            profiled = profile_model(
+                model,
+                examples,
+                name=asked.name,
+                measure=measure,
+                passes=scope.passes,
+                formats=scope.formats if measure else scope.formats[:1],
+                kernels=scope.kernels,
+                lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
+                optimizer_copies=asked.copies,
+                crowd=crowd,
+                compiled=asked.compiled,
+                progress=progress,
+                announce=announce if asked.steps is None else None,
+            )
+            overhead = measure_hand_over(world.device) if measure and world.device.type == "cpu" else 0.0
+        found.append(_Kept(profiled, overhead, scope == full, asked.steps or 0, scope.passes))
 
-    with closing(parts):
-        while world.from_main(_named(profile)):  # part by part, so that others do not wait for longer than for one
-            pass
+    world.from_main(_named(profile), PATIENCE)
     return found[0] if found else None
 
 

@@ -21,10 +21,12 @@ from hybridpar.plan import (
     SyncRule,
 )
 from hybridpar.planner.codecs import CodecChoice
+from hybridpar.planner.cuts import Cut
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.search import Answer
-from hybridpar.planner.space import Candidate
+from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import stage_speeds
+from hybridpar.schedule.actions import Shape
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -46,6 +48,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         placement=_placement(candidate, evaluator),
         pipeline=Pipeline(
             schedule=candidate.schedule,
+            link_bytes_per_second=candidate.cut.link_speed,
             micro_batches=candidate.shape.micro_batches,
             recompute=everything if candidate.cut.recompute else (),
             offload=everything if candidate.cut.offload else (),
@@ -81,6 +84,37 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     return plan.model_copy(update={"checksum": checksum_of(plan)})
 
 
+def candidate_of(plan: Plan, space: Space) -> Candidate | None:
+    """The candidate that a plan describes; None where it says what the space does not know."""
+    placement, pipeline, sync = plan.placement, plan.pipeline, plan.sync
+    inputs, count = space.inputs, len(plan.partition.stages)
+    assert placement is not None
+    assert pipeline is not None
+    stage_of = {unit: stage for stage, section in enumerate(plan.partition.stages) for unit in section.units}
+    units = [unit.name for unit in inputs.profile.graph.units]
+    form = (plan.measured or Measured()).memory_format, plan.kernels is not None
+    variants = [(one.memory_format, one.kernels != "stock") for one in inputs.profile.variants]
+    codecs = [(_rules(one), one.every if one.every > 1 else None) for one in space.codec_choices]
+    wanted = (sync.policy, sync.outer) if sync is not None else None
+    if form not in variants or wanted not in codecs or (count > 1 and not stage_of.keys() >= set(units)):
+        return None
+    workers = tuple(placement.worker_of[lane] for lane in placement.lane_of)
+    order = tuple(dict.fromkeys(workers)) if placement.kind == "linear" and placement.homes is None else ()
+    positions = placement.workers if placement.homes is None else max(map(len, placement.ranks))
+    shape = Shape(
+        *(positions, placement.replicas, count, placement.lanes_each if placement.homes is None else 1),
+        *(placement.kind, pipeline.micro_batches, placement.homes),
+        order if order != tuple(sorted(order)) else None,
+    )
+    cut = Cut(
+        plan.partition.cut,
+        tuple(stage_of.get(unit, 0) for unit in units),
+        *(pipeline.link_bytes_per_second, bool(pipeline.recompute), bool(pipeline.offload)),
+    )
+    sharded = sync is not None and sync.shard_optimizer
+    return Candidate(shape, cut, pipeline.schedule, codecs.index(wanted), variants.index(form), sharded)
+
+
 def checksum_of(plan: Plan) -> str:
     """Equal for plans that do the same, whatever was predicted or measured of them."""
     measured, pipeline = plan.measured or Measured(), plan.pipeline or Pipeline()
@@ -90,7 +124,7 @@ def checksum_of(plan: Plan) -> str:
         (placement.replicas, placement.shares, placement.homes),
         [placement.lanes[lane] for lane in placement.lane_of],
         (measured.memory_format, plan.kernels is not None),
-        pipeline.model_dump(mode="json"),
+        pipeline.model_dump(mode="json", exclude_none=True),
         (plan.sync or Sync()).model_dump(mode="json"),
     )
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -55,19 +55,20 @@ def resolve(
 ) -> ResolvedPlan:
     """The plan of a run."""
     decided = decided_options(config) if decided is None else decided
-    placement = _place(config, workers, plan, decided, device)
+    placement, sync = _place(config, workers, plan, decided, device), resolve_sync(config, plan, decided)
     if placement.homes is not None:
-        config.check_unequal()
+        replace(config, shard_optimizer=sync.shard_optimizer, batch_norm=sync.batch_norm).check_unequal()
     shares = plan.placement.shares if plan is not None and plan.placement is not None else None
     if shares is not None and "shares" not in decided and len(shares) == placement.replicas:
         placement = placement.model_copy(update={"shares": shares})
     count = len(placement.stages)
     pipeline = plan.pipeline if plan is not None else None
     micro_batches, schedule = config.micro_batches, config.schedule or "greedy"
-    recompute, offload = config.recompute, config.offload
+    recompute, offload, speed = config.recompute, config.offload, None
     if pipeline is not None:
         micro_batches = micro_batches if "micro_batches" in decided else pipeline.micro_batches
         schedule = schedule if "schedule" in decided else pipeline.schedule
+        speed = pipeline.link_bytes_per_second
         if not {"recompute", "offload"} & set(decided):
             recompute, offload = pipeline.recompute, pipeline.offload
     if count == 1:
@@ -107,8 +108,14 @@ def resolve(
         model=model or (_UNKNOWN if plan is None else plan.model),
         partition=Partition(stages=(Stage(units=()),) * count) if plan is None else plan.partition,
         placement=placement,
-        pipeline=Pipeline(schedule=schedule, micro_batches=micro_batches, recompute=recompute, offload=offload),
-        sync=resolve_sync(config, plan, decided),
+        pipeline=Pipeline(
+            schedule=schedule,
+            link_bytes_per_second=speed,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            offload=offload,
+        ),
+        sync=sync,
         kernels=None if kernels == "off" else Kernels(database=kernels),
         measured=(measured or Measured()).model_copy(update=facts),
         predicted=plan.predicted if plan is not None and searched else None,

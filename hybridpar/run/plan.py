@@ -145,8 +145,7 @@ def _profile(plan: Plan, pipeline: PipelineEngine) -> tuple[list[float], list[fl
     forward, backward = pipeline.options.forward_ms, pipeline.options.backward_ms
     if plan.measured is None or plan.measured.profile != "measured" or forward is None or backward is None:
         return None
-    again = [ahead if index in pipeline.options.recompute else 0.0 for index, ahead in enumerate(forward)]
-    return list(forward), [back + more for back, more in zip(backward, again, strict=True)]
+    return list(forward), list(backward)
 
 
 def _cores_per_lane(pipeline: PipelineEngine) -> float | None:

@@ -11,43 +11,48 @@ from hybridpar.schedule.actions import Edge, Layout, Schedule
 from hybridpar.schedule.costs import Costs
 from hybridpar.schedule.program import lower
 from hybridpar.schedule.schedules import ScheduleRequest, make
-from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.schedule.spans import StepSpans
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
-    """A step of a plan, simulated from the times of its stages and its link, for drawing."""
-    stages = plan.partition.stages
-    forward = tuple(stage.forward_ms for stage in stages if stage.forward_ms is not None)
-    backward = tuple(stage.backward_ms for stage in stages if stage.backward_ms is not None)
-    if plan.pipeline is None or plan.placement is None or min(len(forward), len(backward)) < len(stages):
+    """A step of a plan, for drawing: as its search predicted it, else simulated from the times of its stages."""
+    times = plan.pass_ms()
+    if plan.pipeline is None or plan.placement is None or times is None:
         raise UsageError(
             "this plan does not say how micro-batches flow, so there is no schedule to draw",
             "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
             "Draw the partition with `hybridpar plan MODEL --draw FILE`, or show the plan.json of a run with --stages.",
         )
-    again = [ahead if index in plan.pipeline.recompute else 0.0 for index, ahead in enumerate(forward)]
-    backward = tuple(back + more for back, more in zip(backward, again, strict=True))
-    layout = _layout_of_plan(plan)
-    measured = plan.measured
-    latency = (measured.link_latency_ms if measured is not None else None) or 0.0
-    speed = measured.link_bytes_per_second if measured is not None else None
-    request = ScheduleRequest(
-        layout,
-        plan.pipeline.micro_batches,
-        forward_ms=forward,
-        backward_ms=backward,
-        latency_ms=latency,
-        bytes_per_second=speed,
-    )
-    schedule = make(plan.pipeline.schedule, request)
-    facts: dict[str, Any] = {"model": plan.model.name, "schedule": schedule.name}
+    facts: dict[str, Any] = {"model": plan.model.name, "schedule": plan.pipeline.schedule}
+    facts |= {"stages": len(plan.partition.stages), "micro_batches": plan.pipeline.micro_batches}
+    if (predicted := _predicted(plan)) is not None:
+        return _timeline(predicted, facts)
     if plan.predicted is not None and plan.predicted.step_ms is not None:
         facts["whole"] = f"{plan.predicted.step_ms:,.1f} ms with exchange and update"
-    return simulated(schedule, layout, request.costs, facts)
+    layout, speed = _layout_of_plan(plan), plan.pipeline.link_bytes_per_second
+    request = ScheduleRequest(layout, plan.pipeline.micro_batches, *times, bytes_per_second=speed)
+    return simulated(make(plan.pipeline.schedule, request), layout, request.costs, facts)
+
+
+def _predicted(plan: Plan) -> Simulation | None:
+    """The step of the slowest replica, with exchange and update; None where the plan's search does not know it."""
+    from hybridpar.planner.evaluate import Evaluator
+    from hybridpar.planner.inputs import inputs_of_plan
+    from hybridpar.planner.record import candidate_of
+    from hybridpar.planner.space import Space
+
+    if plan.inputs is None:
+        return None
+    evaluator = Evaluator(Space(inputs_of_plan(plan)))
+    if (one := candidate_of(plan, evaluator.space)) is None:
+        return None
+    steps = [evaluator.simulation(one, evaluator.costs(one, replica=each), each) for each in one.shape.kinds]
+    return max(steps, key=lambda step: step.step_ms)
 
 
 def _layout_of_plan(plan: Plan) -> Layout:
+    """Where stages run; what a stage sends is taken to go to the next, as a plan without its search says no more."""
     assert plan.placement is not None
     stages = plan.partition.stages
     return Layout(
@@ -62,9 +67,14 @@ def _layout_of_plan(plan: Plan) -> Layout:
 
 def simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
     """A step as it should run, without what takes no time."""
-    spans = [span for span in simulate(lower(schedule, layout), costs).timeline if span.duration_ms > 0]
+    facts = {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts}
+    return _timeline(simulate(lower(schedule, layout), costs), facts)
+
+
+def _timeline(step: Simulation, facts: dict[str, Any]) -> Timeline:
+    spans = [span for span in step.timeline if span.duration_ms > 0]
     rows = [
         TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
-        for worker in range(layout.workers)
+        for worker in sorted({span.worker for span in spans})
     ]
-    return Timeline(tuple(rows), 1, {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts})
+    return Timeline(tuple(rows), 1, facts)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from hybridpar.comm.world import World
+from hybridpar.comm.world import PATIENCE, World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import UsageError
@@ -66,7 +66,7 @@ def cut_model(
             )
             return made.plan.to_json()
 
-        made = parse_plan(json.loads(world.from_main(make)))
+        made = parse_plan(json.loads(world.from_main(make, PATIENCE)))
         facts = {"memory_format", "dtype", "seed"}
         measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
         plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
@@ -121,13 +121,8 @@ def pipeline_options(
     """The options of the pipeline that follows a plan."""
     sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
     scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
-
-    def known(values: Sequence[float | None]) -> tuple[float, ...] | None:
-        """The values for this run's micro-batches, where all of them are known."""
-        found = [value * scale for value in values if value is not None]
-        return tuple(found) if len(found) == len(values) else None
-
-    saved = known([stage.saved_bytes for stage in sections])
+    forward, backward = plan.pass_ms(scale) or (None, None)
+    saved = [round(scale * stage.saved_bytes) for stage in sections if stage.saved_bytes is not None]
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     if pipeline.offload and device.type == "cpu" and world.is_main:
@@ -144,9 +139,10 @@ def pipeline_options(
         compile=config.compile,
         threads=lane_threads(placement, device),
         seed=config.seed,
-        forward_ms=known([stage.forward_ms for stage in sections]),
-        backward_ms=known([stage.backward_ms for stage in sections]),
-        saved_bytes=tuple(map(round, saved)) if saved is not None else None,
+        forward_ms=forward,
+        backward_ms=backward,
+        bytes_per_second=pipeline.link_bytes_per_second,
+        saved_bytes=tuple(saved) if len(saved) == len(sections) else None,
         sync=sync,
         sync_lanes=plan.sync.lanes,
         capture=config.cuda_graph,

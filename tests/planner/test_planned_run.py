@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from hybridpar import Trainer, partition_model
+from hybridpar.comm import world as comm_world
 from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
@@ -120,7 +121,7 @@ def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys)
 
 def test_the_next_run_measures_nothing(tmp_path, capsys):
     first = planned(tmp_path / "one", steps=3)
-    with mock.patch.object(run_inputs, "profile_in_parts", side_effect=AssertionError("measured")):
+    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
         second = planned(tmp_path / "two", steps=3)
     assert "; planned in" in capsys.readouterr().out
     assert first.inputs == second.inputs
@@ -137,7 +138,7 @@ def test_a_profile_with_too_much_noise_is_used_once(tmp_path):
 def test_another_batch_or_model_is_measured(tmp_path):
     planned(tmp_path / "one", steps=3)
     for number, (model, options) in enumerate([("plain", {"batch_size": 8}), ("wide", {})]):
-        with mock.patch.object(run_inputs, "profile_in_parts", wraps=run_inputs.profile_in_parts) as measure:
+        with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
             planned(tmp_path / f"other-{number}", model, steps=3, **options)
         assert measure.call_count == 1
 
@@ -163,10 +164,9 @@ def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
 
 def test_a_model_that_cannot_be_measured_is_trained_all_the_same(tmp_path, capsys):
     def fail(*given, **options):
-        yield
         raise RuntimeError("no such layer")
 
-    with mock.patch.object(run_inputs, "profile_in_parts", fail):
+    with mock.patch.object(run_inputs, "profile_model", fail):
         planned(tmp_path / "run", steps=3)
     assert "plan     none: RuntimeError: no such layer" in capsys.readouterr().out
     check_run(tmp_path / "run", steps=3)
@@ -465,6 +465,32 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
     return read_plan(run_dir / "plan.json")
 
 
+def patient_rank(world: World, cache: str) -> list[float]:
+    """With what time-out workers wait while the first one profiles a model; they go on as before."""
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    opened, usual = [], world.control
+    inner, profile = comm_world.open_group, run_inputs.profile_model
+
+    def open_group(ranks: object, timeout: float, **how: object) -> object:
+        opened.append((timeout, inner(ranks, timeout, **how)))
+        return opened[-1][1]
+
+    def looked_at(*given: object, **how: object) -> object:
+        assert world.control is opened[-1][1]
+        return profile(*given, **how)
+
+    question = run_inputs.Question("plain", (3, 8, 8), 8)
+    opening = mock.patch.object(comm_world, "open_group", open_group)
+    with opening, mock.patch.object(run_inputs, "profile_model", looked_at):
+        run_inputs.measure_inputs(plain(), question, world, cluster=cluster(2), measure=False)
+    assert world.control is usual
+    return [timeout for timeout, _ in opened]
+
+
+def test_workers_are_patient_while_the_first_one_measures(tmp_path):
+    assert run_ranks(patient_rank, 2, str(tmp_path / "cache")) == [[3600.0]] * 2
+
+
 def short_rank(world: World, run_dir: Path, cache: str) -> bool:
     """Whether a short run is planned where exchanging all gradients takes a quarter of an hour."""
     os.environ["HYBRIDPAR_CACHE"] = cache
@@ -563,14 +589,14 @@ def test_a_plan_for_compiled_steps_promises_nothing_to_others(tmp_path, capsys, 
     assert "for the compiled model, whose step takes" in told
     assert plan.predicted is not None
     assert check_run(tmp_path / "compiled")["predicted_step_ms"] == plan.predicted.step_ms
-    with mock.patch.object(run_inputs, "profile_in_parts", side_effect=AssertionError("measured")):
+    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
         assert planned(tmp_path / "again", steps=3, compile=True).inputs == plan.inputs
     followed = {"steps": 3, "plan": tmp_path / "compiled" / "plan.json"}
     assert train(tmp_path / "eager", "plain", **followed) == 0
     assert "made for a compiled model: its prediction does not hold here" in " ".join(capsys.readouterr().out.split())
     assert train(tmp_path / "compiled", "plain", resume=True, steps=4) == 0  # no longer compiled
     assert check_run(tmp_path / "compiled", steps=4)["predicted_step_ms"] is None
-    with mock.patch.object(run_inputs, "profile_in_parts", wraps=run_inputs.profile_in_parts) as measure:
+    with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
         assert planned(tmp_path / "other", steps=3).inputs["profile"].get("compiled") is None
     assert measure.call_count == 1
 
