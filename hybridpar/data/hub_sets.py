@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -59,9 +58,8 @@ def _hub(config: DataConfig) -> ImageData:
     train = parts[0]
     image = _image_column(train, name)
     label = _label_column(train, name)
-    complete = [_complete(part, image, label) for part in parts]
-    raw: list[Any] = [one[0] for one in complete]
-    cells, ignored = ([one[at] for one in complete] for at in (1, 2))
+    ignored: list[str] = []
+    raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
     names, *targets = _numbered(train.features[label], cells, name)
     if len(raw) == 1:
         chosen = four_of_five(targets[0])
@@ -73,7 +71,7 @@ def _hub(config: DataConfig) -> ImageData:
         names,
         config,
         lambda use: [HubImages(part, image, found, **use) for part, found in labelled],
-        ignored=tuple(chain(*ignored)),
+        ignored=tuple(ignored),
     )
 
 
@@ -171,8 +169,8 @@ def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...
     return numbered if len(cells) > 1 else numbered[:2]
 
 
-def _complete(part: Any, image: str, label: str) -> tuple[Any, list[Any], list[str]]:
-    """The rows that have an image and a label: the images, not decoded, and the labels; and what is left out."""
+def _complete(part: Any, image: str, label: str, ignored: list[str]) -> tuple[Any, list[Any]]:
+    """Images, not decoded, and labels of the rows that have both; says what is left out."""
     import datasets
 
     images = part.select_columns([image]).cast_column(image, datasets.Image(decode=False))
@@ -180,9 +178,8 @@ def _complete(part: Any, image: str, label: str) -> tuple[Any, list[Any], list[s
     pictured = images.with_format("arrow")[:].column(image).is_valid().to_pylist()
     rows = [row for row, cell in enumerate(cells) if pictured[row] and cell is not None]
     if len(rows) == len(cells):
-        return images, cells, []
-    lacks = {"image": pictured.count(False), "label": cells.count(None)}
-    ignored = [
-        f"{count:,} of {len(cells):,} rows of {part.split} without {key}" for key, count in lacks.items() if count
-    ]
-    return images.select(rows), [cells[row] for row in rows], ignored
+        return images, cells
+    for kind, count in (("image", pictured.count(False)), ("label", cells.count(None))):
+        if count:
+            ignored.append(f"{count:,} of {len(cells):,} rows of {part.split} without {kind}")
+    return images.select(rows), [cells[row] for row in rows]

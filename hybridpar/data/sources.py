@@ -468,14 +468,12 @@ def load_dataset(config: DataConfig) -> ImageData:
     """
     data = DATA_SETS.get(data_set_kind(config.data))(config)
     for name in (str(config.data_root), *map(str, data.class_names)):
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise UsageError(
                 f"the name {name!a} of a class or of the directory {config.data_root} is not UTF-8",
                 "The files of a run and its reports are UTF-8, and name classes and directory.",
                 "Rename it, for instance with convmv.",
-            ) from error
+            )
     data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)
