@@ -8,17 +8,16 @@ CPU they nearly always are, to the bit; where they differ by little more than ro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.models.deferred import imagined, storage_of
+from hybridpar.models.deferred import imagined
 from hybridpar.models.state import WrittenState, attributes_of, held_state, put_state, python_random_state, untouched
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.stage import Stage, StageGraph
@@ -77,7 +76,7 @@ class TraceCheck:
         self.draws = False
         #: Sub-modules whose attributes differ from pass to pass.
         self.remembering: set[str] = set()
-        #: A parameter that forward changes, or writes into while the backward pass of another micro-batch needs it.
+        #: A parameter that forward writes into.
         self.changing: str | None = None
         #: Names of the tensors that forward writes into, but for the statistics of BatchNorm.
         self.written: frozenset[str] = frozenset()
@@ -97,8 +96,7 @@ class TraceCheck:
                     False: _run(model, model, batches, False, self),
                 }
                 self.written = frozenset(written.names - _statistics(model))
-                changing = _changing_parameter(model, written.names, expected[True])
-                self.changing = changing or _overwritten(model, batches[0], self.written)
+                self.changing = next((name for name, _ in model.named_parameters() if name in written.names), None)
             except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
                 continue
             self._batches, self._expected = batches, expected
@@ -202,39 +200,10 @@ def _statistics(model: nn.Module) -> set[str]:
     return {f"{path}.{name}".lstrip(".") for path, layer in layers for name in layer._buffers}
 
 
-def _overwritten(model: nn.Module, batch: Inputs, written: Collection[str]) -> str | None:
-    """A parameter that forward writes into, and that the backward pass of another micro-batch needs as it was."""
-    parameters = {storage_of(one): name for name, one in model.named_parameters() if name in written}
-    needed: list[str] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout == torch.strided and (name := parameters.get(storage_of(tensor))) is not None:
-            needed.append(name)
-        return tensor
-
-    if parameters:
-        with untouched(model, training=True), saved_tensors_hooks(note, lambda tensor: tensor):
-            _seed(model, 0)
-            model(*_copies(batch))
-    return next(iter(needed), None)
-
-
-def _changing_parameter(model: nn.Module, written: set[str], passes: list[Outcome]) -> str | None:
-    """The first parameter that a second pass has written into; not a trained one that was fitted to a bound already.
-
-    What follows another parameter may be equal to it at first, so its values alone do not tell.
-    """
-    for name, parameter in model.named_parameters():
-        before, after = (one[f"norm of {name}"] for one in passes)
-        if name in written and not (parameter.requires_grad and torch.equal(before, after)):
-            return name
-    return None
-
-
 def changes_without_memory(
     model: nn.Module, inputs: Sequence[torch.Tensor]
 ) -> tuple[dict[str, str], str | None, set[str]]:
-    """Of a model on the meta device: its counters, a frozen parameter that forward changes, and what it writes into."""
+    """Of a model on the meta device: its counters, a parameter that forward writes into, and all it writes into."""
     with untouched(model, training=True), torch.no_grad(), imagined(model, inputs[0].device) as mode:
         _seed(model, 0)
         given, attributes = [mode.from_tensor(item.detach()) for item in inputs], []
@@ -242,8 +211,7 @@ def changes_without_memory(
             with WrittenState(model) as written:
                 model(*given)
             attributes.append(attributes_of(model))
-        frozen = (name for name, one in model.named_parameters() if not one.requires_grad)
-        changing = next((name for name in frozen if name in written.names), None)
+        changing = next((name for name, _ in model.named_parameters() if name in written.names), None)
     return _counting(*attributes), changing, written.names - _statistics(model)
 
 
