@@ -157,7 +157,7 @@ def _field_docs(owner: type) -> dict[str, str]:
     """The strings below the fields of a dataclass, by field."""
     try:
         source = textwrap.dedent(inspect.getsource(owner))
-    except OSError:  # it was made without a file
+    except (OSError, TypeError):  # it was made without a file
         return {}
     (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     return {
