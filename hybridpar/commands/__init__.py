@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
@@ -154,7 +155,11 @@ def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
 
 def _field_docs(owner: type) -> dict[str, str]:
     """The strings below the fields of a dataclass, by field."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
+    try:
+        source = textwrap.dedent(inspect.getsource(owner))
+    except (OSError, TypeError):  # it was made without a file
+        return {}
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     return {
         above.target.id: ast.literal_eval(below.value)
         for above, below in pairwise(body)
