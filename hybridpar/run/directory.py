@@ -249,11 +249,10 @@ def resumed_directory(config: TrainConfig, model: str) -> Path:
         return config.run_dir
     base = _base(config, model)
     for directory in _family(base):
-        facts = read_facts(directory)
-        began = facts.get("options")
-        data = began.get("data") if isinstance(began, dict) else config.data
+        began = read_facts(directory).get("options")
         # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
-        if (facts.get("model", model), data) == (model, config.data) and latest_checkpoint(directory / "checkpoints"):
+        alike = not isinstance(began, dict) or began.get("data") == config.data
+        if alike and latest_checkpoint(directory / "checkpoints"):
             return directory
     return base
 
