@@ -77,7 +77,7 @@ def run_runs(command: Runs, _: Sequence[str]) -> int:
     if isinstance(what, PruneRuns):
         return _prune(what)
     from hybridpar.observe.text import format_accuracy, format_bytes
-    from hybridpar.run.runs import find_runs
+    from hybridpar.run.runs import find_runs, size_of
 
     runs = find_runs(what.folders)
     if what.json:
@@ -87,7 +87,7 @@ def run_runs(command: Runs, _: Sequence[str]) -> int:
     for run in runs:
         found, checkpoints = run.figures, run.checkpoints
         told = ["-" if (one := found[key]) is None else format_accuracy(one) for key in _ACCURACIES]
-        size = sum(file.stat().st_size for path in checkpoints for file in path.iterdir())
+        size = sum(map(size_of, checkpoints))
         kept = f"{len(checkpoints)}, {format_bytes(size)}" if checkpoints else "none"
         model, data = str(run.options["model"]), str(run.options.get("data", "-"))
         rows.append((str(run.directory), model, data, found["state"], f"{found['steps']:,}", told[0], told[1], kept))

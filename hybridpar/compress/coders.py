@@ -25,29 +25,23 @@ def has_rows(parameter: Tensor) -> bool:
 
     What is not dense gets a contiguous gradient.
     """
-    if parameter.dim() < 2 or len(parameter) < 2 or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return True
-    return parameter.stride(0) * len(parameter) == parameter.numel()
+    dense = parameter.dim() > 1 and torch.ops.aten.is_non_overlapping_and_dense(parameter)
+    return not dense or len(parameter) == 1 or parameter.stride(0) * len(parameter) == parameter.numel()
 
 
 @contextlib.contextmanager
-def in_rows(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The gradients of a bucket as codecs take them, row after row; what becomes of a copy is put back.
+def in_rows(flat: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the gradients of a bucket lie row after row, as codecs take them.
 
     A transposed matrix would be another matrix to a codec.
     """
-    if all(map(has_rows, parameters)):
-        yield flat
-        return
-    sizes = [one.numel() for one in parameters]
-    views = [
-        part if has_rows(one) else part.as_strided(one.shape, one.stride())
-        for part, one in zip(split(flat, sizes), parameters, strict=True)
-    ]
-    rows = torch.cat([view.flatten() for view in views])
-    yield rows
-    for view, new in zip(views, split(rows, sizes), strict=True):
-        view.copy_(new.view(view.shape))
+    parts = zip(split(flat, [one.numel() for one in parameters]), parameters, strict=True)
+    views = [(part, part.as_strided(one.shape, one.stride())) for part, one in parts if not has_rows(one)]
+    for part, view in views:
+        part.copy_(view.flatten())
+    yield
+    for part, view in views:
+        view.copy_(part.clone().view(view.shape))
 
 
 class ParameterCoders:

@@ -49,7 +49,6 @@ def ddp_hook(
     group: dist.ProcessGroup | None = None,
     lanes: int = 1,
     seed: int = 0,
-    timeout: float | None = None,
     hierarchical: bool = False,
 ) -> tuple[CodecState, Hook]:
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
@@ -59,17 +58,16 @@ def ddp_hook(
             names needs the model; `auto` is for hybridpar's own training alone.
         model: The model inside of DDP, whose parameters' names state is kept under. Without it they are numbered in
             the order in which DDP first hands them over, which is the same for the same model.
-        group: The process group that DDP was given; None for the default one.
+        group: The process group that DDP was given; None for the default one. Its time-out holds here as well.
         lanes: Exchanges that may be under way at one time, each with a process group of its own.
         seed: For what codecs draw at random; equal on all workers.
-        timeout: Seconds after which a silent worker is an error; None for as many as in `group`.
         hierarchical: Add in full precision inside a node and use the codec between nodes alone, where there are several
             nodes and one of them has several workers; elsewhere this changes nothing.
 
     Raises:
         UsageError: The codec is unknown, or the workers do not agree on it.
     """
-    state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, timeout=timeout, hierarchical=hierarchical)
+    state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, hierarchical=hierarchical)
     return state, _hook
 
 
@@ -84,7 +82,6 @@ class CodecState(ParameterCoders):
         group: dist.ProcessGroup | None = None,
         lanes: int = 1,
         seed: int = 0,
-        timeout: float | None = None,
         hierarchical: bool = False,
     ) -> None:
         policy = read_policy(codec) if isinstance(codec, str) else codec
@@ -116,9 +113,7 @@ class CodecState(ParameterCoders):
         rank, workers = self._place_of(own)
         place = 0 if self._nodes is None else nodes.place_of(own)
         super().__init__(policy, rank, workers, seed, average=True, nodes=self._nodes, place=place)
-        if timeout is None:
-            timeout = timeout_of(group)
-        self._paths = [open_paths(self._nodes, group, timeout) for _ in range(lanes)]
+        self._paths = [open_paths(self._nodes, group, timeout_of(group)) for _ in range(lanes)]
         threads = torch.get_num_threads()
         self._threads = [
             ThreadPoolExecutor(1, f"codec-{lane}", torch.set_num_threads, (threads,)) for lane in range(lanes)
@@ -136,34 +131,31 @@ class CodecState(ParameterCoders):
                 "Close it after the last backward pass, or register a new hook with a new DDP.",
             )
         flat: Tensor = bucket.buffer().detach()  # with create_graph, gradients have histories
-        if flat.is_sparse:
+        parameters: list[Tensor] = bucket.parameters()
+        wrong = ["sparse"] if flat.is_sparse else [str(one.dtype) for one in parameters if one.dtype != torch.float32]
+        if wrong:
             raise UsageError(
-                "sparse gradients", "Codecs take dense float32 gradients.", "Build the layer with sparse=False."
-            )
-        wrong = flat.dtype if flat.dtype != torch.float32 else _complex_among(bucket.parameters())
-        if wrong is not None:
-            raise UsageError(
-                f"gradients of type {wrong}",
+                f"gradients of type {wrong[0]}",
                 "Codecs take dense float32 gradients.",
-                "Keep the parameters in float32 (autocast leaves them there).",
+                "Keep the parameters in float32 (autocast leaves them there), and build layers with sparse=False.",
             )
         if bucket.index() == 0:
             self.settle()
             self.traffic = Traffic()
-        exchange, parameters = self._exchange_of(bucket), bucket.parameters()
+        exchange = self._exchange_of(parameters)
         self.traffic += exchange.traffic
         self._used.append(exchange)
+        parts = split(flat, [one.numel() for one in parameters])
         lane = bucket.index() % len(self._paths)
         path = self._paths[lane]
 
         def run() -> Tensor:
             try:
-                with in_rows(flat, parameters) as rows:
+                with in_rows(flat, parameters):
                     if isinstance(exchange, NodeExchange):
-                        exchange.run(path.add, path.codec, rows)
+                        exchange.run(path.add, path.codec, flat)
                     else:
                         assert path.codec is not None
-                        parts = split(rows, [one.numel() for one in parameters])
                         exchange.run(path.codec, parts, parts)
             except RuntimeError as error:
                 raise SyncError(
@@ -285,9 +277,8 @@ class CodecState(ParameterCoders):
         column = next(column for column in self._nodes.columns if rank in column)
         return column.index(rank), len(column)
 
-    def _exchange_of(self, bucket: GradBucket) -> Exchange | NodeExchange:
+    def _exchange_of(self, parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
-        parameters: list[Tensor] = bucket.parameters()
         names = tuple(map(self._name, parameters))
         if names not in self._exchanges:
             for name, one in zip(names, parameters, strict=True):
@@ -347,11 +338,6 @@ def _hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[Tensor]
 
 
 _hook.__annotations__ = {}  # DDP compares them with its own types, and ours are text
-
-
-def _complex_among(parameters: Sequence[Tensor]) -> torch.dtype | None:
-    """A complex type, if one is there; DDP hands over such gradients as twice as many real numbers."""
-    return next((parameter.dtype for parameter in parameters if parameter.is_complex()), None)
 
 
 def _on_cpu(state: Any) -> Any:

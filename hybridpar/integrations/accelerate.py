@@ -57,8 +57,8 @@ def prepare(
     models = [one for one in objects if isinstance(one, torch.nn.Module)]
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     for model in models:
-        parameters = dict(model.named_parameters())
-        check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
+        named = dict(model.named_parameters())
+        check_compression(compress, named, accelerator.num_processes, optimizers, tell=False)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     wrapped = [_find_ddp(one) for one in (prepared if isinstance(prepared, tuple) else (prepared,))]
     found = [
@@ -95,9 +95,9 @@ def compress_trainer(trainer: Any, *, compress: str | Policy, seed: int = 0, fid
 
     accelerator = trainer.accelerator
     wrap = accelerator.prepare_model
-    parameters = dict(trainer.model.named_parameters())
+    named = dict(trainer.model.named_parameters())
     optimizers = [trainer.optimizer] if trainer.optimizer is not None else []
-    check_compression(compress, parameters, accelerator.num_processes, optimizers, tell=False)
+    check_compression(compress, named, accelerator.num_processes, optimizers, tell=False)
     saved = SavedCompression(None)
 
     def prepare_model(model: Any, *args: Any, **options: Any) -> Any:

@@ -245,7 +245,16 @@ def _base(config: TrainConfig, model: str) -> Path:
 
 def resumed_directory(config: TrainConfig, model: str) -> Path:
     """The directory of the run that `--resume` goes on with."""
-    return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
+    if config.run_dir is not None:
+        return config.run_dir
+    base = _base(config, model)
+    for directory in _family(base):
+        began = read_facts(directory).get("options")
+        # The first run with the data set hf/foo-2 has the name of the second with hf/foo.
+        alike = not isinstance(began, dict) or began.get("data") == config.data
+        if alike and latest_checkpoint(directory / "checkpoints"):
+            return directory
+    return base
 
 
 def was_restarted() -> bool:
@@ -329,10 +338,6 @@ def _family(base: Path) -> list[Path]:
         return []
     found = [entry for entry in base.parent.iterdir() if entry.is_dir() and pattern.match(entry.name)]
     return sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)
-
-
-def _newest(base: Path) -> Path:
-    return next((entry for entry in _family(base) if latest_checkpoint(entry / "checkpoints")), base)
 
 
 def _make_unused(base: Path) -> Path:

@@ -222,11 +222,22 @@ class Run(RunLoop):
             classes=data.classes,
             several_labels=data.multi_label,
         )
+        try:
+            self._begin(plan, batches_of)
+        except BaseException:
+            self.trainer.close()
+            raise
+
+    # ------------------------------------------------------------------- start
+
+    def _begin(self, plan: ResolvedPlan, batches_of: Callable[[int], TrainBatches]) -> None:
+        """What follows once the trainer is open: kernels, the checkpoint, the run's directory, and what measures."""
+        config, world = self.config, self.world
         self.selector: BatchSelector | None = None
         if config.select_batch > 0:
             from hybridpar.run.batch_search import BatchSelector
 
-            self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train))
+            self.selector = BatchSelector(self.trainer, config, batches_of, len(self.data.train))
         self.shares: ShareTuner | None = None
         if config.shares.strip() == "auto" and self.replicas > 1:
             self.shares = ShareTuner(
@@ -258,8 +269,6 @@ class Run(RunLoop):
         self._stopping = False
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
-
-    # ------------------------------------------------------------------- start
 
     def _divide(self, plan: ResolvedPlan) -> Callable[[int], TrainBatches]:
         """Divide batches and the test set as a plan says; returns what makes batches of another size."""

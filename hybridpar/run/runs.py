@@ -5,7 +5,9 @@ Everything is read from the files that runs leave, also from runs that still tra
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +163,7 @@ def prunable(run: PastRun, keep: int = 1) -> list[Prunable]:
     for step in best:
         # With parameter servers a checkpoint may come some steps after the test that it is for.
         steps.add(next((step_of(path) for path in found if step_of(path) >= step), -1))
-    return [Prunable(path, _size_of(path)) for path in found if step_of(path) not in steps]
+    return [Prunable(path, size_of(path)) for path in found if step_of(path) not in steps]
 
 
 def prune(checkpoints: Iterable[Prunable]) -> None:
@@ -170,5 +172,11 @@ def prune(checkpoints: Iterable[Prunable]) -> None:
         delete_checkpoint(one.path)
 
 
-def _size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, as far as a run that still trains has not deleted them meanwhile."""
+    size = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                size += os.stat(os.path.join(folder, file)).st_size
+    return size

@@ -181,13 +181,13 @@ class Compression(ParameterCoders):
             inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
             return add_plainly(bucket, flat, inner or group, self._world.size)
         parameters = [slot.parameter for slot in bucket.slots]
-        with in_rows(flat, parameters) as rows:
+        with in_rows(flat, parameters):
             if isinstance(exchange, NodeExchange):
                 assert self._nodes is not None
-                done = self._nodes.run(exchange, self._groups.index(group), rows)
+                done = self._nodes.run(exchange, self._groups.index(group), flat)
                 return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
             assert isinstance(group, Group)
-            parts = split(rows, [one.numel() for one in parameters])
+            parts = split(flat, [one.numel() for one in parameters])
             done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 

@@ -88,6 +88,11 @@ def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
     start()
     found = find_place(TrainConfig(resume=True), "resnet18")
     assert found == RunPlace(second.directory, newest)
+    mine, other = start(data="hf/foo"), start(data="hf/foo-2")  # as the second run with hf/foo
+    for place in (mine, other):
+        save(place, 5)
+        assert find_place(TrainConfig(resume=True, data="hf/foo"), "resnet18").directory == mine.directory
+    assert find_place(TrainConfig(resume=True, data="hf/foo-2"), "resnet18").directory == other.directory
 
 
 def restarted_as(monkeypatch, job, count):

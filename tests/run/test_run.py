@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hybridpar import Trainer
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.run.run import Run
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.train.checkpoint import load_checkpoint
 from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
@@ -33,6 +35,14 @@ def straight(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("straight")
     assert train(run_dir, "dropping") == 0
     return run_dir
+
+
+def test_an_error_before_the_first_step_closes_the_trainer(tmp_path):
+    problem = CheckpointError("a checkpoint that does not fit")
+    with mock.patch.object(Run, "_resume", side_effect=problem), mock.patch.object(Trainer, "close") as close:
+        with pytest.raises(CheckpointError):
+            train(tmp_path / "run")
+    close.assert_called_once()
 
 
 # ------------------------------------------------------------------------------------------------- what a run leaves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -102,6 +103,13 @@ def test_pruning_says_what_it_would_do_and_does_it_when_asked(runs, capsys):
     assert main(["runs", "prune", str(runs), "--delete"]) == 0
     assert "nothing to delete" in capsys.readouterr().out
     assert train(runs / "a", "dropping", epochs=5, log=("none",), resume=True) == 0
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_ends_no_list(runs, capsys):
+    with mock.patch("hybridpar.run.runs.list_checkpoints", lambda path: [path / f"step-{n}" for n in (6, 7, 8)]):
+        for command in (["runs", "list"], ["runs", "prune"]):
+            assert main([*command, str(runs)]) == 0
+    assert "3, 0 B" in capsys.readouterr().out
 
 
 def test_the_command_lists_and_compares(runs, capsys, monkeypatch):
