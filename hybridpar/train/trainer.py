@@ -28,7 +28,7 @@ from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.ranges import check_ranges
 from hybridpar.config.rates import OnPlateau
 from hybridpar.config.recipe import refuse
-from hybridpar.errors import SyncError, TrainingError, UsageError, check
+from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, freeze, learning_rate_scales, model_fingerprint
 from hybridpar.models.deferred import DeferredModel, places
@@ -378,12 +378,12 @@ class Trainer:
         samples = len(targets)
         if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
             return [], 0, None
-        check(
-            samples >= (2 * parts if self.config.mixes else parts),
-            f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
-            "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
-            "Use larger batches, or fewer micro-batches (micro_batches).",
-        )
+        if samples < (2 * parts if self.config.mixes else parts):
+            raise UsageError(
+                f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
+                "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
+                "Use larger batches, or fewer micro-batches (micro_batches).",
+            )
         if self.config.mixes:  # a sample and its neighbour stay together
             ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
             return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
@@ -696,10 +696,10 @@ class Trainer:
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a batch."""
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    check(
-        len(parts) == 2 and all(isinstance(part, Tensor) and part.ndim for part in parts),
-        f"a batch is {article(batch)}" + (f" of {', '.join(map(article, parts))}" if parts is batch else ""),
-        "It must be a pair of tensors, inputs and targets, whose first dimension is the samples.",
-        "Convert arrays with torch.as_tensor; give several inputs as one tensor, which the model divides.",
-    )
+    if len(parts) != 2 or not all(isinstance(part, Tensor) and part.ndim for part in parts):
+        raise UsageError(
+            f"a batch is {article(batch)}" + (f" of {', '.join(map(article, parts))}" if parts is batch else ""),
+            "It must be a pair of tensors, inputs and targets, whose first dimension is the samples.",
+            "Convert arrays with torch.as_tensor; give several inputs as one tensor, which the model divides.",
+        )
     return parts[0], parts[1]

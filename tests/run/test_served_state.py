@@ -48,7 +48,7 @@ def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(state)
 
 
 def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(state):
-    state._plateau = Plateau(TrainConfig.lr, OnPlateau(patience=0))
+    state._plateau = Plateau(0.02, OnPlateau(patience=0))
     state._at.step = 3
     assert state.tells == (None if state._barrier else 1.0)
     for _ in range(2):

@@ -98,7 +98,7 @@ def test_working_together_keeps_what_every_codec_promises() -> None:
         every.test_a_bad_number_is_seen_by_all_and_can_be_taken_back(text)
         every.test_constant_gradients(text)
         every.test_state_is_saved_and_restored(text)
-        every.test_gradients_of_any_stride_and_results_in_place(text)
+        every.test_gradients_of_any_stride_and_results_in_place(text, torch.float32)
 
 
 @pytest.mark.usefixtures("_way")
