@@ -45,7 +45,7 @@ def copy_of(state: Mapping[str, Any], device: str | None = None) -> dict[str, An
 
 
 @torch.no_grad()
-def put_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_values(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Give a module what a state dict of it held; what has no value there stays. Buffers may have had other shapes."""
     for name, tensor in module.state_dict().items():
         owner, _, key = name.rpartition(".")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.models.state_dicts import copy_of, is_extra, put_state
+from hybridpar.models.state_dicts import copy_of, is_extra, load_values
 
 
 class ModelAverage:
@@ -123,11 +123,11 @@ class ModelAverage:
         try:
             yield
         finally:
-            put_state(self.module, own)
+            load_values(self.module, own)
 
     def copy_to_module(self) -> None:
         """Overwrite the module with the average."""
-        put_state(self.module, self._average)
+        load_values(self.module, self._average)
 
 
 def _has_mean(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.models.deferred import like_tensor, places
-from hybridpar.models.state_dicts import extra_states, put_state
+from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
@@ -338,7 +338,7 @@ class PipelineEngine:
             mine = {name: state for module in modules for name, state in extra_states(module).items()}
             every: list[Any] = self.world.gather(mine)
             for states in every:
-                put_state(self.model, states)
+                load_values(self.model, states)
 
     @property
     def is_spread(self) -> bool:

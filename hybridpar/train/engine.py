@@ -31,7 +31,7 @@ from hybridpar.errors import UsageError, shortened
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
-from hybridpar.models.state_dicts import copy_of, is_extra, put_state
+from hybridpar.models.state_dicts import copy_of, is_extra, load_values
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import (
     Rates,
@@ -411,7 +411,7 @@ class Engine:
         try:
             yield
         finally:
-            put_state(self.model, own)
+            load_values(self.model, own)
 
     @property
     def codecs(self) -> list[Compression]:

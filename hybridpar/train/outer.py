@@ -26,7 +26,7 @@ from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
-from hybridpar.models.state_dicts import copy_of, put_state
+from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep
@@ -281,7 +281,7 @@ class OuterEngine(Engine):
         try:
             yield
         finally:
-            put_state(self.model, own)
+            load_values(self.model, own)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
@@ -337,7 +337,7 @@ class OuterEngine(Engine):
         with super().averaged():
             if differs := self._differs:
                 self.pipeline.collect()
-                put_state(self.model, average_model(self.model, self._team))
+                load_values(self.model, average_model(self.model, self._team))
             self._equal = differs
             try:
                 yield
@@ -391,7 +391,7 @@ class OuterEngine(Engine):
         if not own:
             self.outer.reset_anchors()
             return
-        put_state(self.model, own["model"])
+        load_values(self.model, own["model"])
         for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):
             load_optimizer_state(optimizer, self.model, saved)
         self._flags = list(own["flags"])

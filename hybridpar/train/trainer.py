@@ -35,7 +35,7 @@ from hybridpar.models.deferred import DeferredModel, places
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.models.random_state import random_state, restore_random_state
-from hybridpar.models.state_dicts import copy_of, put_state
+from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.models.user_models import article
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
@@ -448,7 +448,7 @@ class Trainer:
 
         def undo() -> None:
             engine.wait()
-            put_state(self.model, model)
+            load_values(self.model, model)
             self._load_training_state(copy.deepcopy(training), model if average is None else average, step)
             engine.load_state_dict(copy.deepcopy(sync))
             restore_random_state(random, device)
@@ -634,7 +634,7 @@ class Trainer:
         data = load_checkpoint(Path(path), self.world.rank, held)
         require_model(Path(path), data, self.fingerprint, self.model)
         with usable(Path(path)):
-            put_state(self.model, data.model)
+            load_values(self.model, data.model)
             if not engine.own_only:
                 self.model.load_state_dict(data.model)  # which modules may have hooks for
             average = data.model if data.average is None else data.average
