@@ -60,6 +60,7 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
             leftover[index],
             units.traced.constants,
             tuple(node.name for node in units.train.placeholders),
+            frozenset(units.traced.written),
         )
         for index in range(count)
     ]

@@ -64,10 +64,12 @@ class Stage(fx.GraphModule):
         attributes: Qualified names of what the stage holds beyond what its training graph calls.
         constants: Tensors that the trace made, by the name the graphs use for them.
         model_inputs: Names of the model's inputs.
+        written: Names of what forward writes into in place, of any stage.
     """
 
     index: int
     model_inputs: tuple[str, ...]
+    written: frozenset[str]
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Stage(fx.GraphModule):
         attributes: Iterable[str] = (),
         constants: Mapping[str, torch.Tensor] | None = None,
         model_inputs: tuple[str, ...] = (),
+        written: frozenset[str] = frozenset(),
     ) -> None:
         current = train_graph if root.training or eval_graph is None else eval_graph
         known = constants or {}
@@ -91,6 +94,7 @@ class Stage(fx.GraphModule):
             _place(tree, self, name, {})
         self.index = index
         self.model_inputs = model_inputs
+        self.written = written
         self._modes = {True: train_graph, False: eval_graph or train_graph}
         self.training = root.training
 
@@ -126,6 +130,7 @@ class Stage(fx.GraphModule):
         twin = cast(Stage, super().__deepcopy__(memo))
         twin.index = self.index
         twin.model_inputs = self.model_inputs
+        twin.written = self.written
         twin.training = self.training
         current = self._modes[self.training]
         modes = {}

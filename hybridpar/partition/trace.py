@@ -51,6 +51,7 @@ class TracedModel:
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
         leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         suspects: What the graphs may lack, by the name of the module whose code does it.
+        written: Names of what forward writes into in place, but for the statistics of BatchNorm.
         unrepeatable: Attributes that forward changes in every pass and that are not put back, by the sub-module's name.
         remembering: Sub-modules whose Python attributes differ from pass to pass.
         draws: Whether forward draws random numbers of Python or NumPy, as far as that was tried.
@@ -63,6 +64,7 @@ class TracedModel:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     suspects: Mapping[str, str] = field(default_factory=dict)
+    written: Collection[str] = ()
     unrepeatable: Mapping[str, str] = field(default_factory=dict)
     remembering: Collection[str] = ()
     draws: bool = False
@@ -109,7 +111,7 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
     kept = {path: reason for path, reason in reasons.items() if path in whole}
     norm = _require_repeatable(model, kept, check.written)
     traced = replace(traced, unrepeatable=check.unrepeatable, remembering=check.remembering, draws=check.draws)
-    return replace(traced, checkpointed_norm=norm)
+    return replace(traced, written=check.written, checkpointed_norm=norm)
 
 
 def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whole: set[str]) -> TracedModel:
@@ -136,7 +138,7 @@ def _trace_without_memory(model: nn.Module, inputs: Sequence[torch.Tensor], whol
             node.args, node.kwargs = fx.node.map_aggregate(
                 (node.args, node.kwargs), lambda value: inputs[0].device if value == _META else value
             )
-    return replace(traced, unrepeatable=counters, remembering=counters.keys(), checkpointed_norm=norm)
+    return replace(traced, unrepeatable=counters, remembering=counters.keys(), written=written, checkpointed_norm=norm)
 
 
 def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:

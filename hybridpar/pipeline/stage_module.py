@@ -34,6 +34,7 @@ class StageModule(Protocol):
 
     index: int
     model_inputs: tuple[str, ...]
+    written: frozenset[str]
 
     @property
     def inputs(self) -> Sequence[Any]:
@@ -63,6 +64,7 @@ class WholeModel:
         model_inputs: Name of its input.
         inputs: What enters it.
         outputs: Nothing, as no stage follows.
+        written: Nothing that counts, as one micro-batch is under way at a time.
     """
 
     module: nn.Module
@@ -70,6 +72,7 @@ class WholeModel:
     model_inputs: tuple[str, ...] = ("inputs",)
     inputs: tuple[_Input, ...] = (_Input(),)
     outputs: tuple[_Input, ...] = ()
+    written: frozenset[str] = frozenset()
 
     def use_graph(self, training: bool) -> None:
         """Nothing: the model's own forward asks its modules."""

@@ -284,6 +284,13 @@ class StageRun:
         others = [one._buffers for one in self.module.modules() if one not in norms]
         #: Buffers that autograd may save for a backward pass; statistics of BatchNorm it does not.
         self.buffers = [held for held in others if statistics.isdisjoint(map(id, held.values()))]
+        # Writing through `.data` leaves no mark on a tensor, so what the trace saw counts as changed in every pass.
+        self._written = {
+            (id(module._buffers), name)
+            for path, module in self.module.named_modules()
+            for name in module._buffers
+            if (f"{path}.{name}" if path else name) in stage.written
+        }
         #: Of each: where it is held, the tensor of the step's first pass and of the last, its version and its address.
         self.seen: dict[tuple[int, str], tuple[dict[str, Tensor | None], Tensor, Tensor, int, int]] = {}
         self._device: torch.device | None = None
@@ -378,7 +385,8 @@ class StageRun:
                 if buffer is not None:
                     _, first, last, *facts = self.seen.get((id(held), name), (held, buffer, None))
                     first = first if last is buffer else buffer
-                    if self.in_flight and (last is not buffer or facts != [buffer._version, buffer.data_ptr()]):
+                    same = last is buffer and facts == [buffer._version, buffer.data_ptr()]
+                    if self.in_flight and (not same or (id(held), name) in self._written):
                         held[name] = buffer = copies.setdefault(id(buffer), buffer.detach().clone())
                     self.seen[id(held), name] = held, first, buffer, buffer._version, buffer.data_ptr()
 

@@ -63,6 +63,15 @@ class Counted(nn.Module):
         return x * (1 + self.calls / 10)
 
 
+class Hidden(Written):
+    """It writes through `.data`, of which autograd sees nothing, into what backward multiplies with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.n.data.add_(1)
+        return x * self.n
+
+
 class Averaged(nn.Module):
     """It averages in a tensor that is no buffer; what it stores for others to look at depends on one pass only."""
 
@@ -198,7 +207,7 @@ def assert_trained_alike(found: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("recompute", [(), (0, 1)], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", [Written, Assigned, Scaled, Normed, Counted, Averaged, Stored, Checkpointed])
+@pytest.mark.parametrize("kind", [Written, Hidden, Assigned, Scaled, Normed, Counted, Averaged, Stored, Checkpointed])
 def test_a_state_is_as_in_a_plain_loop(kind: type[nn.Module], recompute: tuple[int, ...], schedule: str) -> None:
     assert_trained_alike(trained(make(kind), schedule=schedule, recompute=recompute), plain_loop(make(kind)))
 
