@@ -186,6 +186,9 @@ def _call(
     )
     try:
         world = World.join(lanes=lanes, timeout=timeout, shared_memory=shared_memory)
-        return function(world, *args)
+        try:
+            return function(world, *args)
+        finally:
+            world.close()
     finally:
         dist.destroy_process_group()

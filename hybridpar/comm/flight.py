@@ -151,6 +151,15 @@ class FlightRecorder:
         if count and _NUMBER.unpack_from(self._memory, offset)[0] == count:
             _END.pack_into(self._memory, offset + _END_AT, time.time())
 
+    def busy_with(self) -> str | None:
+        """What this process does, as far as notes say it; None where one of its lanes waits for other workers."""
+        channels = [None, *self._channels]
+        notes = [note for lane in range(len(self._lanes)) for note in _notes(self._memory, lane, channels)]
+        begun = [note for note in notes if note.end is None]
+        if any(note.channel is not None for note in begun):
+            return None
+        return max(begun, key=lambda note: note.begin).doing if begun else "outside of a step"
+
     def _enter_lane(self) -> _LaneNotes | None:
         """The notes of the current thread, which go on where an earlier thread of the same name has left them."""
         name = threading.current_thread().name.removeprefix("lane ")
@@ -290,7 +299,7 @@ def _read(path: Path) -> Flight | None:
         return None  # not ours, or of a process that was killed while it wrote the header
 
 
-def _notes(data: bytes, place: int, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
+def _notes(data: bytes | bytearray | mmap.mmap, place: int, channels: Sequence[Channel | None]) -> tuple[Note, ...]:
     notes = []
     for slot in range(DEPTH):
         number, order, begin, end, channel, text = _ENTRY.unpack_from(

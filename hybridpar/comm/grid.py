@@ -133,17 +133,17 @@ class Grid:
 
     def _share_memory(self, wanted: list[Channel]) -> set[Channel]:
         """Open channels in shared memory, and return those that could be opened, at both ends."""
-        rank, timeout = self.world.rank, self.world.timeout
+        rank, patience = self.world.rank, (self.world.timeout, self.world.wait_on)
         offers: dict[Channel, Offer] = {}
         try:
             for one in wanted:
-                if one[0] == rank and (offer := _attempt(partial(Offer, one[1], timeout), one[1])) is not None:
+                if one[0] == rank and (offer := _attempt(partial(Offer, one[1], *patience), one[1])) is not None:
                     offers[one] = offer
             places = _merged(self.world.gather({one: offer.place for one, offer in offers.items()}))
             taken: dict[Channel, bool] = {}
             for one, place in places.items():
-                end = _attempt(partial(take_offer, place, one[0], timeout), one[0]) if one[1] == rank else None
-                if end is not None:
+                take = partial(take_offer, place, one[0], *patience)
+                if one[1] == rank and (end := _attempt(take, one[0])) is not None:
                     self.receivers[self.ranks.index(one[0])] = end
                     taken[one] = True
             opened = _merged(self.world.gather(taken))

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import threading
@@ -21,9 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hybridpar.comm.flight import FLIGHT
 from hybridpar.errors import LaunchError
 from hybridpar.machine.addresses import address_towards, gloo_address, interface_of, is_loopback
 from hybridpar.machine.process import host_identity
+
+_log = logging.getLogger(__name__)
 
 #: Stores of this process by the address they were reached at. Each is kept to the end: on rank 0 it may be the server,
 #: which the peers may still need for a process group that this worker has left already.
@@ -221,7 +225,7 @@ def _name_hint() -> str:
 _called: tuple[object, int] = (None, 0)
 
 
-def open_roll_call() -> RollCall | None:
+def open_roll_call(timeout: float) -> RollCall | None:
     """A roll call of all workers of the job; workers that use it open theirs in the same order."""
     global _called
     get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
@@ -230,7 +234,7 @@ def open_roll_call() -> RollCall | None:
     group = dist.group.WORLD
     _called = (group, _called[1] + 1 if _called[0] is group else 0)
     store = dist.PrefixStore(f"roll-call-{_called[1]}", get_store())  # type: ignore[attr-defined]
-    return RollCall(store, dist.get_rank(), dist.get_world_size())
+    return RollCall(store, dist.get_rank(), dist.get_world_size(), beat=min(5.0, timeout / 8))
 
 
 class RollCall:
@@ -238,14 +242,56 @@ class RollCall:
 
     The store is asked only then. All workers that wait for a stopped one notice at about the same time: their
     time-outs began within one step, and the first that gives up closes its connections.
+
+    Each worker writes a sign of life every `beat` seconds, with what it does where it waits for no other worker. So a
+    worker that tests, or writes to a slow disk, for longer than the time-out is not taken for dead (`is_busy`).
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, beat: float = 5.0) -> None:
         self._store = store
         self._rank = rank
         self._size = size
+        self._beat = beat
         self._lock = threading.Lock()
         self._missing: list[int] | None = None
+
+    def show_life(self) -> Callable[[], None]:
+        """Write signs of life on a thread, until what this returns is called."""
+        closed = threading.Event()
+
+        def write() -> None:
+            number = 0
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                while not closed.wait(self._beat):
+                    number += 1
+                    self._store.set(f"sign-{self._rank}", json.dumps([number, FLIGHT.busy_with()]))
+
+        threading.Thread(target=write, name="signs of life", daemon=True).start()
+        return closed.set
+
+    def is_busy(self) -> bool:
+        """Whether some other worker is alive and waits for nobody. One worker then logs which, and what it does."""
+        busy: dict[int, str] = {}
+        self._within(5 * self._beat, lambda: self._watch(busy))
+        with self._lock:
+            for rank, doing in busy.items():
+                if self._rank == min(other for other in range(self._size) if other not in busy):
+                    _log.warning("worker %d waits for worker %d, which is alive: %s", self._rank, rank, doing)
+        return bool(busy)
+
+    def _watch(self, busy: dict[int, str]) -> None:
+        """Wait for new signs of workers that are busy, for up to four beats."""
+        before = self._signs()
+        deadline = time.monotonic() + 4 * self._beat
+        while not busy and time.monotonic() < deadline:
+            time.sleep(self._beat / 10)
+            for rank, (number, doing) in self._signs().items():
+                if number != before.get(rank, (0, ""))[0] and doing is not None:
+                    busy[rank] = doing
+
+    def _signs(self) -> dict[int, tuple[int, str | None]]:
+        others = [rank for rank in range(self._size) if rank != self._rank and self._store.check([f"sign-{rank}"])]
+        return {rank: tuple(json.loads(self._store.get(f"sign-{rank}"))) for rank in others}
 
     def leave(self, reason: str) -> None:
         """Say how this worker came to take part no more, before the others notice."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridpar.comm.shared_memory import Bell, call, map_segment, open_door, shared_directory
+from hybridpar.comm.shared_memory import Bell, WaitOn, call, map_segment, never, open_door, shared_directory
 from hybridpar.comm.transport import MessagePart, cut, memory_of, payload
 
 #: Bytes of a slot: small enough to stay in the last-level cache, large enough that copying it takes longer than to wake
@@ -36,9 +36,10 @@ _CPU = torch.device("cpu")
 class Offer:
     """The sender's half of a meeting: a segment and a door for one receiver."""
 
-    def __init__(self, peer: int, timeout: float) -> None:
+    def __init__(self, peer: int, timeout: float, wait_on: WaitOn = never) -> None:
         self._peer = peer
         self._timeout = timeout
+        self._wait_on = wait_on
         with contextlib.ExitStack() as stack:
             self.place = stack.enter_context(shared_directory())
             segment = Path(self.place) / "segment"
@@ -49,17 +50,17 @@ class Offer:
 
     def accept(self) -> SharedSend:
         """Meet the receiver, which has come already."""
-        return SharedSend(self._memory, Bell(self._door.accept()[0], self._timeout), self._peer)
+        return SharedSend(self._memory, Bell(self._door.accept()[0], self._timeout, self._wait_on), self._peer)
 
     def close(self) -> None:
         """Remove the directory and everything in it. Safe to call twice."""
         self._stack.close()
 
 
-def take_offer(place: str, peer: int, timeout: float) -> SharedReceive:
+def take_offer(place: str, peer: int, timeout: float, wait_on: WaitOn = never) -> SharedReceive:
     """The receiver's half of a meeting."""
     memory = map_segment(Path(place) / "segment", SLOTS * SLOT_BYTES)
-    return SharedReceive(memory, Bell(call(Path(place) / "door", timeout), timeout), peer)
+    return SharedReceive(memory, Bell(call(Path(place) / "door", timeout), timeout, wait_on), peer)
 
 
 class _Ring:

@@ -19,6 +19,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,16 @@ CHUNK_BYTES = 2 << 20
 
 _SHARED = Path("/dev/shm")
 
+_T = TypeVar("_T")
+
 Gather = Callable[[object], list[object]]
+#: Asked after a time-out: whether to wait as long again, because a worker is alive and busy.
+WaitOn = Callable[[], bool]
+
+
+def never() -> bool:
+    """Do not wait on after a time-out."""
+    return False
 
 
 def shared_directory() -> tempfile.TemporaryDirectory[str]:
@@ -75,9 +85,10 @@ def call(path: Path, timeout: float) -> socket.socket:
 class Bell:
     """A Unix socket to one peer, on which a byte says that something is there or gone."""
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
+    def __init__(self, connection: socket.socket, timeout: float, wait_on: WaitOn = never) -> None:
         self._socket = connection
         self._timeout = timeout
+        self._wait_on = wait_on
         # The kernel's time-out: Python's own costs a second system call for every wait.
         connection.settimeout(None)
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
@@ -86,19 +97,13 @@ class Bell:
 
     def ring(self, doing: str, times: int = 1) -> None:
         """Tell the peer, so many times."""
-        try:
-            self._socket.send(b"+" * times)
-        except OSError as error:
-            raise self._named(error, doing) from error
+        self._patiently(lambda flags: self._socket.send(b"+" * times, flags), doing)
 
     def wait(self, doing: str, most: int = 1) -> int:
         """Wait until the peer has rung, and return how often, at most `most` times."""
-        try:
-            heard = len(self._socket.recv(most))
-        except OSError as error:
-            raise self._named(error, doing) from error
+        heard = len(self._patiently(lambda flags: self._socket.recv(most, flags), doing))
         if heard == 0:
-            raise self._named(ConnectionResetError(), doing)
+            raise RuntimeError(f"Connection closed by peer while {doing}")
         return heard
 
     def close(self) -> None:
@@ -107,19 +112,31 @@ class Bell:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _named(self, error: OSError, doing: str) -> RuntimeError:
-        if isinstance(error, BlockingIOError):
-            return RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer while {doing}")
-        return RuntimeError(f"Connection closed by peer while {doing}")
+    def _patiently(self, use: Callable[[int], _T], doing: str) -> _T:
+        """Use the socket; after a time-out again, while some worker is alive and busy."""
+        flags = 0
+        while True:
+            try:
+                return use(flags)
+            except BlockingIOError as error:
+                if flags:
+                    raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer while {doing}") from error
+                # Without patience once more, at once: the peer may have rung meanwhile.
+                flags = 0 if self._wait_on() else socket.MSG_DONTWAIT
+            except OSError as error:
+                raise RuntimeError(f"Connection closed by peer while {doing}") from error
 
 
 class SharedSegment:
     """Memory that the workers of one machine share, and a `Bell` between every two of them."""
 
-    def __init__(self, rank: int, size: int, gather: Gather, timeout: float, count: int) -> None:
+    def __init__(
+        self, rank: int, size: int, gather: Gather, timeout: float, count: int, wait_on: WaitOn = never
+    ) -> None:
         self.rank = rank
         self.size = size
         self._timeout = timeout
+        self._wait_on = wait_on
         self._count = count
         self._peers: list[Bell] = []
         self._map: mmap.mmap | None = None
@@ -179,9 +196,12 @@ class SharedSegment:
     def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
         """Every pair connects once: the higher rank calls, the lower answers."""
         for lower in range(self.rank):
-            self._peers.append(Bell(call(place / str(lower), self._timeout), self._timeout))
+            self._add_peer(call(place / str(lower), self._timeout))
         for _ in range(self.size - 1 - self.rank):
-            self._peers.append(Bell(self._door.accept()[0], self._timeout))
+            self._add_peer(self._door.accept()[0])
+
+    def _add_peer(self, connection: socket.socket) -> None:
+        self._peers.append(Bell(connection, self._timeout, self._wait_on))
 
 
 class SharedMemorySum(SharedSegment):
@@ -192,10 +212,10 @@ class SharedMemorySum(SharedSegment):
     shapes on all workers, as for any collective.
     """
 
-    def __init__(self, rank: int, size: int, gather: Gather, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, gather: Gather, timeout: float, wait_on: WaitOn = never) -> None:
         self._turn = 0
         self._views: dict[torch.dtype, Tensor] = {}
-        super().__init__(rank, size, gather, timeout, 2 * size * CHUNK_BYTES)
+        super().__init__(rank, size, gather, timeout, 2 * size * CHUNK_BYTES, wait_on)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place."""

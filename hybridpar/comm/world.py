@@ -28,7 +28,7 @@ from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
 from hybridpar.compress.group import TorchGroup, open_group
-from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
+from hybridpar.compress.sockets import MOST_WORKERS, SocketGroup, open_sockets
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
@@ -99,7 +99,9 @@ class World:
     job_size: int = 0
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _default: dist.ProcessGroup | None = None
+    _meeting: SocketGroup | None = None
     _roll_call: RollCall | None = None
+    _end_life: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
@@ -132,8 +134,9 @@ class World:
         if size == 1:
             return world
         try:
-            world._roll_call = open_roll_call()
-            world._open_control([world.members])
+            world._roll_call = open_roll_call(timeout)
+            world._end_life = world._roll_call.show_life() if world._roll_call is not None else None
+            world._open_control(world, [world.members])
             # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
             lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
             world._open_sums(world, [world.members], lanes)
@@ -182,7 +185,7 @@ class World:
             _roll_call=self._roll_call,
         )
         with self.named_errors("dividing the workers into parties"):
-            world._open_control(divided)
+            world._open_control(self, divided)
             world._open_sums(self, divided, lanes)
         return world
 
@@ -190,13 +193,18 @@ class World:
         """Equal in workers that may exchange data through shared memory; None where this one must not."""
         return host_identity() if self.share_memory and self.device.type == "cpu" else None
 
-    def _open_control(self, parties: Sequence[tuple[int, ...]]) -> None:
-        """Give every party its control group. All workers of the job make all groups in one order, theirs or not."""
+    def _open_control(self, job: World, parties: Sequence[tuple[int, ...]]) -> None:
+        """Give every party its control group. All workers of the job make all groups in one order, theirs or not.
+
+        Plain values are gathered over sockets where that is possible, as these wait for workers that are busy.
+        """
         for party in parties:
             group = open_group(party, self.timeout) if len(party) > 1 else None
             if group is not None:
                 self.control = group
                 self._groups.append(group)
+        opened = self._connect(job, [party for party in parties if len(party) > 1], 1)
+        self._meeting = opened[0] if opened else None
 
     def _open_sums(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
         """Give every party its sums: through shared memory, over sockets, or over groups that all workers make."""
@@ -205,35 +213,40 @@ class World:
         shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
         answers: list[Any] = job.gather((shared, self.device.type == "cpu"))
         apart = [party for party in parties if len(party) > 1 and not answers[party[0]][0]]
-        few = max(map(len, apart), default=0) <= MOST_WORKERS
-        if apart and few and all(on_cpu for _, on_cpu in answers) and self._connect(job, apart, lanes):
+        groups = self._connect(job, apart, lanes + 1) if all(on_cpu for _, on_cpu in answers) else None
+        if groups is not None:
+            if groups:
+                self.control_sum, self.lane_sums, self.transport = groups[0], [*groups[1:]], "sockets"
             return
         for party in apart:
-            groups = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
-            self._groups += groups
-            self.lane_sums += [TorchGroup(group) for group in groups]
+            made = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
+            self._groups += made
+            self.lane_sums += [TorchGroup(group) for group in made]
         if self.control is not None and not shared:
             self.control_sum = TorchGroup(self.control)
             self.transport = "nccl" if self.device.type == "cuda" else "gloo"
 
-    def _connect(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> bool:
-        """Connect the CPU workers of each of these parties by sockets, for all lanes; in all parties or in none."""
+    def _connect(self, job: World, parties: Sequence[tuple[int, ...]], count: int) -> list[SocketGroup] | None:
+        """Connect the workers of each of these parties by sockets, `count` times; in all parties, or in none (None).
+
+        No groups come of it for a worker that is in none of the parties.
+        """
+        if not parties or max(map(len, parties)) > MOST_WORKERS:
+            return None
         mine = next((party for party in parties if job.rank in party), None)
         try:
-            members = mine or (job.rank,)
-            groups = open_sockets(job.rank, members, job.gather, self.timeout, lanes + 1)
+            groups = open_sockets(job.rank, mine or (job.rank,), job.gather, self.timeout, count, self.wait_on)
         except OSError as error:
             if job.rank == 0:
-                _log.warning("no sockets between workers (%s); gradients are sent over gloo", error)
-            return False
-        if mine is not None:
-            self.control_sum, self.lane_sums, self.transport = groups[0], [*groups[1:]], "sockets"
-        return True
+                _log.warning("no sockets between workers (%s); messages are sent over gloo", error)
+            return None
+        return groups if mine is not None else []
 
     def _share_memory(self, lanes: int) -> bool:
         """Set up shared memory for all lanes, on all workers or on none."""
         try:
-            sums = [SharedMemorySum(self.rank, self.size, self.gather, self.timeout) for _ in range(lanes + 1)]
+            facts = self.rank, self.size, self.gather, self.timeout, self.wait_on
+            sums = [SharedMemorySum(*facts) for _ in range(lanes + 1)]
         except OSError as error:
             _log.warning("no shared memory between workers (%s); gradients travel over gloo", error)
             return False
@@ -260,30 +273,31 @@ class World:
         if self.control is None:
             return [item]
         with self.named_errors("exchanging start-up or checkpoint facts"):
-            return gather_items(item, self.control)
+            return gather_items(item, self.control, self._meeting)
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
         """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers."""
         if self.control is None:
             return [mine for _ in ranks]
         with self.named_errors("bringing state to worker 0"):
-            return gather_on_first(mine, ranks, self.control)
+            return gather_on_first(mine, ranks, self.control, self._meeting)
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
 
         Where that may take long, such as measuring, the others wait for `patience` seconds in place of the time-out.
         """
-        usual = self.control
-        if patience is not None and usual is not None:
+        usual = self.control, self._meeting
+        if patience is not None and self.control is not None:
             with self.named_errors("connecting to wait for worker 0"):
                 self.control = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
+                self._meeting = None
         try:
             decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
         finally:
-            if self.control is not usual:
+            if self.control is not usual[0]:
                 dist.destroy_process_group(self.control)
-                self.control = usual
+                self.control, self._meeting = usual
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:
@@ -339,13 +353,17 @@ class World:
             if left and GOOD_ORDER in left[missing[0]]
             else "Look at the first worker that failed; a launched job restarts from its last checkpoint."
             if left or lost or not missing
-            else "It hangs, or is busy outside of a step for longer (--timeout), or its machine is not to be reached.",
+            else "It hangs, or is busy for longer than --timeout allows, or its machine is not to be reached.",
         )
 
     def leave(self, reason: str) -> None:
         """Say how this worker came to take part no more, for the messages of others; such as "left step 7"."""
         if self._roll_call is not None:
             self._roll_call.leave(shortened(reason))
+
+    def wait_on(self) -> bool:
+        """Whether to wait on for silent workers after a time-out: another one is alive, and waits for nobody."""
+        return self._roll_call is not None and self._roll_call.is_busy()
 
     def _missing(self, lost: bool) -> list[int]:
         """Workers that have stopped or left, as far as that can be found out."""
@@ -365,11 +383,13 @@ class World:
 
     def close(self) -> None:
         """Destroy all process groups of this world. Safe to call twice."""
-        for one in [*self.lane_sums, self.control_sum]:
+        if self._end_life is not None:
+            self._end_life()
+        for one in [*self.lane_sums, self.control_sum, self._meeting]:
             if one is not None:
                 one.close()
         groups, self._groups = self._groups, []
-        self.lane_sums, self.control_sum, self.control = [], None, None
+        self.lane_sums, self.control_sum, self.control, self._meeting = [], None, None, None
         if dist.is_initialized():
             for group in groups:
                 dist.destroy_process_group(group)

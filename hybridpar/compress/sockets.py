@@ -51,12 +51,15 @@ Gather = Callable[[object], list[object]]
 
 
 class SocketGroup(Group):
-    """A connection to every other worker."""
+    """A connection to every other worker. After `timeout` seconds of silence `wait_on` says whether to wait again."""
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], timeout: float) -> None:
+    def __init__(
+        self, rank: int, peers: dict[int, socket.socket], timeout: float, wait_on: Callable[[], bool] = lambda: False
+    ) -> None:
         self._rank = rank
         self._peers = dict(sorted(peers.items()))
         self._timeout = timeout
+        self._wait_on = wait_on
         self._scratch = torch.empty(0, dtype=torch.uint8)
         # The kernel's time-out: Python's own costs a second system call for every wait.
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
@@ -145,13 +148,16 @@ class SocketGroup(Group):
             if any(stream.unsent for stream in streams):
                 self._go_on_both_ways(streams, advance)
             for stream in streams:
+                flags = socket.MSG_WAITALL  # waits for a whole chunk, in the kernel
                 while stream.missing:
-                    # Waits for a whole chunk, in the kernel.
-                    stream.receive(_CHUNK if advance is not None else stream.missing, socket.MSG_WAITALL)
+                    if stream.receive(_CHUNK if advance is not None else stream.missing, flags):
+                        flags = socket.MSG_WAITALL
+                    elif flags == socket.MSG_DONTWAIT:
+                        raise self._late()
+                    elif not self._wait_on():
+                        flags = socket.MSG_DONTWAIT  # it may have arrived meanwhile
                     if advance is not None:
                         advance(stream.arrived)
-        except BlockingIOError as error:
-            raise self._late() from error
         except OSError as error:
             raise RuntimeError(f"Connection closed by peer: {error}") from error
 
@@ -161,15 +167,16 @@ class SocketGroup(Group):
         by_number = {stream.number: stream for stream in streams}
         for stream in streams:
             poller.register(stream.number, stream.wanted)
+        patience = self._timeout
         while any(stream.unsent for stream in streams):
-            ready = poller.poll(self._timeout * 1e3)
-            if not ready:
+            ready = poller.poll(patience * 1e3)
+            if not ready and not patience:
                 raise self._late()
+            patience = self._timeout if ready or self._wait_on() else 0.0  # once more, at once
             for number, events in ready:
                 stream = by_number[number]
                 if events & ~select.POLLOUT and stream.missing:
-                    with contextlib.suppress(BlockingIOError):  # poll may say so where nothing is there after all
-                        stream.receive(stream.missing, socket.MSG_DONTWAIT)
+                    stream.receive(stream.missing, socket.MSG_DONTWAIT)
                 if events & ~select.POLLIN and stream.unsent:
                     stream.send()
                 if stream.wanted:
@@ -217,13 +224,17 @@ class _Stream:
             with contextlib.suppress(BlockingIOError), self._named():
                 self.left += self._socket.send(self._out[self.left :], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def receive(self, most: int, flags: int) -> None:
-        """Receive up to `most` bytes."""
+    def receive(self, most: int, flags: int) -> bool:
+        """Receive up to `most` bytes; False where there are none yet, as poll may be wrong and waiting has an end."""
         with self._named():
-            got = self._socket.recv_into(self._in[self.arrived : self.arrived + most], 0, flags)
+            try:
+                got = self._socket.recv_into(self._in[self.arrived : self.arrived + most], 0, flags)
+            except BlockingIOError:
+                return False
             if not got:
                 raise ConnectionResetError
         self.arrived += got
+        return True
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -249,7 +260,14 @@ def _reduce_rows(rows: Tensor, out: Tensor, reduce: Callable[..., Tensor]) -> No
 # --------------------------------------------------------------------- set-up
 
 
-def open_sockets(own: int, members: Sequence[int], gather: Gather, timeout: float, count: int) -> list[SocketGroup]:
+def open_sockets(
+    own: int,
+    members: Sequence[int],
+    gather: Gather,
+    timeout: float,
+    count: int,
+    wait_on: Callable[[], bool] = lambda: False,
+) -> list[SocketGroup]:
     """Connect every worker of a party to every other one, for several groups; a collective of all parties.
 
     Workers listen on the address that gloo listens on.
@@ -283,7 +301,7 @@ def open_sockets(own: int, members: Sequence[int], gather: Gather, timeout: floa
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if problems:
         raise OSError(problems[0])
-    return [SocketGroup(rank, known, timeout) for known in peers]
+    return [SocketGroup(rank, known, timeout, wait_on) for known in peers]
 
 
 def _listen(callers: int) -> socket.socket:

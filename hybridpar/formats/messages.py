@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,30 +79,42 @@ def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]
     return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
 
 
-def gather_items(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The items of all members of a group, by rank; a collective."""
-    size, device = dist.get_world_size(group), _device_of(group)
+class Gathers(Protocol):
+    """Gathers CPU tensors of the members of a group."""
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """Receive every member's `inp` into `out`, by rank."""
+
+
+def gather_items(item: Any, group: dist.ProcessGroup | None, over: Gathers | None = None) -> list[Any]:
+    """The items of all members of a group, by rank; a collective. Bytes go over the group, or over `over`."""
+    device = _device_of(group) if over is None else torch.device("cpu")
+
+    def gather(tensor: Tensor) -> Tensor:
+        rows = torch.empty(dist.get_world_size(group), tensor.numel(), dtype=tensor.dtype, device=device)
+        if over is None:
+            dist.all_gather(list(rows), tensor.to(device), group=group)
+        else:
+            over.all_gather(rows.view(-1), tensor)
+        return rows.cpu()
+
     mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
-    length = torch.tensor([mine.numel()], device=device)
-    lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
-    sizes = [int(one) for one in lengths]
+    sizes = gather(torch.tensor([mine.numel()])).view(-1).tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: mine.numel()] = mine
-    padded = padded.to(device)
-    found = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [_read(one[:count].cpu(), rank) for rank, (one, count) in enumerate(zip(found, sizes, strict=True))]
+    return [_read(row[:size], rank) for rank, (row, size) in enumerate(zip(gather(padded), sizes, strict=True))]
 
 
-def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Any] | None:
+def gather_on_first(
+    mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | None, over: Gathers | None = None
+) -> list[Any] | None:
     """Something large of some members on rank 0 of a group; a collective of all of its members.
 
     Tensors follow one by one, each into the memory where it stays; of one on the meta device only its form is told.
     """
     rank, device = dist.get_rank(group), _device_of(group)
     text, tensors = take_apart(mine) if rank in ranks and rank else ("null", [])
-    told = gather_items((text, tensor_facts(tensors), [one.is_meta for one in tensors]), group)
+    told = gather_items((text, tensor_facts(tensors), [one.is_meta for one in tensors]), group, over)
     if rank:
         for one in tensors:
             if one.numel() and not one.is_meta:

@@ -58,9 +58,9 @@ class SharedReducer(DirectReducer):
             size = parameter.numel() * parameter.element_size()
             places[name] = end, size
             end += -(-size // _ALIGN) * _ALIGN
-        self._segment = SharedSegment(
-            replicas.rank, replicas.size, replicas.gather, replicas.timeout, max(end, _ALIGN) * replicas.size
-        )
+        count = max(end, _ALIGN) * replicas.size
+        me = replicas.rank, replicas.size
+        self._segment = SharedSegment(*me, replicas.gather, replicas.timeout, count, replicas.wait_on)
         slots = self._segment.view(torch.uint8).view(replicas.size, -1)
         self._slots = {
             name: [slot[start : start + size].view(parameters[name].dtype) for slot in slots]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.comm.world import World
@@ -55,10 +54,8 @@ def evaluate(
             note(outputs, targets)
         values = (correct, *weighed, samples)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
-    if world.size > 1:
-        with world.named_errors("adding up the evaluation"):
-            dist.all_reduce(sums, group=world.control)
-    correct_sum, loss_sum, counted, total = sums.tolist()
+    everybodys: list[Any] = world.gather(sums.tolist())
+    correct_sum, loss_sum, counted, total = map(sum, zip(*everybodys, strict=True))
     if total == 0:
         raise UsageError("the test set is empty", "An accuracy needs at least one sample.")
     return Evaluation(correct_sum / total, loss_sum / (counted or 1), round(total))

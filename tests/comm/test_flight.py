@@ -83,6 +83,17 @@ def test_nobody_else_is_no_channel_and_too_many_lanes_are_left_out(recorder, tmp
     assert len(read_flights(tmp_path)[0].lanes) == LANES
 
 
+def test_a_process_is_busy_with_what_it_began_unless_it_waits_for_others(recorder):
+    assert recorder.busy_with() == "outside of a step"
+    with recorder.noted("testing"):
+        with recorder.noted("a pass"):
+            assert recorder.busy_with() == "a pass"
+        assert recorder.busy_with() == "testing"
+        with recorder.noted("adding up", recorder.channel((0, 1))):
+            assert recorder.busy_with() is None
+    assert recorder.busy_with() == "outside of a step"
+
+
 def test_an_orderly_end_leaves_nothing(recorder, tmp_path):
     recorder.close()
     assert read_flights(tmp_path) == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -215,6 +217,44 @@ def test_a_roll_call_finds_who_does_not_answer():
     assert first.missing(0.0) == [1, 2, 3], "the first answer stays"
     store.set("here-3", "")
     assert RollCall(store, 1, 4).missing(30) == []
+
+
+def live_store(signs):
+    """A store in which each worker's sign has another number whenever it is read."""
+    numbers = itertools.count()
+    store = Mock()
+    store.check = lambda keys: int(keys[0].removeprefix("sign-")) in signs
+    store.get = lambda key: json.dumps([next(numbers), signs[int(key.removeprefix("sign-"))]])
+    return store
+
+
+@pytest.mark.parametrize(
+    ("signs", "busy"),
+    [
+        ({1: "testing"}, True),
+        ({1: None, 2: "testing"}, True),  # worker 1 waits for worker 2
+        ({1: None, 2: None}, False),  # everybody waits for others: nothing will come
+        ({}, False),
+    ],
+)
+def test_a_live_worker_that_waits_for_nobody_is_busy(signs, busy, caplog):
+    assert RollCall(live_store(signs), 0, 3, beat=0.05).is_busy() == busy
+    said = [f"worker 0 waits for worker {rank}, which is alive: {doing}" for rank, doing in signs.items() if doing]
+    assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_a_worker_that_shows_no_life_is_not_busy():
+    store = dist.HashStore()
+    store.set("sign-1", '[7, "testing"]')
+    assert not RollCall(store, 0, 2, beat=0.01).is_busy()
+
+
+def test_a_worker_shows_life_until_it_leaves():
+    store = dist.HashStore()
+    leave = RollCall(store, 1, 2, beat=0.01).show_life()
+    store.wait(["sign-1"], datetime.timedelta(seconds=20))
+    assert json.loads(store.get("sign-1"))[0] >= 1
+    leave()
 
 
 class SilentStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import shared_memory
-from hybridpar.comm.shared_memory import CHUNK_BYTES, SharedMemorySum
+from hybridpar.comm.shared_memory import CHUNK_BYTES, Bell, SharedMemorySum
 from hybridpar.machine.process import host_identity
 
 
@@ -50,6 +51,23 @@ def on_threads(size: int, work, timeout: float = 20.0) -> list:
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(100 * numel + rank)
     return torch.randn(numel, generator=generator).to(dtype)
+
+
+def test_a_peer_that_is_busy_is_waited_for_and_a_silent_one_is_not():
+    one, other = socket.socketpair()
+    peer, asked = Bell(other, 20.0), []
+
+    def wait_on() -> bool:
+        asked.append(True)
+        if len(asked) == 2:
+            peer.ring("testing")
+        return len(asked) < 4
+
+    bell = Bell(one, 0.05, wait_on)
+    assert bell.wait("adding") == 1
+    assert len(asked) >= 2
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.05 s for a peer while adding"):
+        bell.wait("adding")
 
 
 SIZES = [0, 1, 2, 5, 1000, CHUNK_BYTES // 4 - 1, CHUNK_BYTES // 4, CHUNK_BYTES // 4 + 1, 5 * CHUNK_BYTES // 4 + 3]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridpar.comm.rendezvous import RollCall
 from hybridpar.comm.world import World
 from hybridpar.errors import LaunchError, SyncError, UsageError
 from tests.ranks import run_ranks
@@ -120,6 +123,24 @@ def test_a_peer_that_has_left_is_an_error():
     first, second = run_ranks(leave_early, 2, timeout=15)
     assert second == "left"
     assert "worker 1 died or left, so worker 0 of 2 stopped while exchanging" in first
+
+
+def be_busy(world):
+    world.timeout = 0.5
+    world._roll_call = RollCall(world._roll_call._store, world.rank, 2, beat=1.0)
+    end = world._roll_call.show_life()
+    [group] = world._connect(world, [world.members], 1)
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(3.0)
+    everybodys = torch.zeros(2)
+    group.all_gather(everybodys, torch.ones(1))
+    end()
+    return everybodys.tolist()
+
+
+def test_a_worker_that_is_busy_for_longer_than_the_time_out_is_waited_for():
+    assert run_ranks(be_busy, 2) == [[1.0, 1.0]] * 2
 
 
 def test_a_job_nobody_answers_for_is_a_launch_error(monkeypatch):

@@ -81,6 +81,26 @@ def test_a_silent_peer_is_told(count):
     second.close()
 
 
+@pytest.mark.parametrize("count", [4, 1 << 22])
+def test_a_peer_that_is_busy_is_waited_for(count):
+    one, other = socket.socketpair()
+    asked, threads = [], []
+
+    def wait_on():
+        asked.append(True)
+        if len(asked) == 2:
+            second = SocketGroup(1, {0: other}, 20.0)
+            threads.append(threading.Thread(target=second.all_reduce, args=[torch.ones(count)]))
+            threads[0].start()
+        return True
+
+    first, mine = SocketGroup(0, {1: one}, 0.05, wait_on), torch.ones(count)
+    first.all_reduce(mine)
+    threads[0].join(20)
+    assert len(asked) >= 2
+    assert mine.eq(2).all()
+
+
 def test_a_group_that_is_left_ends_the_wait_of_another_thread():
     first, second = pair()
     errors = []
