@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.compress.coders import has_rows
 from hybridpar.errors import UsageError
 
 
@@ -83,11 +84,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that servers hold, by name: those that are trained."""
     found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in found.items():
-        if parameter.dtype != torch.float32 or not is_dense(parameter):
+        if parameter.dtype != torch.float32 or not is_dense(parameter) or not has_rows(parameter):
             raise UsageError(
                 f"parameter {name!r} is {parameter.dtype} with strides {tuple(parameter.stride())}",
-                "Parameter servers hold dense float32 parameters.",
-                "Keep the model in float32, and use --amp bf16 to compute in fewer bits.",
+                "Parameter servers hold dense float32 parameters, whose rows lie one behind the other in memory.",
+                "Keep the model in float32 and its parameters contiguous; --amp bf16 computes in fewer bits.",
             )
     return found
 

@@ -56,3 +56,7 @@ def test_more_shards_than_parameters_is_a_mistake():
 def test_what_servers_do_not_hold_is_named():
     with pytest.raises(UsageError, match=r"weight.*float64"):
         described_parameters(torch.nn.Linear(2, 2).double())
+    turned = torch.nn.Linear(2, 3)
+    turned.weight = torch.nn.Parameter(turned.weight.detach().t().contiguous().t())
+    with pytest.raises(UsageError, match=r"weight.*strides \(1, 3\)"):
+        described_parameters(turned)
