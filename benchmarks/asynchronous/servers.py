@@ -35,12 +35,10 @@ from hybridpar.server import Rules, cut_model, described_parameters, optimizer_o
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.learner import Learner
-from hybridpar.server.link import Links
-from hybridpar.server.peers import ServerOptions
+from hybridpar.server.link import LinkOptions, Links, ServerLink
 from hybridpar.server.place import own_host
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.serve import ShardServer
-from hybridpar.server.shard_link import LinkOptions, ShardLink
+from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripes import piece_views, trained_parameters
 from hybridpar.train.trainer import Trainer
 
@@ -119,32 +117,24 @@ class Party:
     def _open(self, name: str, config: TrainConfig, model: nn.Module, addresses: list[str]) -> None:
         stripes = cut_model(described_parameters(model), len(addresses))
         tensors = {key: own.data for key, own in trained_parameters(model).items()}
-        comes_again = not self._rules.barrier
-        encoders = [None if self._policy.changes_nothing else PushEncoder(self._policy, one) for one in stripes]
-        self._links = Links(
-            [
-                ShardLink(
-                    number,
-                    address,
-                    stripes[number],
-                    piece_views(stripes[number], tensors),
-                    encoders[number],
-                    LinkOptions(
-                        self._rank,
-                        len(addresses),
-                        model_fingerprint(model),
-                        str(self._policy),
-                        name,
-                        config.timeout,
-                        returns=comes_again,
-                    ),
-                )
-                for number, address in enumerate(addresses)
-            ]
+        options = LinkOptions(
+            self._rank, model_fingerprint(model), str(self._policy), name, config.timeout, not self._rules.barrier
         )
+        links = [
+            ServerLink(
+                f"{number} of {len(addresses)}",
+                address,
+                stripe,
+                piece_views(stripe, tensors),
+                PushEncoder(self._policy, stripe),
+                options,
+            )
+            for number, (address, stripe) in enumerate(zip(addresses, stripes, strict=True))
+        ]
+        self._links = Links(links)
         welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
-        if not all(one["initialised"] for one in welcome):
-            self._links.initialise(shard_starts(model, stripes, limit=10**9))
+        if self._rank == 0:
+            self._links.start(shard_starts(model, stripes, limit=10**9), welcome)
         first = self._links.links[0]
 
         def took() -> None:

@@ -541,6 +541,8 @@ class Codec(ABC):
     takes_feedback: ClassVar[bool] = True
     #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.
     refuses_momentum: ClassVar[bool] = False
+    #: Whether messages cannot be read without the state of the coder that wrote them, see `hybridpar.server.encoding`.
+    reads_state: ClassVar[bool] = False
     #: Whether what comes of it stands for the sum of the gradients; else it is what owners of stripes made of that.
     gives_sums: ClassVar[bool] = True
 

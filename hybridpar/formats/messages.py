@@ -26,7 +26,7 @@ from hybridpar.errors import HybridparError, SyncError
 
 _PACKAGE = __name__.partition(".")[0]
 _LENGTH = struct.Struct("!Q")
-_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 def pack(item: Any) -> bytes:
@@ -45,10 +45,10 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
         tensors = []
         for shape, dtype in facts:
-            size = math.prod(shape) * _DTYPES[dtype].itemsize
+            size = math.prod(shape) * DTYPES[dtype].itemsize
             if min(shape, default=0) < 0 or begin + size > len(memory):
                 raise ValueError("a tensor that is not there")
-            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+            tensor = torch.empty(shape, dtype=DTYPES[dtype])
             if size:
                 bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
             tensors.append(tensor)
@@ -129,9 +129,9 @@ def gather_on_first(
         came = []
         for (shape, dtype), is_meta in zip(facts, without, strict=True):
             if is_meta:
-                came.append(torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
+                came.append(torch.empty(shape, dtype=DTYPES[dtype], device="meta"))
                 continue
-            one = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+            one = torch.empty(shape, dtype=DTYPES[dtype], device=device)
             if one.numel():
                 dist.recv(bytes_of(one), group_src=source, group=group)
             came.append(one.cpu())
@@ -205,7 +205,7 @@ def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_item(one, tensors) for one in value)
     if kind in ("path", "dtype"):
-        return Path(value) if kind == "path" else _DTYPES[value]
+        return Path(value) if kind == "path" else DTYPES[value]
     found = _class_of(value[0])
     if kind == "fields" and dataclasses.is_dataclass(found):
         values = {name: _item(one, tensors) for name, one in value[1].items()}

@@ -50,11 +50,11 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.learner import Exchanged, Learner
-from hybridpar.server.meetings import save_occasion
+from hybridpar.server.ledger import StepRow
 from hybridpar.server.place import Place, find_own_place
-from hybridpar.server.present import exchange
 from hybridpar.server.process import own_shard, serve_shard
 from hybridpar.server.rules import Rules
+from hybridpar.server.serve import save_occasion
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters, needs_whole_parameters
 from hybridpar.server.stripes import cut_model, trained_parameters
@@ -88,24 +88,24 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
         raise
 
 
-def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoch: int, peak: float) -> StepRecord:
+def step_record(row: StepRow, result: Exchanged, data_ms: float, per_epoch: int, peak: float) -> StepRecord:
     """A step as shard 0 saw it; the parts of its time are those of worker 0's own push."""
     return StepRecord(
-        step=row["step"],
-        epoch=(row["step"] - 1) // per_epoch,
-        loss=row["loss"],
-        lr=row["rate"] * peak,
-        samples=row["samples"],
-        step_ms=row["seconds"] * 1e3,
+        step=row.step,
+        epoch=(row.step - 1) // per_epoch,
+        loss=row.loss,
+        lr=row.rate * peak,
+        samples=row.samples,
+        step_ms=row.seconds * 1e3,
         compute_ms=result.compute_ms,
         exposed_sync_ms=result.exposed_ms,
         data_ms=data_ms,
         bytes_sent=result.pushed,
-        skipped=row["skipped"] > 0,
+        skipped=row.skipped > 0,
         grad_norm=result.norm,
-        staleness=row["staleness"],
-        most_stale=row["most_stale"],
-        queued=row["queued"],
+        staleness=row.staleness,
+        most_stale=row.most_stale,
+        queued=row.queued,
         bytes_pulled=result.pulled,
     )
 
@@ -380,8 +380,8 @@ class ServedRun(RunLoop):
         if not self.rules.barrier:
             return own
         sums: Any = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
-        _, items = exchange(self.state.links.links[0], f"{occasion}/0", sums)
-        right, loss, samples = (sum(values) for values in zip(*items, strict=True))
+        items = self.state.links.gather(f"{occasion}/0", sums)
+        right, loss, samples = (sum(values) for values in zip(*items.values(), strict=True))
         return Evaluation(right / samples, loss / samples, samples)
 
     def _evaluate_average(self, occasion: str) -> Evaluation | None:
@@ -413,10 +413,10 @@ class ServedRun(RunLoop):
             self._test_saved = self._last_test
             self._note_saved(step_of(path))
 
-    def _write_late(self, rows: list[dict[str, Any]]) -> None:
+    def _write_late(self, rows: list[StepRow]) -> None:
         """Steps that ended since the last answer."""
         if rows and self._latest is not None:
-            self.at.step = int(rows[-1]["step"])
+            self.at.step = rows[-1].step
             self.state.follow(self.at.step)
             self._record(replace(self._latest, rows=rows, news=()), self.timings.times[-1].data_ms)
 
@@ -433,7 +433,7 @@ class ServedRun(RunLoop):
         # One occasion for all ways to end: without a barrier some workers stop while others have just finished.
         self._save("last", wanted=stopped or self.rule != SaveRule())
         noted = WorkerFigures(self.timings.share(), None, None)
-        _, answers = exchange(self.state.links.links[0], "finish/0", noted)
+        answers = list(self.state.links.gather("finish/0", noted).values())
         if not self.is_main:
             return
         states, _ = self.state.snapshot()

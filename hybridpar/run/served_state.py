@@ -7,7 +7,6 @@ codecs. Worker 0 brings the shards their first state, and asks them for it when 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,13 @@ from hybridpar.run.position import Standing, plain_tests, read_tests
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.link import Links
+from hybridpar.server.ledger import StepRow
+from hybridpar.server.link import LinkOptions, Links, ServerLink
 from hybridpar.server.place import Place
-from hybridpar.server.present import PresentWorkers, exchange
+from hybridpar.server.present import PresentWorkers
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
+from hybridpar.server.wire import Start
 from hybridpar.train.checkpoint import (
     CheckpointData,
     load_checkpoint,
@@ -91,22 +91,18 @@ class ServedState:
 
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
-        assert config.parameter_servers is not None
+        options = LinkOptions(
+            worker=place.rank,
+            fingerprint=self.fingerprint,
+            policy=str(policy),
+            token=place.token,
+            timeout=config.timeout,
+            returns=not self._barrier,
+        )
         links = []
         for number, (address, stripe) in enumerate(zip(place.find(config.timeout), self._stripes, strict=True)):
-            options = LinkOptions(
-                worker=place.rank,
-                shards=place.shards,
-                fingerprint=self.fingerprint,
-                policy=str(policy),
-                token=place.token,
-                timeout=config.timeout,
-                half=config.parameter_servers.pull == "fp16",
-                returns=not self._barrier,
-            )
-            encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
-            views = piece_views(stripe, self.host)
-            links.append(ShardLink(number, address, stripe, views, encoder, options))
+            name, views = f"{number} of {place.shards}", piece_views(stripe, self.host)
+            links.append(ServerLink(name, address, stripe, views, PushEncoder(policy, stripe), options))
         return Links(links)
 
     # ------------------------------------------------------------------- begin
@@ -119,11 +115,11 @@ class ServedState:
         written = _last_step(run_place.directory) if run_place is not None and joins else 0
         buffers = flat_buffers(self.model).numel()
         welcome = self.links.hello(buffers, written if main else None)
-        if main and not all(one["initialised"] for one in welcome):
-            self.links.initialise(self._starts(run_place, total, images))
+        if main and any(one.values is None for one in welcome):
+            welcome = self.links.start(self._starts(run_place, total, images), welcome)
         elif run_place is not None:
             at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
-        rest = self.links.links[0].unpack_rest()
+        rest = welcome[0].rest
         facts = rest["facts"]
         self.model.load_state_dict(rest["tensors"], strict=False)
         self.take_weights()
@@ -133,8 +129,8 @@ class ServedState:
         at.step = at.own_steps = int(facts["step"])
         checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
-            at.step = at.own_steps = int(welcome[0].get("step", at.step))
-            self.hear(welcome[0].get("lowered"))
+            at.step = at.own_steps = welcome[0].step
+            self.hear(welcome[0].lowered)
             checkpoint = latest_checkpoint(at.checkpoints) or checkpoint
         elif checkpoint is not None:
             self._load_own(checkpoint)
@@ -155,7 +151,7 @@ class ServedState:
                 for name, parameter in trained_parameters(self.model).items():
                     parameter.copy_(self.host[name], non_blocking=True)
 
-    def _starts(self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def _starts(self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[Start]:
         """What shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
         assert place is not None
         workers = self._place.workers
@@ -267,20 +263,19 @@ class ServedState:
 
     # -------------------------------------------------------------------- save
 
-    def snapshot(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def snapshot(self) -> tuple[list[dict[str, Any]], list[StepRow]]:
         """Worker 0: the state of each shard, and the steps that it has not been told of."""
         answers = self.links.states()
-        return [state for _, state in answers], list(answers[0][0].get("rows", ()))
+        return [one.state for one in answers], answers[0].rows
 
     def save(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
         """Write a checkpoint; called by all workers on the same occasion."""
-        worker, meet = self._place.rank, partial(exchange, self.links.links[0])
         taken = None if states is None else int(states[0]["taken"]) // self._place.workers
-        workers, items = meet(f"{occasion}/0", taken)
-        step = items[workers.index(0)] if 0 in workers else None
+        items = self.links.gather(f"{occasion}/0", taken)
+        step = items.get(0)
         if not isinstance(step, int):
             return None
-        world = PresentWorkers(meet, occasion, worker, workers, self.device, self._config.timeout)
+        world = PresentWorkers(self.links, occasion, self._place.rank, list(items), self.device, self._config.timeout)
         local: dict[str, Any] = {
             "random": random_state(self.device),
             "sync": {},

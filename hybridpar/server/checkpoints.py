@@ -7,7 +7,6 @@ round. What belongs to shards alone (clocks, counts) lies beside it and is used 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from hybridpar.optim.build import counters_of
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.running import flat_buffers, running_buffers
 from hybridpar.server.stripes import Piece, Stripe, piece_views, trained_parameters
+from hybridpar.server.wire import Start
 
 #: What is kept of a shard beside the parameters and the optimizer.
 _PROGRESS = ("clock", "taken", "histogram")
@@ -35,7 +35,7 @@ def shard_starts(
     clock: int = 0,
     clipping: Clipping | None = None,
     facts: Mapping[str, Any] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Start]:
     """What each shard is to begin with."""
     parameters = {name: own.detach() for name, own in trained_parameters(model).items()}
     saved = (optimizer or {}).get("state", {})
@@ -44,19 +44,17 @@ def shard_starts(
     for number, stripe in enumerate(stripes):
         own = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
         starts.append(
-            {
-                "pieces": [asdict(piece) for piece in stripe.pieces],
-                "values": torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
-                "optimizer": [
-                    _cut(saved.get(piece.name, {}), parameters[piece.name], piece) for piece in stripe.pieces
-                ],
-                "counters": [counters.get(piece.name, {}) for piece in stripe.pieces],
-                "clipping": asdict(clipping or Clipping()),
-                "state": own | {"taken": taken},
-                "limit": limit,
-                "buffers": flat_buffers(model).cpu() if number == 0 else torch.empty(0),
-                "rest": {"tensors": untrained(model), "facts": dict(facts or {})} if number == 0 else {},
-            }
+            Start(
+                pieces=list(stripe.pieces),
+                values=torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
+                optimizer=[_cut(saved.get(piece.name, {}), parameters[piece.name], piece) for piece in stripe.pieces],
+                counters=[counters.get(piece.name, {}) for piece in stripe.pieces],
+                clipping=clipping or Clipping(),
+                progress=own | {"taken": taken},
+                limit=limit,
+                statistics=flat_buffers(model) if number == 0 else torch.empty(0),
+                rest={"tensors": untrained(model), "facts": dict(facts or {})} if number == 0 else {},
+            )
         )
     return starts
 

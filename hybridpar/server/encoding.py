@@ -1,12 +1,12 @@
 """Compresses pushes: encodes the gradient of a stripe at the worker, and decodes it at the server.
 
-Codecs guarantee that all workers decode the same numbers from the messages of a round. A server that decodes pushes
-acts as one more worker that sends nothing: the learner runs its coders as a job of one and sends the result of each
-round; a copy of each coder at the server reads these messages and decodes the same numbers as the learner's own coder.
-The difference to the gradient is the learner's residual.
+A codec guarantees that all workers read the same numbers from the messages of its rounds. A worker runs its coders as a
+job of one, and sends what came of each round; the server reads that as one more worker would, which sends nothing. It
+keeps nothing of a worker: where a message cannot be read without what the coder knows (`Codec.reads_state`), the push
+brings that along. What a message leaves out of the gradient is kept by the worker.
 
-Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
-`twobit:pull=full`, whose owners answer in full precision): the server's copy does the owner's part.
+Messages whose stripes have owners are sent before the owner adds them up, where that makes them larger (as for
+`twobit:pull=full`, whose owners answer in full precision): the server does the owner's part.
 """
 
 from __future__ import annotations
@@ -26,107 +26,70 @@ from hybridpar.compress import (
     TensorSpec,
     bind,
     format_codec,
-    parse_codec,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, Residual, Scratch
-from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
-from hybridpar.compress.packing import aligned
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.compress.codec import NO_RESIDUAL, Full, Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
+from hybridpar.errors import UsageError
 from hybridpar.server.stripes import Piece, Stripe
 
-_NONE = parse_codec("none")
-_CPU = torch.device("cpu")
-
-
-def _spec(piece: Piece) -> TensorSpec:
-    return TensorSpec(piece.label, piece.shape)
-
-
-def _plain(policy: Policy, piece: Piece) -> Coder:
-    """A piece's coder as the server has it: the residual is kept by the learner."""
-    codec = policy.codec_of(piece.name)
-    return bind(codec.inner if isinstance(codec, ErrorFeedback) else codec, _spec(piece))
-
-
-def _sent_size(entry: Round) -> int:
-    """Bytes of a round's message on its way, each beginning at a multiple of what packing wants."""
-    return aligned(min(sum(entry.sizes), sum(entry.merged)) * entry.dtype.itemsize)
-
-
-def message_size(rounds: Sequence[Round]) -> int:
-    """Bytes of a piece's messages."""
-    return sum(map(_sent_size, rounds))
+#: The gradient of a piece in full precision, or the messages of its codec's rounds.
+PieceMessage = Tensor | list[Tensor]
 
 
 def check_for_servers(policy: Policy) -> None:
-    """Check that codecs hand over gradients and nothing else."""
+    """Check that codecs hand over gradients and nothing else, parameter by parameter."""
     for rule in policy.rules:
-        core = rule.codec.core
+        core, given = rule.codec.core, f"codec {format_codec(rule.codec)!r} with parameter servers"
         if not core.gives_sums:
             raise UsageError(
-                f"codec {format_codec(rule.codec)!r} with parameter servers",
+                given,
                 "It has owners of stripes make an update of the gradients, and with servers these do that.",
                 "Use onebit, and momentum as usual: servers keep it.",
+            )
+        if getattr(core, "scope", "") == "bucket":
+            raise UsageError(
+                given, "Workers push parameter by parameter, so there are no buckets.", "Leave out scope=bucket."
             )
 
 
 class PushEncoder:
-    """A learner's side: turns gradients of a stripe into messages, and keeps what they leave out.
+    """A worker's side: turns gradients of a stripe into messages, and keeps what they leave out.
 
     Args:
         policy: Codec of each parameter.
         stripe: The stripe.
 
     Raises:
-        UsageError: A codec of the policy has owners of stripes make an update, which servers do themselves.
+        UsageError: A codec of the policy is of no use with servers.
     """
 
     def __init__(self, policy: Policy, stripe: Stripe) -> None:
         check_for_servers(policy)
         self.stripe = stripe
-        self._coders = [bind(policy.codec_of(piece.name), _spec(piece)) for piece in stripe.pieces]
+        codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
+        self._reads_state = [codec.core.reads_state for codec in codecs]
+        self._coders = [bind(codec, _spec(piece)) for codec, piece in zip(codecs, stripe.pieces, strict=True)]
         _share_scratch(self._coders)
 
-    @property
-    def warm(self) -> list[int]:
-        """Numbers of the pieces that are sent in full precision this time, because their codec is warming up."""
-        return [n for n, coder in enumerate(self._coders) if isinstance(coder, FeedbackCoder) and coder.warm]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each piece's next message."""
-        return [message_size(coder.rounds) for coder in self._coders]
-
-    def encode(self, number: int, gradient: Tensor, decoded: Tensor | None = None) -> Tensor:
-        """The message of a piece; to be followed by `commit` or `rollback` of all.
+    def encode(self, gradients: Sequence[Tensor]) -> tuple[list[PieceMessage], dict[int, dict[str, Any]]]:
+        """The messages of all pieces; to be followed by `commit` or `rollback`.
 
         Args:
-            number: Of the piece.
-            gradient: 1-D float32; it stays as it is.
-            decoded: Filled with what the server will decode; None to skip that.
+            gradients: For each piece 1-D float32, which must stay as it is until the messages are sent.
 
         Returns:
-            1-D uint8, new.
+            For each piece its message; and by number of the piece what its coder must know to read it.
         """
-        coder = self._coders[number]
-        rounds = coder.rounds
-        message = torch.empty(message_size(rounds), dtype=torch.uint8)
-        coder.begin(gradient)
-        begin = 0
-        for index, entry in enumerate(rounds):
-            written = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
-            coder.write(index, [written])
-            came = written
-            if entry.collective is Collective.SHARD:
-                came = torch.zeros(sum(entry.merged), dtype=entry.dtype)
-                coder.merge(index, [written], came)
-            coder.read(index, [came])
-            sent = (came if came.numel() <= written.numel() else written).view(torch.uint8)
-            message[begin : begin + sent.numel()] = sent
-            message[begin + sent.numel() : begin + _sent_size(entry)] = 0
-            begin += _sent_size(entry)
-        coder.finish(torch.empty(coder.spec.count) if decoded is None else decoded)
-        return message
+        found: list[PieceMessage] = []
+        states: dict[int, dict[str, Any]] = {}
+        for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
+            current = coder.current
+            full = isinstance(current, Full) and current.spec.wire == torch.float32
+            if self._reads_state[number] and not full:
+                states[number] = current.state_dict()
+            coder.begin(gradient)
+            found.append(gradient if full else [_write(coder, *one) for one in enumerate(coder.rounds)])
+        return found, states
 
     def commit(self) -> None:
         """The push was taken in."""
@@ -134,7 +97,7 @@ class PushEncoder:
             coder.commit()
 
     def rollback(self) -> None:
-        """The push was lost, or does not count: what is kept is what was kept before."""
+        """The push was lost, or does not count: what is left out is what was left out before."""
         for coder in self._coders:
             coder.rollback()
 
@@ -147,18 +110,11 @@ class PushEncoder:
         for coder in self._coders:
             coder.rescale(rate)
 
-    def shared_state(self) -> list[dict[str, Any]]:
-        """What a twin must know to decode what comes next, by piece: the coders' own state, without residuals."""
-        return [
-            coder.state_dict()["inner"] if isinstance(coder, FeedbackCoder) else coder.state_dict()
-            for coder in self._coders
-        ]
-
     def state_dict(self) -> dict[str, Any]:
         """All of the coders' state by piece; residuals included."""
         return {coder.spec.name: coder.state_dict() for coder in self._coders}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned of the same stripe; other pieces' state is left alone.
 
         Args:
@@ -170,92 +126,84 @@ class PushEncoder:
 
 
 class PushDecoder:
-    """A server's side, for one learner: turns its messages into the gradient that they stand for.
+    """A server's side: turns the messages of any worker into the gradient that they stand for.
 
     Args:
         policy: Codec of each parameter.
         stripe: The stripe.
-        state: What the learner's `PushEncoder.shared_state` was when it joined.
     """
 
-    def __init__(self, policy: Policy, stripe: Stripe, state: Sequence[dict[str, Any]] = ()) -> None:
-        self._twins = [_plain(policy, piece) for piece in stripe.pieces]
-        for twin, own in zip(self._twins, state, strict=False):
-            twin.load_state_dict(own)
-        self._remembers = [isinstance(policy.codec_of(piece.name), ErrorFeedback) for piece in stripe.pieces]
-        self._full = [bind(_NONE, _spec(piece)) for piece in stripe.pieces]
-        self._flight: list[Coder] = []
-        _share_scratch([*self._twins, *self._full])
+    def __init__(self, policy: Policy, stripe: Stripe) -> None:
+        codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
+        inner = [codec.inner if isinstance(codec, ErrorFeedback) else codec for codec in codecs]
+        self._coders = [bind(codec, _spec(piece)) for codec, piece in zip(inner, stripe.pieces, strict=True)]
+        self._reads_state = [codec.core.reads_state for codec in codecs]
+        self._remembers = [isinstance(codec, ErrorFeedback) for codec in codecs]
         self._ranges = stripe.ranges
+        _share_scratch(self._coders)
         most = max((piece.count for piece in stripe.pieces), default=0)
         self._zeros, self._spare = torch.zeros(most), torch.empty(most)
 
-    def size(self, warm: Sequence[int] = ()) -> int:
-        """Bytes of the next message of all pieces.
+    def decode(self, pieces: Sequence[PieceMessage], states: Mapping[int, Mapping[str, Any]], out: Tensor) -> None:
+        """Decode a push.
 
         Args:
-            warm: Numbers of the pieces that come in full precision.
-        """
-        return sum(message_size(coder.rounds) for coder in self._coders(warm))
-
-    def _coders(self, warm: Sequence[int]) -> list[Coder]:
-        full = frozenset(warm)
-        return [self._full[n] if n in full else twin for n, twin in enumerate(self._twins)]
-
-    def decode(self, message: Tensor, out: Tensor, warm: Sequence[int] = ()) -> None:
-        """Decode the messages of all pieces, one behind the other; to be followed by `commit` or `rollback`.
-
-        Args:
-            message: 1-D uint8.
+            pieces: The messages of all pieces, as `PushEncoder.encode` returned them.
+            states: What it returned beside them.
             out: 1-D float32 of the stripe's size.
-            warm: Numbers of the pieces that came in full precision.
 
         Raises:
-            SyncError: The message is of another size.
+            ValueError: The messages are not of these codecs and this stripe.
         """
-        if message.numel() != (size := self.size(warm)):
-            raise SyncError(f"a push of {message.numel()} bytes, where the codec makes {size}")
-        begin, self._flight = 0, self._coders(warm)
-        for number, (coder, (first, last)) in enumerate(zip(self._flight, self._ranges, strict=True)):
-            begin = self._decode(number, coder, message, begin, out[first:last])
+        for number, (message, (first, last)) in enumerate(zip(pieces, self._ranges, strict=True)):
+            if not isinstance(message, Tensor):
+                self._decode(number, message, states.get(number, {}), out[first:last])
+                continue
+            _check_message(message, last - first, torch.float32)
+            out[first:last].copy_(message)
 
-    def commit(self) -> None:
-        """What was decoded last counts."""
-        for coder in self._flight:
-            coder.commit()
-        self._flight = []
-
-    def rollback(self) -> None:
-        """What was decoded last does not count: the learner will act as if it had not sent it."""
-        for coder in self._flight:
-            coder.rollback()
-        self._flight = []
-
-    def _decode(self, number: int, coder: Coder, message: Tensor, begin: int, out: Tensor) -> int:
-        rounds = coder.rounds
-        # Codecs may decode otherwise where what is left out is kept, so there is a residual, which is not
-        # kept.
+    def _decode(self, number: int, messages: Sequence[Tensor], state: Mapping[str, Any], out: Tensor) -> None:
+        coder = self._coders[number]
+        if self._reads_state[number]:
+            coder.load_state_dict(state)
         residuals: Mapping[str, Residual] = NO_RESIDUAL
-        if self._remembers[number]:
+        if self._remembers[number]:  # some decode otherwise where what is left out is kept
             sizes = coder.residuals.items()
             residuals = {key: KeptResidual(self._zeros[:size], self._spare[:size]) for key, size in sizes}
         coder.begin(self._zeros[: coder.spec.count], residuals)
-        for index, entry in enumerate(rounds):
-            size = min(sum(entry.sizes), sum(entry.merged)) * entry.dtype.itemsize
-            came = message[begin : begin + size].view(entry.dtype)
-            begin += _sent_size(entry)
-            coder.write(index, [torch.zeros(sum(entry.sizes), dtype=entry.dtype)])
-            if entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes):
-                merged = torch.zeros(sum(entry.merged), dtype=entry.dtype)
-                coder.merge(index, [came], merged)
-                came = merged
-            coder.read(index, [came])
+        for index, (entry, came) in enumerate(zip(coder.rounds, messages, strict=True)):
+            _check_message(came, min(sum(entry.sizes), sum(entry.merged)), entry.dtype)
+            is_owned = entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes)
+            coder.read(index, [_merge(coder, index, came) if is_owned else came])
         coder.finish(out)
-        return begin
+
+
+def _write(coder: Coder, index: int, entry: Round) -> Tensor:
+    """Run a round as a job of one; what is sent of it."""
+    written = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
+    coder.write(index, [written])
+    came = _merge(coder, index, written) if entry.collective is Collective.SHARD else written
+    coder.read(index, [came])
+    return came if came.numel() <= written.numel() else written
+
+
+def _merge(coder: Coder, index: int, written: Tensor) -> Tensor:
+    merged = torch.zeros(sum(coder.rounds[index].merged), dtype=written.dtype)
+    coder.merge(index, [written], merged)
+    return merged
+
+
+def _check_message(message: Tensor, count: int, dtype: torch.dtype) -> None:
+    if message.shape != (count,) or message.dtype != dtype:
+        raise ValueError(f"a message of {tuple(message.shape)} {message.dtype}, where the codec makes {count} {dtype}")
+
+
+def _spec(piece: Piece) -> TensorSpec:
+    return TensorSpec(piece.label, piece.shape)
 
 
 def _share_scratch(coders: Sequence[Coder]) -> None:
     """Pieces are coded one after the other, so that they can borrow the same memory."""
-    scratch = Scratch(_CPU)
+    scratch = Scratch(torch.device("cpu"))
     for coder in coders:
         coder.use(scratch)

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server.clipping import Clipping
+from hybridpar.server.ledger import StepRow
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.stripes import trained_parameters
+from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.wire import Gradient, Weights
 
 #: Fields of `Exchanged` that stand in the answer of shard 0.
-_ANSWERED = ("step", "applied", "staleness", "done", "stop", "save", "lowered")
+_ANSWERED = ("step", "applied", "staleness", "done", "stop", "save", "lowered", "rows", "news")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Exchanged:
     pulled: int
     lowered: float | None = None
     norm: float | None = None
-    rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    rows: Sequence[StepRow] = field(default_factory=tuple)
     news: Sequence[str] = field(default_factory=tuple)
 
 
@@ -92,20 +94,8 @@ class Learner:
         #: Computes the outputs of the model.
         self.forward: Callable[..., Any] = torch.compile(model) if compiled else model
         self._parameters = trained_parameters(model)
-        self._places: dict[str, list[tuple[int, int, slice]]] = {name: [] for name in self._parameters}
-        for shard, link in enumerate(links.links):
-            for number, piece in enumerate(link.stripe.pieces):
-                where = slice(piece.start, piece.start + piece.count)
-                self._places[piece.name].append((shard, number, where))
-        self._counts: tuple[int, int] = self._traffic()
-        self._handed: set[str] = set()  # parameters whose gradient has been sent
-        self._last = False
-        self._hooks: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self._hand_over(name) if self._last else None
-            )
-            for name, parameter in self._parameters.items()
-        ]
+        self._counts = links.traffic
+        self._hooks: list[RemovableHandle] = []
         if loss_scale is not None:
             self._hooks += loss_scale.attach(model)
 
@@ -123,25 +113,35 @@ class Learner:
         """Compute a gradient, push it, and take the weights that come for it."""
         started = time.perf_counter()
         before, seen = flat_buffers(self.model), [buffer.clone() for buffer in counters(self.model)]
-        self._handed = set()
-        self.links.begin_push(rate)
         loss = self._compute(micro_batches, samples, global_samples if self._barrier else samples)
         missing = {name for name, parameter in self._parameters.items() if parameter.grad is None}
-        for name in self._parameters:
-            if name not in self._handed:
-                self._hand_over(name)
         squares = self._squares(missing)
         sound = not self._guard or (math.isfinite(squares) and math.isfinite(loss))
-        end: dict[str, Any] = {"weight": 1.0 if self._barrier else None, "samples": samples, "loss": loss}
-        end |= {"factor": 1.0 if self._clipping is None else self._clipping.factor(squares), "sound": sound}
-        end |= {"stop": stop, "save": save} | ({} if lowered is None else {"lowered": lowered})
         computed = time.perf_counter()
-        unused = [
-            [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
-            for link in self.links.links
-        ]
-        first = self.links.finish_push(end, unused, flat_buffers(self.model).cpu())[0]
-        counts = bool(first["applied"]) if self._barrier else sound
+        common = Gradient(
+            learner=self.links.links[0].worker,
+            sequence=0,
+            clock=0,
+            weight=1.0 if self._barrier else None,
+            rate=rate,
+            samples=samples,
+            loss=loss,
+            sound=sound,
+            factor=1.0 if self._clipping is None else self._clipping.factor(squares),
+            pieces=[],
+            stop=stop,
+            save=save,
+            lowered=lowered,
+        )
+        flat = {name: self._flat(parameter) for name, parameter in self._parameters.items()}
+        pushes = []
+        for number, link in enumerate(self.links.links):
+            unused = frozenset(n for n, piece in enumerate(link.stripe.pieces) if piece.name in missing)
+            statistics = torch.empty(0) if number else flat_buffers(self.model)
+            pushes.append(replace(common, unused=unused, statistics=statistics))
+        parts = [piece_views(link.stripe, flat) for link in self.links.links]
+        first = self.links.push(pushes, parts)[0]
+        counts = first.applied if self._barrier else sound
         if not counts:
             for buffer, batches in zip(counters(self.model), seen, strict=True):
                 buffer.copy_(batches)
@@ -156,8 +156,7 @@ class Learner:
         for parameter in self._parameters.values():
             parameter.grad = None
         total = 0.0
-        for index, (inputs, targets) in enumerate(micro_batches):
-            self._last = index == len(micro_batches) - 1
+        for inputs, targets in micro_batches:
             with self.autocast():
                 loss = self._loss(self.forward(inputs), targets)
             part = targets.shape[0] / whole
@@ -168,18 +167,13 @@ class Learner:
             total += float(loss.detach()) * targets.shape[0] / samples
         return total
 
-    def _hand_over(self, name: str) -> None:
-        """The gradient of a parameter is complete: it is sent, and stays as it is until the answers have come."""
-        parameter = self._parameters[name]
-        with torch.no_grad():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif not is_dense(parameter.grad) or parameter.grad.stride() != parameter.stride():
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            flat = flat_view(parameter.grad).cpu()
-        self._handed.add(name)
-        for shard, number, where in self._places[name]:
-            self.links.ready(shard, number, flat[where])
+    @torch.no_grad()
+    def _flat(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient of a parameter in its memory order, on the CPU."""
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not is_dense(gradient) or gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        return flat_view(gradient).cpu()
 
     def _squares(self, missing: set[str]) -> float:
         """Squared norm of the gradient; 0 where nobody wants to know it."""
@@ -192,23 +186,18 @@ class Learner:
             return 0.0
         return float(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
 
-    def _exchanged(self, first: dict[str, Any], loss: float, compute: float, exposed: float) -> Exchanged:
+    def _exchanged(self, first: Weights, loss: float, compute: float, exposed: float) -> Exchanged:
         """What came of a push, by the answer of shard 0 and by two times in seconds."""
-        before, self._counts = self._counts, self._traffic()
+        before, self._counts = self._counts, self.links.traffic
         return Exchanged(
-            **{name: first[name] for name in _ANSWERED},
+            **{name: getattr(first, name) for name in _ANSWERED},
             loss=loss,
             compute_ms=compute * 1e3,
             exposed_ms=exposed * 1e3,
             pushed=self._counts[0] - before[0],
             pulled=self._counts[1] - before[1],
             norm=None if self.links.squares is None else math.sqrt(self.links.squares),
-            rows=first.get("rows", ()),
-            news=first.get("news", ()),
         )
-
-    def _traffic(self) -> tuple[int, int]:
-        return sum(link.sent for link in self.links.links), sum(link.received for link in self.links.links)
 
     def close(self) -> None:
         """Remove all hooks. The model stays as it is."""

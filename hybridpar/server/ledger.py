@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 #: Rows kept until worker 0 asks for them; far more than are ever waiting.
 _MOST = 10_000
@@ -97,8 +96,8 @@ class Ledger:
         self._clear()
         return row
 
-    def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """All rows past a step, as plain values; those up to it are forgotten."""
+    def rows_after(self, step: int) -> list[StepRow]:
+        """All rows past a step; those up to it are forgotten."""
         while self._rows and self._rows[0].step <= step:
             self._rows.popleft()
-        return [asdict(row) for row in self._rows]
+        return list(self._rows)

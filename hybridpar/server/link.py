@@ -1,131 +1,263 @@
-"""A worker's connections to all shards, which are used at the same time."""
+"""A worker's connections to all servers, which it asks at the same time, each on a thread.
+
+Without a barrier, a worker whose connection breaks connects again and repeats its push under the same number, and the
+shard knows whether it has seen it. So a push is applied exactly once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from functools import partial
-from threading import Barrier, BrokenBarrierError
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hybridpar.errors import UsageError
-from hybridpar.server.shard_link import PushFlight, ShardLink
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.server import wire
+from hybridpar.server.encoding import PushEncoder
+from hybridpar.server.handshake import HandshakeError
 from hybridpar.server.stripes import Stripe
-from hybridpar.server.wire import unpack
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """What a worker must know to come to the servers.
+
+    Attributes:
+        worker: Its number.
+        fingerprint: Of the model.
+        policy: Codecs of pushes, as text.
+        token: What lets it in.
+        timeout: Seconds after which a silent server is an error.
+        returns: Whether to come again where a connection breaks.
+    """
+
+    worker: int
+    fingerprint: str
+    policy: str
+    token: str = field(repr=False)
+    timeout: float
+    returns: bool = False
+
+
+class ServerLink:
+    """A worker's way to one server."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        stripe: Stripe,
+        views: Sequence[Tensor],
+        encoder: PushEncoder,
+        options: LinkOptions,
+    ) -> None:
+        self.name, self.address, self.stripe, self.encoder = name, address, stripe, encoder
+        self._views, self._options = views, options
+        self.worker = options.worker
+        self._session = os.urandom(8).hex()
+        self._connection: wire.Connection | None = None
+        self._hello: wire.Hello
+        self._before = 0, 0  # bytes of connections that broke
+        self.clock = self.sequence = 0
+        #: Running statistics as they came last.
+        self.statistics = torch.empty(0)
+
+    def hello(self, buffers: int, rows: int | None) -> wire.Welcome:
+        """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
+        options = self._options
+        self._hello = wire.Hello(
+            worker=options.worker,
+            session=self._session,
+            fingerprint=options.fingerprint,
+            stripe=self.stripe.fingerprint,
+            policy=options.policy,
+            buffers=buffers,
+            rows=rows,
+        )
+        with self._named():
+            return self._come()
+
+    def start(self, start: wire.Start) -> wire.Welcome:
+        """Bring the weights to a server that has none."""
+        return self._welcomed(self.ask(start))
+
+    def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> wire.Weights | wire.Squares:
+        """Push a gradient, and wait for the weights, or for what is to be added up before."""
+        self.sequence += 1
+        self.encoder.rescale(push.rate)
+        pieces, states = self.encoder.encode(gradients)
+        message = replace(push, sequence=self.sequence, clock=self.clock, pieces=pieces, states=states)
+        with self._named():
+            try:
+                answer = self._ask(message)
+            except (OSError, wire.Garbled):
+                if not self._options.returns:
+                    raise
+                self._come()
+                answer = self._ask(message)  # computed on the weights of before, as its clock says
+        return self._take(answer)
+
+    def finish(self, squares: float) -> wire.Weights:
+        """Say the squared norm of the whole gradient, and wait for the weights."""
+        found = self._take(self.ask(wire.Squares(squares=squares)))
+        assert isinstance(found, wire.Weights)
+        return found
+
+    def ask(self, message: wire.ServerMessage) -> Any:
+        """What the server answers."""
+        with self._named():
+            return self._ask(message)
+
+    def close(self, *, graceful: bool = True) -> None:
+        """Leave."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                if graceful:
+                    self._connection.send(wire.Bye())
+            self._connection.end()
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
+        return self._before[0] + now[0], self._before[1] + now[1]
+
+    def _come(self) -> wire.Welcome:
+        self._before = self.traffic
+        if self._connection is not None:
+            self._connection.end()
+        host, _, port = self.address.rpartition(":")
+        timeout = self._options.timeout
+        self._connection = wire.Connection(socket.create_connection((host, int(port)), timeout), timeout, timeout)
+        self._connection.knock(self._options.token, self.address)
+        return self._welcomed(self._ask(self._hello))
+
+    def _welcomed(self, welcome: wire.Welcome) -> wire.Welcome:
+        if welcome.values is not None:
+            self.sequence = self.sequence or welcome.sequence
+            self._take_values(welcome.values)
+            self.clock, self.statistics = welcome.clock, welcome.statistics
+        return welcome
+
+    def _take(self, answer: wire.Weights | wire.Squares) -> wire.Weights | wire.Squares:
+        if isinstance(answer, wire.Weights):
+            if answer.values is not None:
+                self._take_values(answer.values)
+            self.clock, self.statistics = answer.clock, answer.statistics
+            self.encoder.commit() if answer.applied else self.encoder.rollback()
+        return answer
+
+    @torch.no_grad()
+    def _take_values(self, values: Tensor) -> None:
+        for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
+            view.copy_(values[first:last])
+
+    def _ask(self, message: wire.ServerMessage) -> Any:
+        assert self._connection is not None
+        with contextlib.suppress(ConnectionError):  # a server that has ended has said why
+            self._connection.send(message)
+        while isinstance(answer := self._connection.receive(1 << 62), wire.Wait):
+            pass
+        if isinstance(answer, wire.Refused):
+            raise answer.error
+        if getattr(answer, "rows", None):  # should it come again, it knows these
+            self._hello = replace(self._hello, rows=answer.rows[-1].step)
+        return answer
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the connection as what they mean to the user."""
+        try:
+            yield
+        except (OSError, wire.Garbled, HandshakeError) as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: BaseException) -> SyncError:
+        silent = isinstance(error, TimeoutError)
+        reason = f"did not answer within {self._options.timeout:g} s" if silent else f"is gone ({error})"
+        return SyncError(
+            f"shard {self.name} at {self.address} {reason}, and worker {self._options.worker} needs it",
+            "Each shard holds a stripe of the parameters that exists nowhere else.",
+            "A launched job restarts from its last checkpoint; else start it again with --resume.",
+        )
 
 
 class Links:
-    """A worker's ways to all shards."""
+    """A worker's ways to all servers."""
 
-    def __init__(self, links: Sequence[ShardLink]) -> None:
+    def __init__(self, links: Sequence[ServerLink]) -> None:
         self.links = tuple(links)
-        self._flights: list[PushFlight] = []
-        self._futures: list[Future[dict[str, Any]]] = []
-        self._squares = [0.0] * len(self.links)
-        self._all_squares = Barrier(len(self.links))
-        for number, link in enumerate(self.links):
-            link.add_up = partial(self._add_up, number)
-        #: Squared norm of the last gradient of all workers, where the shards had it added up.
+        self._threads = ThreadPoolExecutor(len(links), thread_name_prefix="server")
+        #: Squared norm of the last gradient of all workers, where it was added up.
         self.squares: float | None = None
 
-    def hello(self, buffers: int, rows: int | None) -> list[dict[str, Any]]:
-        """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards."""
-        first, *others = self.links
-        futures = [first.submit(first.hello, buffers, rows)]
-        futures += [link.submit(link.hello, 0, None) for link in others]
-        return _results(futures)
+    def hello(self, buffers: int, rows: int | None) -> list[wire.Welcome]:
+        """Come to all servers; see `ServerLink.hello`. Weights and statistics are then those of the shards."""
+        return self._all(lambda number: self.links[number].hello(*((0, None) if number else (buffers, rows))))
 
-    def initialise(self, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring the weights to all shards that have none."""
-        pairs = zip(self.links, starts, strict=True)
-        return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
+    def start(self, starts: Sequence[wire.Start], welcome: Sequence[wire.Welcome]) -> list[wire.Welcome]:
+        """Bring the weights to all servers that have none."""
 
-    def begin_push(self, rate: float) -> None:
-        """A backward pass is about to make a gradient."""
+        def start(number: int) -> wire.Welcome:
+            known = welcome[number]
+            return self.links[number].start(starts[number]) if known.values is None else known
+
+        return self._all(start)
+
+    def push(self, pushes: Sequence[wire.Gradient], gradients: Sequence[Sequence[Tensor]]) -> list[wire.Weights]:
+        """Push a gradient, for each server its part, and wait for the weights of all."""
         self.squares = None
-        for link in self.links:
-            if link.encoder is not None:
-                link.encoder.rescale(rate)
-        self._flights = [
-            PushFlight({"rate": rate}, link.encoder.sizes if link.encoder is not None else _plain_sizes(link.stripe))
-            for link in self.links
-        ]
-        self._futures = [
-            link.submit(self._push, link, flight) for link, flight in zip(self.links, self._flights, strict=True)
-        ]
+        answers = self._all(lambda number: self.links[number].push(pushes[number], gradients[number]))
+        if any(isinstance(one, wire.Squares) for one in answers):
+            self.squares = squares = sum(one.squares for one in answers)
+            answers = self._all(lambda number: self.links[number].finish(squares))
+        return answers
 
-    def _push(self, link: ShardLink, flight: PushFlight) -> dict[str, Any]:
-        try:
-            return link.push(flight)
-        except BaseException:
-            self._all_squares.abort()  # others may wait there for this shard
-            raise
+    def states(self) -> list[wire.ShardState]:
+        """All that a checkpoint keeps of each shard."""
+        return self._all(lambda number: self.links[number].ask(wire.AskState()))
 
-    def _add_up(self, number: int, squares: float) -> float:
-        """On the thread of a shard: the squared norm of the whole gradient, once all shards have said theirs."""
-        self._squares[number] = squares
-        self._all_squares.wait()
-        self.squares = sum(self._squares)
-        return self.squares
+    def gather(self, tag: str, item: object) -> dict[int, Any]:
+        """Tell all workers something, and hear what they say under the same tag, over shard 0."""
+        found: wire.Gathered = self.links[0].ask(wire.Gather(tag=tag, item=item))
+        return found.items
 
-    def ready(self, shard: int, piece: int, gradient: Tensor) -> None:
-        """A piece of the gradient is there."""
-        flight = self._flights[shard]
-        flight.messages[piece] = gradient
-        flight.ready.put(piece)
-
-    def finish_push(
-        self, end: dict[str, Any], unused: Sequence[Sequence[int]], statistics: Tensor
-    ) -> list[dict[str, Any]]:
-        """The gradient is complete; wait for the answers of all shards."""
-        for flight, missing in zip(self._flights, unused, strict=True):
-            flight.end = end | {"unused": list(missing)}
-            if flight is self._flights[0]:
-                flight.statistics = statistics
-            flight.finish()
-        return _results(self._futures)
-
-    def states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Of each shard what it says, and its state as `Shard.state_dict` has it, with statistics."""
-        answers = _results([link.submit(link.ask, {"kind": "state"}) for link in self.links])
-        return [(meta, unpack(payload)) for meta, payload in answers]
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        sent, received = zip(*(link.traffic for link in self.links), strict=True)
+        return sum(sent), sum(received)
 
     def coder_states(self) -> list[dict[str, Any]]:
         """What the codecs keep, by shard."""
-        return [link.encoder.state_dict() if link.encoder is not None else {} for link in self.links]
+        return [link.encoder.state_dict() for link in self.links]
 
-    def load_coders(self, states: Sequence[dict[str, Any]]) -> None:
+    def load_coders(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what `coder_states` returned, as far as it is of the same pieces."""
         known = {name: state for own in states for name, state in own.items()}
         for link in self.links:
-            if link.encoder is not None:
-                link.encoder.load_state_dict(known)
-        _results([link.submit(link.send_coders) for link in self.links])
+            link.encoder.load_state_dict(known)
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave all shards."""
-        for flight in self._flights:
-            flight.finish()
-        self._all_squares.abort()
+        """Leave all servers."""
         for link in self.links:
             link.close(graceful=graceful)
+        self._threads.shutdown()
 
-
-def _plain_sizes(stripe: Stripe) -> list[int]:
-    return [4 * piece.count for piece in stripe.pieces]
+    def _all(self, call: Callable[[int], Any]) -> list[Any]:
+        """The results of a call for each server, by its number."""
+        return _results([self._threads.submit(call, number) for number in range(len(self.links))])
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """All results, or what went wrong: of several problems the one that is not only a consequence of another."""
-    done, problems = [], list[BaseException]()
-    for future in futures:
-        try:
-            done.append(future.result())
-        except Exception as error:
-            problems.append(error)
+    """All results, or what went wrong: of several problems what the user is to change."""
+    problems = [error for future in futures if (error := future.exception()) is not None]
     if problems:
-        causes = [error for error in problems if not isinstance(error, BrokenBarrierError)] or problems
-        raise next((error for error in causes if isinstance(error, UsageError)), causes[0])
-    return done
+        raise next((error for error in problems if isinstance(error, UsageError)), problems[0])
+    return [future.result() for future in futures]

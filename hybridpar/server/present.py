@@ -5,46 +5,32 @@ Code that was written for workers in a process group, such as writing checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
-from hybridpar.server.shard_link import ShardLink
-from hybridpar.server.wire import unpack
+from hybridpar.server.link import Links
 
 
 class PresentWorkers(World):
-    """The workers that take part in one occasion, and exchange facts over shard 0."""
+    """The workers that take part in one occasion."""
 
     def __init__(
-        self,
-        meet: Callable[[str, object], tuple[list[int], list[object]]],
-        occasion: str,
-        worker: int,
-        workers: Sequence[int],
-        device: torch.device,
-        timeout: float,
+        self, links: Links, occasion: str, worker: int, workers: Sequence[int], device: torch.device, timeout: float
     ) -> None:
         super().__init__(workers.index(worker), len(workers), device, timeout, members=tuple(workers))
-        self._meet, self._occasion, self._number = meet, occasion, 0
+        self._links, self._occasion, self._number = links, occasion, 0
 
     def gather(self, item: object) -> list[object]:
         """Exchange an item with all workers of the occasion."""
         self._number += 1
-        workers, items = self._meet(f"{self._occasion}/{self._number}", item)
-        if tuple(workers) != self.members:
+        items = self._links.gather(f"{self._occasion}/{self._number}", item)
+        if tuple(items) != self.members:
             raise SyncError(
-                f"of workers {list(self.members)} only {workers} are left in the middle of {self._occasion!r}",
+                f"of workers {list(self.members)} only {list(items)} are left in the middle of {self._occasion!r}",
                 "What workers do together needs all who began it.",
                 "It is tried again the next time.",
             )
-        return items
-
-
-def exchange(link: ShardLink, tag: str, item: object) -> tuple[list[int], list[object]]:
-    """Tell all workers something, and hear what they say under the same tag."""
-    meta, payload = link.submit(link.ask, {"kind": "gather", "tag": tag}, [item]).result()
-    items = [item for part in torch.split(payload, meta["sizes"]) for item in unpack(part)]
-    return list(meta["workers"]), items
+        return list(items.values())

@@ -11,10 +11,9 @@ import torch
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
-from hybridpar.server.peers import ServerOptions
 from hybridpar.server.place import Place, own_host
 from hybridpar.server.rules import Rules
-from hybridpar.server.serve import ShardServer
+from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripe_optimizer import optimizer_of
 
 

@@ -1,9 +1,9 @@
 """The running statistics of BatchNorm in a run with parameter servers.
 
 Each worker normalises by its own minibatch, as in a run without servers. What it pushes are its running statistics
-after the step; shard 0 keeps their mean. With a barrier that is the mean over the workers. Without one each arrival
-replaces 1 / lambda of what is kept: a convex combination, which stays between what workers really saw however stale it
-is (adding differences would not).
+after the step; shard 0 has their mean. With a barrier that is the mean over the workers. Without a barrier each arrival
+replaces 1 / lambda of it: a convex combination, which stays between what workers really saw however stale it is (adding
+differences would not).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.server.rules import Rules
-from hybridpar.server.wire import bytes_of
 
 
 def running_buffers(model: nn.Module) -> list[Tensor]:
@@ -21,9 +20,9 @@ def running_buffers(model: nn.Module) -> list[Tensor]:
 
 
 def flat_buffers(model: nn.Module) -> Tensor:
-    """All of them, 1-D float32, new."""
+    """All of them, 1-D float32 on the CPU, new."""
     parts = [buffer.detach().to(torch.float32).reshape(-1) for buffer in running_buffers(model)]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return torch.cat(parts).cpu() if parts else torch.empty(0)
 
 
 @torch.no_grad()
@@ -36,37 +35,27 @@ def put_buffers(model: nn.Module, values: Tensor) -> None:
 
 
 class RunningBuffers:
-    """The running statistics that a shard keeps."""
+    """The running statistics that a shard has; a tensor of them is replaced, and never written to."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self.values = torch.empty(0)
         self._arrived: dict[int, Tensor] = {}
 
-    @property
-    def size(self) -> int:
-        """Number of values."""
-        return self.values.numel()
-
-    def take(self, worker: int, payload: Tensor) -> None:
-        """Take in a worker's statistics, as the bytes that it sent."""
-        if not self.size:
-            return
-        values = payload.view(self.values.dtype)
+    def take(self, worker: int, values: Tensor) -> None:
+        """Take in a worker's statistics."""
+        if values.shape != self.values.shape:
+            raise ValueError(f"{tuple(values.shape)} running statistics, where there are {tuple(self.values.shape)}")
         if self._rules.barrier:
             self._arrived[worker] = values
         else:
             self.values = torch.lerp(self.values, values, 1 / self._rules.learners)
 
     def meet(self, sound: bool) -> None:
-        """All workers of an update have pushed: keep their mean, unless the update did not happen."""
+        """All workers of an update have pushed: take their mean, unless the update did not happen."""
         if sound and self._arrived:
             total = torch.zeros_like(self.values)
             for worker in sorted(self._arrived):
                 total += self._arrived[worker]
             self.values = total / len(self._arrived)
         self._arrived.clear()
-
-    def memory(self) -> memoryview:
-        """The values as bytes. They are replaced and never written to, so they may be on their way."""
-        return bytes_of(self.values) if self.size else memoryview(b"")

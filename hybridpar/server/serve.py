@@ -1,85 +1,258 @@
-"""Serves one shard to workers over sockets.
+"""Serves a shard to workers over sockets.
 
-The server is the single writer of its stripe (`hybridpar.server.loop`). A worker that has to wait for others is
-sent a message now and then, so that it can tell a waiting server from one that is gone.
+Each connection has a thread, which reads what a worker asks, does it under the lock, waits where others are to push
+first, and writes the answer. What goes wrong on a connection ends that connection, and the others are served on. The
+thread that called `run` lets workers in, and looks whether one of them is silent for too long.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import math
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.compress import Policy
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.machine.process import usable_memory
-from hybridpar.server.clipping import Clipping
+from hybridpar.server import wire
 from hybridpar.server.encoding import PushDecoder
-from hybridpar.server.loop import SocketLoop
-from hybridpar.server.meetings import Meetings, save_occasion
-from hybridpar.server.peers import Peer, ServerOptions, refusal
+from hybridpar.server.ledger import StepRow
+from hybridpar.server.rules import Rules
 from hybridpar.server.running import RunningBuffers
-from hybridpar.server.shard import Answer, Push, Shard
-from hybridpar.server.stripes import Piece, Stripe
-from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
+from hybridpar.server.shard import Answer, OptimizerOf, Shard
+from hybridpar.server.stripes import Stripe
+from hybridpar.server.wire import Connection, Garbled
 
 _log = logging.getLogger(__name__)
 
-#: How often a worker that waits is told so, as a part of the time-out.
-_TELL = 0.2
+#: Seconds that a connection has for the handshake, and how many may be in it at a time, for each worker but not below
+#: a least number. With more of them the oldest is closed: who knows the token is through within a round trip.
+HANDSHAKE_SECONDS, _WAITING_PER_WORKER, _LEAST_WAITING = 5.0, 2, 64
 
-#: Bytes of what workers tell each other over shard 0, and of what they say of themselves, at most.
+#: Addresses of which it is said that a connection from there was refused; what comes from others is refused silently.
+_MOST_NAMED = 20
+
+#: How often a worker that waits hears so, as a part of the time-out, and how often it is looked whether it is there.
+_WAIT_EVERY, _LOOK_EVERY = 0.2, 0.2
+
+#: Bytes of tensors in messages other than weights and gradients, at most.
 _FACT_BYTES = 1 << 24
 
-#: Tensors as large as the stripe that the state of codecs has at most.
-_MOST_STATES = 8
-
-#: How many time-outs workers wait for one that is busy with other things than a gradient.
+#: How many time-outs workers wait for worker 0 while it may be testing.
 _PATIENCE = 10
 
 
-class ShardServer(SocketLoop):
-    """Serves one shard until all workers have left."""
+def save_occasion(number: int) -> str:
+    """Name of the occasion on which workers write a checkpoint that one of them asked for."""
+    return f"save-{number}"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server must know before a worker connects.
+
+    Attributes:
+        number: Which shard it is, from 0.
+        rules: What to do with gradients.
+        optimizer: Makes the optimizer.
+        policy: Codecs of pushes.
+        half: Whether weights are sent as float16.
+        token: What a worker must know to be let in.
+        timeout: Seconds after which a silent worker is an error, where others wait for it.
+    """
+
+    number: int
+    rules: Rules
+    optimizer: OptimizerOf
+    policy: Policy
+    half: bool
+    token: str = field(repr=False)
+    timeout: float
+
+
+@dataclass
+class _Peer:
+    """A worker that takes part: its connection, and what it is to hear next.
+
+    Attributes:
+        clock: Of the weights that it has.
+        saved: Number of the last request to save that it was sent.
+        rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
+        answer: To its push, once there is one.
+        missed: Since when nothing has come from it, once that has been said.
+    """
+
+    connection: Connection
+    session: str
+    clock: int
+    saved: int
+    rows: int | None
+    answer: wire.Weights | None = None
+    missed: float | None = None
+
+
+class ShardServer:
+    """Serves one shard until all workers have left. `clock` gives seconds."""
 
     def __init__(
         self, options: ServerOptions, host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(host, options.token, options.rules.learners, clock)
-        self._options = options
+        self._options, self._now = options, clock
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.host, self.port = host, int(self._listener.getsockname()[1])
+        # Held by who reads or changes what follows; notified when it changed.
+        self._changed = threading.Condition()
         self.shard: Shard | None = None
-        self._buffers = RunningBuffers(options.rules)
-        self._rest: bytes = b""
-        self._expected: dict[str, Any] | None = None
-        self._peers: dict[int, Peer] = {}
-        self._early: dict[int, tuple[Connection, Frame]] = {}  # came before there were weights
-        self._past: dict[tuple[int, str], tuple[int, PushDecoder]] = {}
-        self._meetings = Meetings()
-        self._seen = False
+        self._decoder: PushDecoder
+        self._problem: HybridparError | None = None
+        self._first: wire.Hello | None = None
+        self._buffers, self._rest = RunningBuffers(options.rules), dict[str, Any]()
+        self._weights: tuple[int, Tensor] | None = None  # as they are sent, and their clock
+        self._hellos: dict[Connection, wire.Hello] = {}  # of all that are connected
+        self._peers: dict[int, _Peer] = {}
+        self._past: dict[tuple[int, str], int] = {}  # the last push of workers that left, by number and session
+        self._waiting: set[Connection] = set()
         self._farewell = False  # whether who left last had finished
         self._alone_since: float | None = None
-        self._stop = False
-        self._save = 0
-        self._news: list[str] = []
         self._waiting_since: float | None = None
-        self._weights: tuple[int, Tensor] | None = None
-        self._lowered: float | None = None  # what worker 0 last said that learning rates are multiplied with
+        self._stop, self._save = False, 0
+        self._lowered: float | None = None
+        self._news: list[str] = []
+        self._parties: dict[str, set[int]] = {}  # who takes part in an occasion
+        self._items: dict[str, dict[int, Any]] = {}  # what was said under a tag
+        # Connections in the handshake, since when, oldest first; and addresses that were refused.
+        self._most_waiting = max(_LEAST_WAITING, _WAITING_PER_WORKER * options.rules.learners)
+        self._strangers: dict[Connection, float] = {}
+        self._named: set[str] = set()
 
-    # -------------------------------------------------------------------- loop
+    @property
+    def address(self) -> str:
+        """What a worker needs to come here."""
+        return f"{self.host}:{self.port}"
 
     def run(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Serve until all workers that came have left."""
+        self._listener.settimeout(0.05)
         try:
-            while not give_up() and not self._is_over():
-                self.turn(0.05)
-                self._keep_time()
+            while not give_up():
+                with contextlib.suppress(OSError):
+                    self._accept(self._listener.accept()[0])
+                with self._changed:
+                    if self._is_over():
+                        return
+                    self._keep_time()
         except HybridparError as error:
-            self._tell_all(error)
+            with self._changed:
+                self._problem = error
+                self._changed.notify_all()
+            for connection in list(self._hellos):
+                with contextlib.suppress(OSError):
+                    connection.send(wire.Refused(error=error))
             raise
         finally:
-            self.close()
+            self._listener.close()
+            for connection in [*self._strangers, *self._hellos]:
+                connection.end()
+
+    # ------------------------------------------------------------- connections
+
+    def _accept(self, accepted: socket.socket) -> None:
+        connection = Connection(accepted, self._options.timeout, clock=self._now)
+        with self._changed:
+            if len(self._strangers) >= self._most_waiting:
+                self._refuse(next(iter(self._strangers)), "too many came at the same time")
+            self._strangers[connection] = self._now()
+        threading.Thread(target=self._attend, args=(connection,), daemon=True).start()
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """Close a connection whose other end has not shown that it knows the token."""
+        if self._strangers.pop(connection, None) is None:
+            return
+        connection.end()
+        source = connection.source
+        if source not in self._named and len(self._named) < _MOST_NAMED:
+            self._named.add(source)
+            text = "server at %s refused a connection from %s: %s; training goes on, and further ones from there are "
+            _log.warning(f"{text}refused silently", self.address, source, reason)
+
+    def _attend(self, connection: Connection) -> None:
+        """The thread of a connection."""
+        try:
+            connection.let_in(self._options.token, self.address)
+        except Exception as error:
+            with self._changed:
+                self._refuse(connection, str(error))
+            return
+        with self._changed:
+            self._strangers.pop(connection, None)
+        problem: Exception | None = None
+        try:
+            while not isinstance(message := connection.receive(self._most_bytes(connection)), wire.Bye):
+                with self._changed:
+                    answer = self._handle(connection, message)
+                connection.send(answer)
+        except Exception as error:
+            problem = error
+        with self._changed:
+            try:
+                self._part(connection, problem)
+            except HybridparError as error:  # `run` says so to all workers
+                self._problem = self._problem or error
+            self._changed.notify_all()
+
+    def _part(self, connection: Connection, error: Exception | None) -> None:
+        """A connection has ended, with an error or without; whatever it is, the others are served on."""
+        if isinstance(error, HybridparError):
+            raise error
+        hello = self._hellos.pop(connection, None)
+        connection.end()
+        if error is not None and not isinstance(error, OSError):
+            who = "a process" if hello is None else f"worker {hello.worker}"
+            text = str(error)[:200] if isinstance(error, Garbled) else f"{type(error).__name__}: {str(error)[:200]}"
+            _log.warning("server at %s closed the connection of %s: %s", self.address, who, text)
+        if hello is None or hello.worker not in self._peers or self._peers[hello.worker].connection is not connection:
+            return
+        self._farewell = error is None
+        if error is not None:
+            text = f"worker {hello.worker} is gone ({error})"
+            if self._options.rules.barrier:
+                raise SyncError(
+                    f"{text}, and every update needs its gradient",
+                    "A synchronous update takes a gradient of every worker.",
+                    "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
+                )
+            self._news.append(f"{text}; the others go on")
+        self._leave(hello.worker)
+
+    def _leave(self, worker: int) -> None:
+        """A worker takes part no more, until it comes again."""
+        peer, shard = self._peers.pop(worker), self._started
+        self._past[worker, peer.session] = shard.sequence_of(worker)
+        for tag, items in self._items.items():
+            if not self._parties[_occasion(tag)] <= items.keys():
+                items.pop(worker, None)
+        for party in self._parties.values():
+            party.discard(worker)
+        self._deliver(shard.leave(worker))
+
+    def _most_bytes(self, connection: Connection) -> int:
+        """Bytes that the tensors of the next message may have."""
+        hello = self._hellos.get(connection)
+        if hello is None or self.shard is None:
+            return usable_memory() if hello is not None and hello.worker == 0 else _FACT_BYTES
+        return _FACT_BYTES + 4 * (self.shard.stripe.count + self._buffers.values.numel())
+
+    # ---------------------------------------------------------------- messages
 
     @property
     def _started(self) -> Shard:
@@ -87,385 +260,256 @@ class ShardServer(SocketLoop):
         assert self.shard is not None
         return self.shard
 
+    def _handle(self, connection: Connection, message: wire.ServerMessage) -> wire.ServerMessage:
+        """Do what a worker asks, under the lock; what to answer."""
+        hello = message if isinstance(message, wire.Hello) else self._hellos.get(connection)
+        if hello is None:
+            raise Garbled(f"a {type(message).__name__} before the Hello")
+        worker, peer = hello.worker, self._peers.get(hello.worker)
+        if hello is message:
+            return self._hello(connection, hello)
+        if isinstance(message, wire.Start) and worker == 0:
+            if self.shard is None:  # else it goes on with the weights that it has
+                self._start(message)
+            return self._welcome(connection, hello)
+        if peer is None or peer.connection is not connection:
+            raise Garbled(f"a {type(message).__name__} of a worker that takes no part")
+        if isinstance(message, wire.Gradient) and message.learner == worker:
+            self._push(peer, message)
+            return self._answer(peer, worker)
+        if isinstance(message, wire.Squares) and worker == 0:
+            self._deliver(self._started.finish(message.squares))
+            return self._answer(peer, worker)
+        if isinstance(message, wire.Gather):
+            return self._gather(peer, worker, message)
+        if isinstance(message, wire.AskState):
+            state = self._started.state_dict() | {"buffers": self._buffers.values.clone()}
+            return wire.ShardState(state=state, rows=self._rows_for(peer))
+        raise Garbled(f"a {type(message).__name__} that nobody waits for")
+
+    def _hello(self, connection: Connection, hello: wire.Hello) -> wire.ServerMessage:
+        """A worker has come, for the first time or again."""
+        if not 0 <= hello.worker < self._options.rules.learners:
+            raise Garbled(f"worker {hello.worker} of {self._options.rules.learners}")
+        first = self._first = self._first or hello
+        alike = (first.fingerprint, first.stripe, first.buffers) == (hello.fingerprint, hello.stripe, hello.buffers)
+        if not alike or first.policy != hello.policy:
+            what = "--compress" if alike else "the model"
+            error = UsageError(
+                f"worker {hello.worker} and worker {first.worker} differ in {what}",
+                "All workers train one model: names, shapes and dtypes of all parameters must be equal, and so must be "
+                "the codecs of gradients.",
+                "Start all workers with the same command and the same code.",
+            )
+            return wire.Refused(error=error)
+        self._hellos[connection] = hello
+        if self.shard is None and hello.worker == 0:
+            return wire.Welcome()
+        self._wait(connection, lambda: self.shard is not None)
+        return self._welcome(connection, hello)
+
+    def _start(self, start: wire.Start) -> None:
+        """Worker 0 brings the weights."""
+        stripe, options = Stripe(tuple(start.pieces)), self._options
+        kept: dict[str, Any] = {"limit": start.limit, "clipping": start.clipping}
+        shard = Shard(stripe, start.values, options.rules, options.optimizer, **kept)
+        shard.load_values(start.values, start.optimizer, start.counters)
+        shard.load_progress(start.progress)
+        shard.ledger.restart()
+        self._decoder, self.shard = PushDecoder(options.policy, stripe), shard
+        self._buffers.values, self._rest = start.statistics, start.rest
+        self._changed.notify_all()
+
+    def _welcome(self, connection: Connection, hello: wire.Hello) -> wire.Welcome:
+        shard, worker = self._started, hello.worker
+        if worker in self._peers:  # it comes again before its old connection was missed
+            self._peers[worker].connection.end()
+            self._leave(worker)
+        sequence = self._past.pop((worker, hello.session), None)
+        if not self._options.rules.barrier and (shard.taken or sequence is not None):
+            again = "" if sequence is None else "again "
+            self._news.append(f"worker {worker} has joined {again}at step {shard.step}")
+        shard.join(worker, sequence or 0)
+        self._peers[worker] = _Peer(connection, hello.session, shard.clock, self._save, hello.rows)
+        return wire.Welcome(
+            values=self._weights_now(),
+            clock=shard.clock,
+            step=shard.step,
+            lowered=self._lowered,
+            sequence=sequence or 0,
+            statistics=self._buffers.values,
+            rest=self._rest,
+        )
+
+    def _push(self, peer: _Peer, push: wire.Gradient) -> None:
+        peer.answer, shard, gradient = None, self._started, torch.empty(0)
+        if push.sound and shard.expects(push.learner, push.sequence):
+            gradient = torch.empty(shard.stripe.count)
+            self._decoder.decode(push.pieces, push.states, gradient)
+            self._buffers.take(push.learner, push.statistics)
+        self._stop |= push.stop
+        if push.save and not shard.done and not self._stop:  # else some have heard their last answer
+            self._save += 1
+            self._parties[save_occasion(self._save)] = set(self._peers)  # who joins from now on does not hear of it
+        self._lowered = self._lowered if push.lowered is None else push.lowered
+        self._deliver(shard.push(push, gradient))
+
+    def _deliver(self, answers: Sequence[Answer]) -> None:
+        """Workers may go on, after an update or without one."""
+        if answers:
+            self._buffers.meet(any(answer.applied for answer in answers))
+        for answer in answers:
+            if (peer := self._peers.get(answer.learner)) is not None:
+                peer.answer = self._weights_for(peer, answer)
+        self._changed.notify_all()
+
+    def _weights_for(self, peer: _Peer, answer: Answer) -> wire.Weights:
+        shard, news, save = self._started, list[str](), self._save if self._save > peer.saved else 0
+        has_them = answer.clock == peer.clock and not answer.repeated
+        if peer.rows is not None:
+            news, self._news = self._news, news
+        peer.saved, peer.clock = self._save, answer.clock
+        return wire.Weights(
+            **vars(answer),
+            values=None if has_them else self._weights_now(),
+            statistics=self._buffers.values,
+            step=shard.step,
+            done=shard.done,
+            stop=self._stop,
+            save=save,
+            lowered=self._lowered,
+            rows=self._rows_for(peer),
+            news=news,
+        )
+
+    def _rows_for(self, peer: _Peer) -> list[StepRow]:
+        """What the steps did that a worker has not heard of."""
+        rows = [] if peer.rows is None else self._started.ledger.rows_after(peer.rows)
+        peer.rows = rows[-1].step if rows else peer.rows
+        return rows
+
+    def _weights_now(self) -> Tensor:
+        """The weights as they are to be sent. They must not change on their way, so there is a copy of each state."""
+        shard, half = self._started, self._options.half
+        if self._options.rules.barrier and not half:
+            return shard.values  # which change when all workers have got them and pushed again
+        if self._weights is None or self._weights[0] != shard.clock:
+            self._weights = shard.clock, shard.values.half() if half else shard.values.clone()
+        return self._weights[1]
+
+    def _answer(self, peer: _Peer, worker: int) -> wire.ServerMessage:
+        """The answer to a push, once there is one; worker 0 first adds up norms where that is needed."""
+        shard = self._started
+        self._wait(peer.connection, lambda: peer.answer is not None or (worker == 0 and shard.squares is not None))
+        return peer.answer or wire.Squares(squares=shard.squares or 0.0)
+
+    def _gather(self, peer: _Peer, worker: int, message: wire.Gather) -> wire.Gathered:
+        """Collect an item of each worker of an occasion; a tag is `occasion/number`.
+
+        Who takes part was settled when workers heard of the occasion, or else by the first message of it. A worker that
+        has left is not waited for, nor is a worker at a later occasion: all come to occasions in the same order.
+        """
+        occasion = _occasion(message.tag)
+        party = self._parties.setdefault(occasion, set(self._peers))
+        for earlier in itertools.takewhile(lambda one: one != occasion, self._parties):
+            self._parties[earlier].discard(worker)
+        self._changed.notify_all()
+        if worker not in party:  # it came late, and there is no other message for it
+            return wire.Gathered(items={worker: message.item})
+        items = self._items.setdefault(message.tag, {})
+        items[worker] = message.item
+        self._wait(peer.connection, lambda: party <= items.keys())
+        self._items.pop(message.tag, None)
+        return wire.Gathered(items=dict(sorted(items.items())))
+
+    def _wait(self, connection: Connection, ready: Callable[[], bool]) -> None:
+        """Wait until something is so; the worker hears now and then that the server lives."""
+        every, last = _WAIT_EVERY * self._options.timeout, time.monotonic()
+        self._waiting.add(connection)
+        try:
+            while not ready():
+                if self._problem is not None:
+                    raise self._problem
+                if connection.is_over():
+                    raise ConnectionResetError("the connection was closed")
+                if time.monotonic() - last > every:
+                    last = time.monotonic()
+                    connection.send(wire.Wait())
+                self._changed.wait(min(_LOOK_EVERY, every))
+        finally:
+            self._waiting.discard(connection)
+
+    # ----------------------------------------------------------------- silence
+
     def _is_over(self) -> bool:
         """Whether all workers have left, or none has come back whose connection was lost."""
-        if not self._seen or self._peers or self._early:
+        if self._problem is not None:
+            raise self._problem
+        now = self._now()
+        if self._first is None or self._hellos:
             self._alone_since = None
             return False
-        if self._farewell:
-            return True
-        now = self._now()
         self._alone_since = self._alone_since or now
-        if now - self._alone_since > self._options.timeout:
+        if not self._farewell and now - self._alone_since > self._options.timeout:
             raise SyncError(
                 f"no worker came back to shard {self._options.number} within {self._options.timeout:g} s",
                 "A server without workers has nothing to do.",
                 "Start the run again with --resume.",
             )
-        return False
-
-    def _send(self, peer: Peer, meta: dict[str, Any], *payload: memoryview) -> None:
-        peer.told = self._now()
-        self.send(peer.connection, meta, *payload)
-
-    def lost(self, connection: Connection, error: BaseException) -> None:
-        """Take a worker out whose connection ended without a good-bye."""
-        worker = connection.worker
-        self.drop(connection)
-        self._early = {number: held for number, held in self._early.items() if held[0] is not connection}
-        if worker is None or worker not in self._peers or self._peers[worker].connection is not connection:
-            return
-        text = f"worker {worker} is gone ({error})"
-        if self._options.rules.barrier:
-            raise SyncError(
-                f"{text}, and every update needs its gradient",
-                "A synchronous update takes a gradient of every worker.",
-                "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
-            )
-        self._news.append(f"{text}; the others go on")
-        self._farewell = False
-        self._leave(worker)
-
-    def _leave(self, worker: int) -> None:
-        peer = self._peers.pop(worker)
-        shard = self._started
-        # Should it come again, it will hear what became of its last push.
-        peer.decoder.commit() if shard.counted(worker) else peer.decoder.rollback()
-        self._past[worker, peer.session] = (shard.sequence_of(worker), peer.decoder)
-        for answer in shard.leave(worker):
-            self._answer(answer)
-        self._meet(self._meetings.leave(worker))
+        return self._farewell
 
     def _keep_time(self) -> None:
-        """Tell workers that they still wait, and end the run where a barrier waits for a silent worker."""
-        shard, now = self.shard, self._now()
-        if shard is None:
-            for connection, _ in list(self._early.values()):
-                self._tell_waiting(connection, now)
-            return
-        waiting = set(shard.waiting) | self._meetings.waiting
-        for worker in waiting:
+        """End slow handshakes, name workers that are silent, and go on without those that keep others waiting."""
+        now, timeout, barrier = self._now(), self._options.timeout, self._options.rules.barrier
+        for connection in [one for one, since in self._strangers.items() if now - since > HANDSHAKE_SECONDS]:
+            self._refuse(connection, f"it sent no reply within {HANDSHAKE_SECONDS:g} s")
+        waiting = {worker for worker, peer in self._peers.items() if peer.connection in self._waiting}
+        self._waiting_since = (self._waiting_since or now) if waiting else None
+        # Without a barrier worker 0 may be testing, which takes some time.
+        tests = not barrier and not (self.shard is not None and self.shard.waiting)
+        late = []
+        for worker in set(range(self._options.rules.learners) if barrier else self._peers) - waiting:
             peer = self._peers.get(worker)
-            if peer is not None and now - peer.told > _TELL * self._options.timeout:
-                self._send(peer, {"kind": "wait"})
-        if not waiting:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
-        self._report_silent(waiting, now)
-        if late := self._late(waiting, now):
-            self._end_waiting(late)
-
-    def _late(self, waiting: set[int], now: float) -> list[int]:
-        """Workers that others have waited for too long, while nothing came from them."""
-        if self._waiting_since is None:
-            return []
-        shard, options, late = self._started, self._options, list[int]()
-        for worker in range(options.rules.learners) if options.rules.barrier else [*self._peers]:
-            peer = self._peers.get(worker)
-            since = self._waiting_since if peer is None else max(self._waiting_since, peer.active)
-            # Without a barrier worker 0 may be testing, which takes some time.
-            testing = worker == 0 and not options.rules.barrier and not shard.waiting
-            if worker not in waiting and now - since > options.timeout * (_PATIENCE if testing else 1):
+            quiet = math.inf if peer is None else now - peer.connection.active
+            waited = 0.0 if self._waiting_since is None else min(quiet, now - self._waiting_since)
+            if waited > timeout * (_PATIENCE if tests and worker == 0 else 1):
                 late.append(worker)
-        return late
+            elif peer is not None and not barrier and self._options.number == 0:  # one shard says it for all
+                self._note_silence(worker, peer, quiet, is_waited_for=bool(waiting))
+        if late and barrier:
+            raise SyncError(
+                f"worker{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not push a gradient within "
+                f"{timeout:g} s",
+                "A synchronous update takes a gradient of every worker.",
+                "Look at the first worker that failed, or raise --timeout.",
+            )
+        for worker in late:
+            then = "they go on, and it joins again when it answers"
+            self._say(worker, f"worker {worker} did not answer within {timeout:g} s, and others waited for it; {then}")
+            self._peers[worker].connection.end()
+            self._leave(worker)
 
-    def _report_silent(self, waiting: set[int], now: float) -> None:
-        """Without a barrier: say of which worker nothing comes, and when something does again."""
-        timeout = self._options.timeout
-        if self._options.rules.barrier or self._options.number:  # one shard says it for all
-            return
-        for worker, peer in self._peers.items():
-            if peer.missed is not None and peer.connection.active > peer.missed:
-                seconds = peer.connection.active - peer.missed
-                self._report(worker, f"worker {worker} goes on after {seconds:.0f} s of silence")
-                peer.missed = None
-            elif peer.missed is None and worker not in waiting and now - peer.active > timeout:
-                if waiting and worker != 0:
-                    continue  # it will be dropped
-                peer.missed = peer.active
-                then = "the others go on, and its next gradient still counts"
-                if waiting:
-                    then = f"others wait for it, at most {_PATIENCE * timeout:g} s where it is testing"
-                self._report(worker, f"nothing has come from worker {worker} for {now - peer.active:.0f} s; {then}")
+    def _note_silence(self, worker: int, peer: _Peer, quiet: float, *, is_waited_for: bool) -> None:
+        """Say once that nothing comes from a worker, and when something does again."""
+        timeout, active = self._options.timeout, peer.connection.active
+        if peer.missed is not None and active > peer.missed:
+            self._say(worker, f"worker {worker} goes on after {active - peer.missed:.0f} s of silence")
+            peer.missed = None
+        elif peer.missed is None and quiet > timeout and (worker == 0 or not is_waited_for):
+            peer.missed = active
+            then = "the others go on, and its next gradient still counts"
+            if is_waited_for:
+                then = f"others wait for it, at most {_PATIENCE * timeout:g} s where it is testing"
+            self._say(worker, f"nothing has come from worker {worker} for {quiet:.0f} s; {then}")
 
-    def _report(self, worker: int, text: str) -> None:
-        """Have worker 0 tell the user something about a worker, or tell it here where worker 0 hears nothing now."""
-        if worker == 0 or 0 not in self._peers or 0 in self._meetings.waiting:
+    def _say(self, worker: int, text: str) -> None:
+        """Have worker 0 tell the user something about a worker, or do it here where worker 0 hears nothing now."""
+        first = self._peers.get(0)
+        if worker == 0 or first is None or first.connection in self._waiting:
             _log.warning("%s", text)
         else:
             self._news.append(text)
 
-    def _tell_waiting(self, connection: Connection, now: float) -> None:
-        if now - connection.told > _TELL * self._options.timeout:
-            connection.told = now
-            self.send(connection, {"kind": "wait"})
 
-    def _end_waiting(self, silent: list[int]) -> None:
-        """Workers keep others waiting for longer than the time-out."""
-        self._waiting_since = None
-        text = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        if self._options.rules.barrier:
-            raise SyncError(
-                f"{text} did not push a gradient within {self._options.timeout:g} s",
-                "A synchronous update takes a gradient of every worker.",
-                "Look at the first worker that failed, or raise --timeout.",
-            )
-        for worker in silent:
-            self._report(
-                worker,
-                f"worker {worker} did not answer within {self._options.timeout:g} s, and others waited for it; they go "
-                "on, and it joins again when it answers",
-            )
-            self.drop(self._peers[worker].connection)
-            self._leave(worker)
-
-    def _tell_all(self, error: HybridparError) -> None:
-        """Tell all workers why it ends, as far as they still listen."""
-        early = [connection for connection, _ in self._early.values()]
-        for connection in [*(peer.connection for peer in self._peers.values()), *early]:
-            self.send_last(connection, refusal(error))
-
-    # ------------------------------------------------------------------ frames
-
-    def most_bytes(self, connection: Connection, meta: dict[str, Any]) -> int:
-        """Bytes that a frame may have at most; once the shard has weights, what a push of them can take."""
-        kind, shard = meta["kind"], self.shard
-        peer = None if connection.worker is None else self._peers.get(connection.worker)
-        if kind in ("hello", "coders"):  # a codec keeps some tensors of a parameter's size at most
-            return _FACT_BYTES + (usable_memory() if shard is None else _MOST_STATES * 4 * shard.stripe.count)
-        if kind == "init":
-            return usable_memory() if connection.worker == 0 else 0
-        if kind == "push" and peer is not None and shard is not None:
-            return peer.decoder.size(meta["warm"]) if meta["coded"] else 4 * shard.stripe.count
-        if kind == "end":
-            return 4 * self._buffers.size
-        return _FACT_BYTES if kind == "gather" else 0
-
-    def handle(self, connection: Connection, frame: Frame) -> None:
-        """Act on a frame of a worker."""
-        kind = frame.kind
-        if kind == "hello":
-            self._hello(connection, frame)
-            return
-        worker = connection.worker
-        if worker is None:
-            raise Garbled("a frame before the hello")
-        if kind == "init":
-            self._initialise(frame)
-            return
-        peer = self._peers.get(worker)
-        if peer is None or peer.connection is not connection:
-            raise Garbled(f"a {kind} of one that was not let in")
-        if kind == "push":
-            peer.push = frame
-        elif kind == "end":
-            self._end_push(worker, peer, frame)
-        elif kind == "norm" and worker == 0:
-            self._answer_all(self._started.finish(float(frame.meta["squares"])))
-        elif kind == "gather":
-            tag = str(frame.meta["tag"])
-            self._meet(self._meetings.deposit(tag, worker, frame.payload, set(self._peers)))
-        elif kind == "state":
-            self._send_state(peer)
-        elif kind == "coders":
-            peer.decoder = PushDecoder(self._options.policy, self._started.stripe, frame.unpack())
-        elif kind == "bye":
-            self._farewell = True
-            self._leave(worker)
-            self.drop(connection)
-        else:
-            raise Garbled(f"a frame of kind {kind!r}")
-
-    def _hello(self, connection: Connection, frame: Frame) -> None:
-        """A worker has come, for the first time or again."""
-        meta = frame.meta
-        worker = int(meta["worker"])
-        if not 0 <= worker < self._options.rules.learners:
-            raise Garbled(f"worker {worker} of {self._options.rules.learners}")
-        own = {key: meta[key] for key in ("fingerprint", "stripe", "policy", "buffers")}
-        if self._expected is None:
-            self._expected = own | {"worker": worker}
-        difference = [key for key, value in own.items() if value != self._expected[key]]
-        if difference:
-            error = UsageError(
-                f"worker {worker} and worker {self._expected['worker']} differ in "
-                f"{'the model' if {'fingerprint', 'stripe', 'buffers'} & set(difference) else '--compress'}",
-                "All workers train one model: names, shapes and dtypes of all parameters must be equal, and so must be "
-                "the codecs of gradients.",
-                "Start all workers with the same command and the same code.",
-            )
-            self.send(connection, refusal(error))
-            self.drop(connection)
-            return
-        self._seen = True
-        connection.worker = worker
-        if self.shard is not None:
-            self._welcome(connection, frame)
-        else:
-            self._early[worker] = connection, frame
-            if worker == 0:
-                self.send(connection, {"kind": "welcome", "initialised": False})
-
-    def _welcome(self, connection: Connection, frame: Frame) -> None:
-        shard, worker, session = self._started, connection.worker, str(frame.meta["session"])
-        assert worker is not None
-        if worker in self._peers:  # it comes again before its old connection was missed
-            self.drop(self._peers[worker].connection)
-            self._leave(worker)
-        sequence, decoder = self._past.pop((worker, session), (0, None))
-        if decoder is None:
-            decoder = PushDecoder(self._options.policy, shard.stripe, frame.unpack())
-            if not self._options.rules.barrier and shard.taken:
-                self._news.append(f"worker {worker} has joined at step {shard.step}")
-        else:
-            self._news.append(f"worker {worker} has joined again at step {shard.step}")
-        peer = Peer(connection, session, decoder, clock=shard.clock, told=self._now(), saved=self._save)
-        peer.rows = frame.meta.get("rows")
-        self._peers[worker] = peer
-        shard.join(worker, sequence)
-        meta = {
-            "kind": "welcome",
-            "initialised": True,
-            "clock": shard.clock,
-            "step": shard.step,
-            "lowered": self._lowered,
-            "sequence": sequence,
-            "buffers": self._buffers.size,
-            "rest": len(self._rest),
-        }
-        self._send(peer, meta, self._weights_now(), self._buffers.memory(), memoryview(self._rest))
-
-    def _initialise(self, frame: Frame) -> None:
-        """Worker 0 brings the weights; a shard that has them keeps its own."""
-        if self.shard is not None:
-            return
-        start = frame.unpack()
-        stripe = Stripe(tuple(Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in start["pieces"]))
-        options = self._options
-        clipping = Clipping(**start["clipping"])
-        kept: dict[str, Any] = {"limit": start["limit"], "clipping": clipping}
-        self.shard = Shard(stripe, start["values"], options.rules, options.optimizer, **kept)
-        self.shard.load_values(start["values"], start["optimizer"], start["counters"])
-        if start["state"]:
-            self.shard.load_progress(start["state"])
-        self._buffers.values = start["buffers"]
-        self._rest = bytes(pack(start["rest"]))
-        self.shard.ledger.restart()
-        early, self._early = self._early, {}
-        for worker in sorted(early):
-            self._welcome(*early[worker])
-
-    def _end_push(self, worker: int, peer: Peer, frame: Frame) -> None:
-        """All of a push is there."""
-        shard, arrived = self._started, peer.push
-        if arrived is None:
-            raise Garbled("an end without a push")
-        peer.push = None
-        meta = {**arrived.meta, **frame.meta}
-        self._stop |= bool(meta["stop"])
-        if meta["save"] and not shard.done and not self._stop:  # else some have heard their last answer
-            self._save += 1
-            self._meetings.begin(save_occasion(self._save), set(self._peers))  # who joins from now on is not told of it
-        push = Push(
-            worker,
-            int(meta["sequence"]),
-            int(meta["clock"]),
-            weight=meta["weight"],
-            rate=float(meta["rate"]),
-            samples=int(meta["samples"]),
-            loss=float(meta["loss"]),
-            sound=bool(meta["sound"]),
-            unused=frozenset(meta["unused"]),
-            factor=float(meta["factor"]),
-        )
-        if "lowered" in meta:
-            self._lowered = float(meta["lowered"])
-        gradient = torch.empty(0)
-        if shard.expects(worker, push.sequence) and push.sound:
-            gradient = self._gradient(peer, arrived)
-            self._buffers.take(worker, frame.payload)
-        self._answer_all(shard.push(push, gradient))
-        if shard.squares is not None:  # worker 0 adds up those of all shards
-            self._send(self._peers[0], {"kind": "squares", "squares": shard.squares})
-
-    def _gradient(self, peer: Peer, push: Frame) -> Tensor:
-        """What a push stands for: 1-D float32 of the stripe's size."""
-        shard = self._started
-        if push.meta["coded"]:
-            if push.payload.numel() != (size := peer.decoder.size(push.meta["warm"])):
-                raise Garbled(f"a push of {push.payload.numel()} bytes, where the codec makes {size}")
-            gradient = torch.empty(shard.stripe.count)
-            peer.decoder.decode(push.payload, gradient, push.meta["warm"])
-            return gradient
-        if push.payload.numel() != 4 * shard.stripe.count:
-            raise Garbled(f"a gradient of {push.payload.numel()} bytes for a stripe of {shard.stripe.count}")
-        return push.payload.view(torch.float32)
-
-    def _answer_all(self, answers: list[Answer]) -> None:
-        """Workers may go on, after an update or without one."""
-        if answers:
-            self._buffers.meet(any(answer.applied for answer in answers))
-        for answer in answers:
-            self._answer(answer)
-
-    def _answer(self, answer: Answer) -> None:
-        """A worker may go on."""
-        peer, shard = self._peers.get(answer.learner), self.shard
-        if peer is None or shard is None:
-            return
-        if not answer.repeated:
-            peer.decoder.commit() if answer.applied else peer.decoder.rollback()
-        same = answer.clock == peer.clock and not answer.repeated
-        meta: dict[str, Any] = {
-            "kind": "weights",
-            "sequence": answer.sequence,
-            "clock": answer.clock,
-            "staleness": answer.staleness,
-            "applied": answer.applied,
-            "repeated": answer.repeated,
-            "buffers": self._buffers.size,
-            "step": shard.step,
-            "done": shard.done,
-            "stop": self._stop,
-            "save": self._save if self._save > peer.saved else 0,
-            "lowered": self._lowered,
-        }
-        if peer.rows is not None:
-            rows = shard.ledger.rows_after(peer.rows)
-            peer.rows = rows[-1]["step"] if rows else peer.rows
-            meta |= {"rows": rows, "news": self._news, "workers": len(self._peers)}
-            self._news = []
-        peer.saved, peer.clock = self._save, answer.clock
-        weights = memoryview(b"") if same else self._weights_now()
-        self._send(peer, meta, weights, self._buffers.memory())
-
-    def _weights_now(self) -> memoryview:
-        """The weights as they are to be sent. They must not change on their way, so there is a copy of each state."""
-        shard = self._started
-        if self._options.rules.barrier and not self._options.half:
-            return bytes_of(shard.values)  # which change when all workers have got them and pushed again
-        if self._weights is None or self._weights[0] != shard.clock:
-            self._weights = shard.clock, shard.values.half() if self._options.half else shard.values.clone()
-        return bytes_of(self._weights[1])
-
-    def _meet(self, done: dict[str, dict[int, Tensor]]) -> None:
-        """All workers have left a message under a tag: send all of them to each."""
-        for tag, messages in done.items():
-            workers = sorted(messages)
-            sizes = [messages[worker].numel() for worker in workers]
-            for worker in workers:
-                peer = self._peers.get(worker)
-                if peer is not None:
-                    meta = {"kind": "gathered", "tag": tag, "workers": workers, "sizes": sizes}
-                    self._send(peer, meta, *(bytes_of(messages[one]) for one in workers))
-
-    def _send_state(self, peer: Peer) -> None:
-        """Everything that a checkpoint keeps of this shard."""
-        shard = self._started
-        state = shard.state_dict() | {"buffers": self._buffers.values.clone()}
-        meta: dict[str, Any] = {"kind": "state"}
-        if peer.rows is not None:
-            meta["rows"] = shard.ledger.rows_after(peer.rows)
-            peer.rows = shard.step
-        self._send(peer, meta, pack(state))
+def _occasion(tag: str) -> str:
+    return tag.partition("/")[0]

@@ -198,15 +198,6 @@ class Shard:
         known = self._learners.get(learner)
         return known.sequence if known is not None else 0
 
-    def counted(self, learner: int) -> bool:
-        """Whether the last push of a learner counts, be it answered or not.
-
-        Args:
-            learner: Its number.
-        """
-        known = self._learners.get(learner)
-        return known is not None and known.last is not None and known.last.applied
-
     def join(self, learner: int, sequence: int = 0) -> None:
         """A learner takes part from now on; one that comes again is known by what it pushed last.
 

@@ -1,79 +1,244 @@
-"""The wire format between workers and servers: frames over TCP sockets.
+"""The messages between workers and servers, and the connection that carries them.
 
-There is one socket per worker and shard; torch.distributed's store is only used to find each other. A socket reports at
-once that its peer died and others are not affected, a new worker is one more connection, and one thread can wait for
-whichever worker sends first. A process group of gloo has none of that.
+There is one TCP socket for each worker and shard. A worker asks and the server answers, so each has at most one message
+on its way; `Wait` says that the answer is still to come. docs/servers.md has the table of messages.
 
-A connection begins with a handshake (`hybridpar.server.handshake`). Then come frames: a header (magic, length of the
-meta data, length of the payload), the meta data as JSON, and the payload. What a payload means follows from the kind
-that the meta data names. Objects are read by `hybridpar.formats.messages`, which runs no code.
+On the wire a message is a header (magic, length of the text, bytes of the tensors), the text, and the tensors one after
+the other. The text is JSON: the kind of message, its fields, and shape and dtype of each tensor. No message is read by
+running code, and its fields are checked before anybody looks at them.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
+import math
 import socket
 import struct
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
-from hybridpar.formats import messages
+from hybridpar.errors import HybridparError
 from hybridpar.formats.file_reader import Unreadable, parse_json
-from hybridpar.machine.process import usable_memory
-from hybridpar.server.handshake import REPLY_BYTES, ServerHandshake
+from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
+from hybridpar.server.clipping import Clipping
+from hybridpar.server.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    REPLY_BYTES,
+    HandshakeError,
+    ServerHandshake,
+    WorkerHandshake,
+)
+from hybridpar.server.ledger import StepRow
+from hybridpar.server.shard import Answer, Push
+from hybridpar.server.stripes import Piece
 
 _HEADER = struct.Struct("!4sIQ")
-_MAGIC = b"hyp1"
-#: More meta data than any frame has: worker 0 is told of 10,000 steps at most.
-_MOST_META = 1 << 24
-
-#: Bytes of a payload that a host can hold.
-_memory = functools.cache(usable_memory)
+_MAGIC = b"hyp3"
+#: More text than any message has: worker 0 hears of 10,000 steps at most.
+_MOST_TEXT = 1 << 24
+#: Bytes that are sent at a time; each such part has the whole time-out.
+_PART = 1 << 20
 
 
 class Garbled(Exception):
-    """What came is not one of our frames."""
+    """What came is no message, or none that fits here."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """What came.
+class ServerMessage:
+    """Base of all messages."""
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(ServerMessage):
+    """A worker comes, for the first time or again. Answer: `Welcome`.
 
     Attributes:
-        meta: Its `kind`, and what belongs to that.
-        payload: 1-D uint8.
+        worker: Its number.
+        session: Names the process, so that a worker that lost its connection is told from its successor.
+        fingerprint: Of the model.
+        stripe: Fingerprint of what the shard is to hold.
+        policy: Codecs of pushes, as text.
+        buffers: Number of running statistics that are averaged here.
+        rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
     """
 
-    meta: dict[str, Any]
-    payload: Tensor
-
-    @property
-    def kind(self) -> str:
-        """What it is."""
-        return str(self.meta["kind"])
-
-    def unpack(self) -> Any:
-        """The object that the payload is."""
-        return unpack(self.payload)
+    worker: int
+    session: str
+    fingerprint: str
+    stripe: str
+    policy: str
+    buffers: int
+    rows: int | None
 
 
-def pack(item: Any) -> memoryview:
-    """An object as `hybridpar.formats.messages.pack` takes it, as bytes."""
-    return memoryview(messages.pack(item))
+@dataclass(frozen=True, kw_only=True)
+class Start(ServerMessage):
+    """Worker 0 brings a shard what it begins with. Answer: `Welcome`.
+
+    Attributes:
+        pieces: The stripe.
+        values: The parameters.
+        optimizer: For each piece the optimizer's state.
+        counters: For each piece what its group of parameters has counted.
+        clipping: How gradients are clipped.
+        progress: Clock and counts, as `Shard.load_progress` takes them.
+        limit: Pushes of the whole run.
+        statistics: Running statistics, at shard 0.
+        rest: What other workers need besides, at shard 0.
+    """
+
+    pieces: list[Piece]
+    values: Tensor
+    optimizer: list[dict[str, Any]]
+    counters: list[dict[str, Any]]
+    clipping: Clipping
+    progress: dict[str, Any]
+    limit: int
+    statistics: Tensor
+    rest: dict[str, Any]
 
 
-def unpack(payload: Tensor) -> Any:
-    """What `pack` was given."""
-    try:
-        return messages.unpack(payload.numpy().data)
-    except ValueError as error:
-        raise Garbled(str(error)) from error
+@dataclass(frozen=True, kw_only=True)
+class Gradient(ServerMessage, Push):
+    """A push, with its gradient. Answer: `Weights`, or for worker 0 `Squares` where norms are to be added up.
+
+    Attributes:
+        pieces: For each piece of the stripe its gradient in full precision, or the messages of its codec's rounds.
+        states: What codecs must know to read their messages, by number of the piece.
+        statistics: Running statistics after the step, for shard 0.
+        stop: Whether all workers are to stop.
+        save: Whether all workers are to write a checkpoint.
+        lowered: From worker 0: what learning rates are multiplied with; None for no news.
+    """
+
+    pieces: list[Tensor | list[Tensor]]
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+    statistics: Tensor = field(default_factory=_nothing)
+    stop: bool = False
+    save: bool = False
+    lowered: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squares(ServerMessage):
+    """From a shard: squared norm of its part of a gradient. From worker 0: their sum. Answer: `Weights`."""
+
+    squares: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather(ServerMessage):
+    """Something that all workers are to know. Answer: `Gathered`, when all have said theirs under this tag."""
+
+    tag: str
+    item: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskState(ServerMessage):
+    """Asks for all that a checkpoint keeps of a shard. Answer: `ShardState`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bye(ServerMessage):
+    """The worker leaves, as it has finished. No answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(ServerMessage):
+    """A worker is let in.
+
+    Attributes:
+        values: The parameters; None where worker 0 has to bring them first.
+        clock: Of the parameters.
+        step: Steps done.
+        lowered: What worker 0 last said that learning rates are multiplied with.
+        sequence: The last push of this worker that came.
+        statistics: Running statistics.
+        rest: As in `Start`.
+    """
+
+    values: Tensor | None = None
+    clock: int = 0
+    step: int = 0
+    lowered: float | None = None
+    sequence: int = 0
+    statistics: Tensor = field(default_factory=_nothing)
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(ServerMessage, Answer):
+    """The answer to a push.
+
+    Attributes:
+        values: The parameters; None where the worker has them.
+        statistics: Running statistics.
+        step: Steps done.
+        done: Whether all pushes that were wanted have come.
+        stop: Whether all workers are to stop.
+        save: Number of a checkpoint that all are to write now; 0 for none.
+        lowered: What worker 0 last said that learning rates are multiplied with.
+        rows: For worker 0: what the steps since the last answer did.
+        news: For worker 0: what happened to other workers.
+    """
+
+    values: Tensor | None
+    statistics: Tensor
+    step: int
+    done: bool
+    stop: bool
+    save: int
+    lowered: float | None
+    rows: list[StepRow] = field(default_factory=list)
+    news: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered(ServerMessage):
+    """What the workers said under a tag, by worker."""
+
+    items: dict[int, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardState(ServerMessage):
+    """All that a checkpoint keeps of a shard; for worker 0 with the steps that it has not heard of."""
+
+    state: dict[str, Any]
+    rows: list[StepRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(ServerMessage):
+    """The server lives, and its answer is still to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(ServerMessage):
+    """The worker is not let in, or all training here has ended, for this reason."""
+
+    error: HybridparError
+
+
+_REQUESTS = (Hello, Start, Gradient, Squares, Gather, AskState, Bye)
+_ANSWERS = (Welcome, Weights, Gathered, ShardState, Wait, Refused)
+_KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -81,171 +246,121 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
-def head_of(meta: dict[str, Any], length: int) -> bytes:
-    """What stands before a payload of so many bytes."""
-    text = json.dumps(meta).encode()
-    return _HEADER.pack(_MAGIC, len(text), length) + text
-
-
-def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
-    """A whole frame, as pieces of memory to be sent one after the other."""
-    return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
-
-
-def tune(connection: socket.socket) -> None:
-    """Have small frames leave at once, and a host that vanished be noticed some day."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-
-
-def read_exactly(connection: socket.socket, into: memoryview) -> None:
-    """Fill memory from a blocking socket."""
-    while len(into):
-        count = connection.recv_into(into)
-        if not count:
-            raise ConnectionResetError("the connection was closed")
-        into = into[count:]
-
-
-def read_head(connection: socket.socket) -> tuple[dict[str, Any], int]:
-    """Meta data of the next frame, and the length of its payload, which is still to be read."""
-    head = bytearray(_HEADER.size)
-    read_exactly(connection, memoryview(head))
-    meta_length, length = _check_head(bytes(head))
-    text = bytearray(meta_length)
-    read_exactly(connection, memoryview(text))
-    return _parse(bytes(text)), length
-
-
-def _check_head(head: bytes) -> tuple[int, int]:
-    magic, meta_length, length = _HEADER.unpack(head)
-    if magic != _MAGIC:
-        raise Garbled("no frame of hybridpar")
-    if meta_length > _MOST_META or length > _memory():
-        raise Garbled(f"a frame of {meta_length} + {length} bytes")
-    return meta_length, length
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        meta = parse_json(text)
-    except Unreadable as error:
-        raise Garbled("meta data that is no JSON") from error
-    if not isinstance(meta, dict) or not isinstance(meta.get("kind"), str):
-        raise Garbled("meta data without a kind")
-    return meta
-
-
 class Connection:
-    """A server's end of a connection; never blocks."""
+    """Either end of a connection, which blocks.
+
+    `patience` is how long an end waits for the next bytes: a worker the time-out, a server for ever.
+    """
 
     def __init__(
         self,
         connection: socket.socket,
-        handshake: ServerHandshake,
-        most: Callable[[Connection, dict[str, Any]], int],
-        now: float,
+        timeout: float,
+        patience: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        connection.setblocking(False)
-        tune(connection)
-        self.socket = connection
-        #: Whether the other end knows the job's token.
-        self.known = False
-        #: Who is at the other end, once it has said so.
-        self.worker: int | None = None
-        #: When it was last told to wait, before it is let in.
-        self.told = 0.0
-        #: When bytes last came, or queued ones went.
-        self.active = now
-        self._handshake, self._most = handshake, most
-        self._out: deque[memoryview] = deque()
-        self._room = torch.empty(0, dtype=torch.uint8)
-        self._begin()
-        self._head = bytearray(REPLY_BYTES)
-        self._into, self._state = memoryview(self._head), "reply"
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that vanished is noticed some day
+        self._socket, self._timeout, self._patience, self._now = connection, timeout, patience, clock
+        self._sending = threading.Lock()
+        #: The address of the other end.
+        self.source = "?"
+        with contextlib.suppress(OSError):
+            self.source = str(connection.getpeername()[0])
+        self.sent = self.received = 0
+        #: When bytes last came or went.
+        self.active = clock()
 
-    def _begin(self) -> None:
-        self._head = bytearray(_HEADER.size)
-        self._text: bytearray | None = None
-        self._meta: dict[str, Any] = {}
-        self._payload = torch.empty(0, dtype=torch.uint8)
-        self._into = memoryview(self._head)
-        self._state = "head"
+    def let_in(self, token: str, address: str) -> None:
+        """The server's side of the handshake."""
+        handshake = ServerHandshake(token, address)
+        self._write(memoryview(handshake.greeting))
+        self._write(memoryview(handshake.proof(bytes(self._read(REPLY_BYTES)))))
 
-    @property
-    def sending(self) -> bool:
-        """Whether something is left to be sent."""
-        return bool(self._out)
+    def knock(self, token: str, address: str) -> None:
+        """The worker's side of the handshake."""
+        handshake = WorkerHandshake(token, address)
+        self._write(memoryview(handshake.reply(bytes(self._read(GREETING_BYTES)))))
+        try:
+            proof = bytes(self._read(PROOF_BYTES))
+        except ConnectionError as error:
+            raise HandshakeError("it did not let this worker in; HYBRIDPAR_TOKEN must be equal everywhere") from error
+        handshake.check(proof)
 
-    def greet(self) -> None:
-        """Begin the handshake."""
-        self.send([memoryview(self._handshake.greeting)])
+    def send(self, message: ServerMessage) -> None:
+        """Send a message; its tensors must stay as they are until this returns."""
+        text, tensors = take_apart({one.name: getattr(message, one.name) for one in fields(message)})  # type: ignore[arg-type]
+        tensors = [one.detach().cpu().contiguous() for one in tensors]
+        head = json.dumps([type(message).__name__, text, tensor_facts(tensors)]).encode()
+        size = sum(one.nbytes for one in tensors)
+        with self._sending:
+            self._write(memoryview(_HEADER.pack(_MAGIC, len(head), size) + head))
+            for one in tensors:
+                if one.numel():
+                    self._write(bytes_of(one))
 
-    def read(self) -> Iterator[Frame]:
-        """All frames that are whole by now, each read when those before have been handled."""
-        while self.socket.fileno() >= 0:
-            try:
-                count = self.socket.recv_into(self._into)
-            except BlockingIOError:
-                return
+    def receive(self, most: int) -> Any:
+        """The next message, whose tensors may have so many bytes."""
+        magic, length, size = _HEADER.unpack(self._read(_HEADER.size))
+        if magic != _MAGIC:
+            raise Garbled("no message of hybridpar")
+        if length > _MOST_TEXT or size > most:
+            raise Garbled(f"a message of {length} + {size} bytes, at most {_MOST_TEXT} + {most} are expected")
+        try:
+            kind, text, facts = parse_json(bytes(self._read(length)))
+            forms = [(tuple(map(int, shape)), DTYPES[dtype]) for shape, dtype in facts]
+            if any(min(shape, default=0) < 0 for shape, _ in forms):
+                raise ValueError("a negative size")
+            if sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms) != size:
+                raise ValueError("tensors of another size")
+            adapter = _KINDS[kind]
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
+        except (Unreadable, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+            raise Garbled(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
+        for one in tensors:
+            if one.numel():
+                self._fill(bytes_of(one))
+        try:
+            return adapter.validate_python(put_together(text, tensors))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise Garbled(f"{kind} with fields that do not fit ({str(error)[:200]})") from error
+
+    def is_over(self) -> bool:
+        """Whether the other end, which should be waiting, is gone or says something."""
+        self._socket.settimeout(0.0)
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def end(self) -> None:
+        """Wake whoever reads from the connection, and close it. Safe to call twice, from any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
+        self._socket.close()
+
+    def _write(self, memory: memoryview) -> None:
+        self._socket.settimeout(self._timeout)
+        for start in range(0, len(memory), _PART):
+            part = memory[start : start + _PART]
+            self._socket.sendall(part)
+            self.sent += len(part)
+            self.active = self._now()
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return data
+
+    def _fill(self, into: memoryview) -> None:
+        self._socket.settimeout(self._patience)
+        while len(into):
+            count = self._socket.recv_into(into)
             if not count:
                 raise ConnectionResetError("the connection was closed")
-            self._into = self._into[count:]
-            while not len(self._into):
-                if (frame := self._advance()) is not None:
-                    yield frame
-
-    def _advance(self) -> Frame | None:
-        """A part is whole: go on to the next one, or hand the frame over."""
-        if self._state == "reply":
-            self.send([memoryview(self._handshake.proof(bytes(self._head)))])
-            self.known = True
-            self._begin()
-            return None
-        if self._state == "head":
-            meta_length, self._length = _check_head(bytes(self._head))
-            self._text = bytearray(meta_length)
-            self._into, self._state = memoryview(self._text), "meta"
-            return None
-        if self._state == "meta":
-            assert self._text is not None
-            self._meta = _parse(bytes(self._text))
-            if self._length > (most := self._most(self, self._meta)):
-                raise Garbled(f"{self._meta['kind'][:20]} with {self._length} bytes, at most {most} are expected")
-            self._payload = self._take(self._length)
-            self._state = "payload"
-            if self._length:
-                self._into = bytes_of(self._payload)
-                return None
-        frame = Frame(self._meta, self._payload)
-        self._begin()
-        return frame
-
-    def _take(self, length: int) -> Tensor:
-        """Memory for a payload. A push goes where the one before lay: it has been answered, or it would not come."""
-        if self._meta["kind"] != "push":
-            return torch.empty(length, dtype=torch.uint8)
-        if self._room.numel() != length:
-            self._room = torch.empty(length, dtype=torch.uint8)
-        return self._room
-
-    def send(self, parts: Sequence[memoryview]) -> None:
-        """Queue memory, which must stay as it is until it is sent, and send what can be sent now."""
-        self._out.extend(part for part in parts if len(part))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what can be sent now."""
-        while self._out:
-            try:
-                count = self.socket.send(self._out[0])
-            except BlockingIOError:
-                return
-            if count == len(self._out[0]):
-                self._out.popleft()
-            else:
-                self._out[0] = self._out[0][count:]
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.socket.close()
+            self.received += count
+            self.active = self._now()
+            into = into[count:]

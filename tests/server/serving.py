@@ -26,13 +26,12 @@ from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.learner import Learner
-from hybridpar.server.link import Links
-from hybridpar.server.peers import ServerOptions
+from hybridpar.server.link import LinkOptions, Links, ServerLink
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.serve import ShardServer
-from hybridpar.server.shard_link import LinkOptions, ShardLink
+from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripe_optimizer import needs_whole_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.wire import Welcome
 
 TOKEN = "let me in, I work here"
 
@@ -95,9 +94,11 @@ class Served:
 
     def kill(self, number: int) -> None:
         """As the system would: all sockets of a shard are closed."""
-        for key in list(self.servers[number]._selector.get_map().values()):
-            with contextlib.suppress(OSError):
-                key.fileobj.shutdown(socket.SHUT_RDWR)
+        server = self.servers[number]
+        with contextlib.suppress(OSError):
+            server._listener.shutdown(socket.SHUT_RDWR)
+        for connection in list(server._hellos):
+            connection.end()
 
 
 @contextlib.contextmanager
@@ -136,7 +137,6 @@ class Worker:
         rules: Rules,
         *,
         codec: str = "none",
-        half: bool = False,
         timeout: float = 20.0,
         limit: int = 10**6,
         returns: bool | None = None,
@@ -153,17 +153,16 @@ class Worker:
         policy = read_policy(codec)
         tensors = {name: own.data for name, own in trained_parameters(model).items()}
         comes_again = not rules.barrier if returns is None else returns
+        options = LinkOptions(number, model_fingerprint(model), str(policy), TOKEN, timeout, comes_again)
         self.links = Links(
             [
-                ShardLink(
-                    k,
+                ServerLink(
+                    f"{k} of {shards}",
                     server.address,
                     self.stripes[k],
                     piece_views(self.stripes[k], tensors),
-                    None if policy.changes_nothing else PushEncoder(policy, self.stripes[k]),
-                    LinkOptions(
-                        number, shards, model_fingerprint(model), str(policy), TOKEN, timeout, half, comes_again
-                    ),
+                    PushEncoder(policy, self.stripes[k]),
+                    options,
                 )
                 for k, server in enumerate(served.servers)
             ]
@@ -172,18 +171,13 @@ class Worker:
         self.loss_scale = loss_scale
         self.learner: Learner | None = None
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begin(self) -> list[Welcome]:
         welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
-        if self.number == 0 and not all(one["initialised"] for one in welcome):
-            welcome = self.links.initialise(
-                shard_starts(
-                    self.model,
-                    self.stripes,
-                    limit=self._limit,
-                    clipping=self.clipping,
-                    facts=self._facts,
-                )
+        if self.number == 0:
+            starts = shard_starts(
+                self.model, self.stripes, limit=self._limit, clipping=self.clipping, facts=self._facts
             )
+            welcome = self.links.start(starts, welcome)
         statistics = self.links.links[0].statistics
         if statistics.numel():
             put_buffers(self.model, statistics)

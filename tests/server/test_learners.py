@@ -54,16 +54,16 @@ def test_a_lost_push_loses_nothing_and_a_doubled_one_adds_nothing(text, stripe):
     """What all pushes that were heard of were, is what arrived and what the learners still keep."""
     policy, draw = Policy.of(parse_codec(text)), torch.Generator().manual_seed(5)
     shard = Shard(stripe, torch.zeros(stripe.count), Rules.asynchronous(3), sgd())
-    learners = [(PushEncoder(policy, stripe), PushDecoder(policy, stripe)) for _ in range(3)]
+    learners, decoder = [PushEncoder(policy, stripe) for _ in range(3)], PushDecoder(policy, stripe)
     for learner in range(3):
         shard.join(learner)
     computed, received = (torch.zeros(stripe.count, dtype=torch.float64) for _ in range(2))
     clocks, sequences = [0] * 3, [0] * 3
     for _ in range(24):
         learner, times = (int(torch.randint(3, (), generator=draw)) for _ in range(2))
-        encoder, decoder = learners[learner]
+        encoder = learners[learner]
         gradient = torch.randn(stripe.count, generator=draw)
-        message = torch.cat([encoder.encode(n, gradient[a:b]) for n, (a, b) in enumerate(stripe.ranges)])
+        messages = encoder.encode([gradient[a:b] for a, b in stripe.ranges])
         if times == 0:  # lost on its way, and given up
             encoder.rollback()
             continue
@@ -72,12 +72,11 @@ def test_a_lost_push_loses_nothing_and_a_doubled_one_adds_nothing(text, stripe):
         for _ in range(times):  # once, or again because its answer was lost
             decoded = torch.empty(stripe.count)
             if shard.expects(learner, sequences[learner]):
-                decoder.decode(message, decoded, encoder.warm)
+                decoder.decode(*messages, decoded)
                 received += decoded
             (answer,) = shard.push(Push(learner, sequences[learner], clocks[learner]), decoded)
         encoder.commit()
-        decoder.commit()
         clocks[learner] = answer.clock
     assert shard.clock == sum(sequences) > 0
-    found = received + sum(unsent(encoder) for encoder, _ in learners)
+    found = received + sum(unsent(encoder) for encoder in learners)
     torch.testing.assert_close(found, computed, rtol=1e-4, atol=1e-4)

@@ -21,8 +21,8 @@ from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
-from hybridpar.server.meetings import save_occasion
-from hybridpar.server.present import exchange
+from hybridpar.server.serve import save_occasion
+from hybridpar.server.wire import Gradient
 from tests.server.problems import unsent
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 from tests.waiting import eventually
@@ -79,7 +79,7 @@ def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, decay)
             assert same(worker.model, expected)
             torch.testing.assert_close(worker.model.norm.running_mean, expected.norm.running_mean)
             assert all(one.staleness == 0 and one.applied for one in results[worker.number])
-        assert [row["step"] for one in results[0] for row in one.rows] == [1, 2, 3, 4]
+        assert [row.step for one in results[0] for row in one.rows] == [1, 2, 3, 4]
         together([worker.close for worker in team])
     assert not served.problems
 
@@ -130,7 +130,7 @@ def test_a_shard_that_dies_while_norms_are_added_up_is_what_is_said():
 
     with serving(rules, 2, optimizer=config, timeout=5.0) as served:
         team, _ = train(served, rules, 2, 1, optimizer=config, timeout=5.0)
-        served.servers[1]._send = lambda *_: served.kill(1)  # instead of telling its squares
+        served.servers[1]._answer = lambda *_: served.kill(1)  # instead of telling its squares
         first, second = together([lambda worker=worker: run(worker) for worker in team])
         assert first.startswith("shard 1 of 2")
         assert "is gone" in second
@@ -161,7 +161,7 @@ def test_compressed_pushes_train_alike_on_all_workers(codec):
 @pytest.mark.parametrize("rules", [Rules.synchronous(1), Rules.asynchronous(1)], ids=["ps", "ps-async"])
 def test_weights_may_come_as_float16(rules):
     with serving(rules, half=True) as served:
-        (worker,), _ = train(served, rules, 1, 3, half=True)
+        (worker,), _ = train(served, rules, 1, 3)
         held = served.servers[0].shard.values
         mine = torch.cat(list(worker.links.links[0]._views))
         assert torch.equal(mine, held.half().float())
@@ -259,7 +259,7 @@ def test_a_worker_that_dies_is_dropped_and_one_that_joins_begins_with_the_weight
         (model,) = copies(1, width=6)
         late = Worker(served, 1, model, rules)
         (welcome,) = late.begin()
-        assert welcome["clock"] == served.servers[0].shard.clock == 7
+        assert welcome.clock == served.servers[0].shard.clock == 7
         assert same(late.model, team[0].model)
         late.step(50)
         assert any("worker 1 has joined" in text for text in team[0].step(51).news)
@@ -274,35 +274,25 @@ def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
         link = worker.links.links[0]
         shard = served.servers[0].shard
 
-        # Before the end of the push has arrived.
-        finish, broken = link._finish, []
+        ask, left = link._ask, ["before", "after"]
 
-        def break_first(flight):
-            if not broken:
-                broken.append(True)
-                link._socket.shutdown(socket.SHUT_RDWR)
-            finish(flight)
+        def break_twice(message):
+            """Before the push has arrived; later after it was taken in, but before the answer was heard."""
+            if isinstance(message, Gradient) and left and (left[0] == "before" or shard.clock == 3):
+                if left.pop(0) == "after":
+                    ask(message)
+                link._connection.end()
+                raise ConnectionResetError("the answer was lost")
+            return ask(message)
 
-        link._finish = break_first
+        link._ask = break_twice
         first = worker.step(20)
         assert first.applied
-        assert [row["step"] for row in first.rows] == [3], "steps are told of once"
+        assert [row.step for row in first.rows] == [3], "steps are told of once"
         assert (shard.clock, shard.taken) == (3, 3)
-
-        # After it was taken in, but before the answer was heard.
-        answer, deaf = link._answer, []
-
-        def hear_second():
-            if not deaf:
-                deaf.append(True)
-                while shard.clock == 3:
-                    pass
-                raise ConnectionResetError("the answer was lost")
-            return answer()
-
-        link._answer = hear_second
         second = worker.step(21)
         assert second.applied
+        assert not left
         assert (shard.clock, shard.taken, shard.histogram.total) == (4, 4, 4)
         assert torch.equal(torch.cat(list(link._views)), shard.values)
         worker.step(22)
@@ -395,7 +385,7 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
     with serving(rules, clock=clock) as served, caplog.at_level(logging.WARNING):
         team, _ = train(served, rules, 2, 1)
         server, other = served.servers[0], team[1 - silent]
-        waits = ThreadPoolExecutor(1).submit(exchange, other.links.links[0], "save/0", "here")
+        waits = ThreadPoolExecutor(1).submit(other.links.gather, "save/0", "here")
 
         eventually(lambda: server._waiting_since is not None)
         clock.seconds += 21
@@ -403,7 +393,7 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
             eventually(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
             assert not waits.done()
             clock.seconds += 180
-        assert waits.result(20) == ([other.number], ["here"])
+        assert waits.result(20) == {other.number: "here"}
         told = [*other.step(1).news, *caplog.messages]
         assert any(f"worker {silent} did not answer within 20 s, and others waited for it" in text for text in told)
         assert team[silent].step(2).applied  # by a new connection
@@ -426,10 +416,10 @@ def test_a_worker_that_joins_after_a_checkpoint_was_asked_for_is_not_waited_for(
         late = Worker(served, 1, copies(1)[0], rules)
         late.begin()
         assert late.step(2).save == 0
-        waits = ThreadPoolExecutor(1).submit(exchange, team[0].links.links[0], f"{save_occasion(told.save)}/0", "here")
-        assert waits.result(10) == ([0], ["here"])
-        last = [partial(exchange, one.links.links[0], "last/0", one.number) for one in (team[0], late)]
-        assert together(last) == [([0, 1], [0, 1])] * 2
+        waits = ThreadPoolExecutor(1).submit(team[0].links.gather, f"{save_occasion(told.save)}/0", "here")
+        assert waits.result(10) == {0: "here"}
+        last = [partial(one.links.gather, "last/0", one.number) for one in (team[0], late)]
+        assert together(last) == [{0: 0, 1: 1}] * 2
         late.close(), team[0].close()
 
 

@@ -227,4 +227,4 @@ def test_the_ledger_adds_pushes_up_to_steps():
     assert (row.staleness, row.most_stale, row.queued) == (1.5, 3, 1.5)
     ledger.arrived(staleness=0, loss=4.0, queued=1, counts=True, **common)
     ledger.arrived(staleness=0, loss=float("nan"), queued=1, counts=False, **common)
-    assert [(row["step"], row["loss"], row["skipped"]) for row in ledger.rows_after(1)] == [(2, 4.0, 1)]
+    assert [(row.step, row.loss, row.skipped) for row in ledger.rows_after(1)] == [(2, 4.0, 1)]

@@ -53,6 +53,7 @@ class GlobalRandomK(LargeTensorCodec):
     name = "grandk_mn"
     biased = True
     stateful = True
+    reads_state = True
     feedback = True
 
     def __post_init__(self) -> None:

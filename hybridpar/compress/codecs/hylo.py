@@ -58,6 +58,7 @@ class Hylo(Codec):
     name = "hylo"
     biased = True
     stateful = True
+    reads_state = True
     feedback = True
     castable = True
     kernels = ("cpu", "cuda")

@@ -126,7 +126,7 @@ class LowRank(Coder):
         first = torch.randn(self._columns, self._rank, generator=draw, dtype=torch.float32, device="cpu")
         # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
         self._q = self._next_q = first.t().contiguous().to(spec.device)
-        self._p = torch.empty(0)
+        self._p, self._is_orthonormal = torch.empty(0), False
         self._outline = torch.empty(self._rows, self._columns, device="meta")
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
@@ -165,7 +165,7 @@ class LowRank(Coder):
             group, own = [coders[n] for n in numbers], [factors[n] for n in numbers]
             messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
             for coder, factor in zip(group, own, strict=True) if index else ():
-                coder._p = factor
+                coder._p, coder._is_orthonormal = factor, True
             if len(group) > 1:
                 _multiply_together(group, index, own, messages)
             else:
@@ -186,8 +186,10 @@ class LowRank(Coder):
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         factor = parts[0].to(torch.float32).view(self._rank, -1)
         if index == 0:
-            self._p = factor
+            self._p, self._is_orthonormal = factor, False
         else:
+            if not self._is_orthonormal:  # this coder has written nothing
+                (self._p,) = orthonormal([self._p])
             self._next_q = factor / (self._share * self.spec.workers)
             self._residual.owe(self.product)
 
