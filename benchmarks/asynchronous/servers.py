@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,16 +31,24 @@ from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError
+from hybridpar.lanes import Lanes
 from hybridpar.models import build_model, model_fingerprint, seed_everything
+from hybridpar.optim.losses import as_sum
+from hybridpar.pipeline.step import StepInput
+from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.learner import Learner
+from hybridpar.server.engine import ServedEngine
+from hybridpar.server.gradients import ServedModel
 from hybridpar.server.link import LinkOptions, Links, ServerLink
 from hybridpar.server.place import own_host
-from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.running import flat_buffers
 from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.wire import Weights
+from hybridpar.train.engine import EngineParts
 from hybridpar.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,7 +95,7 @@ class Waiting(nn.Module):
 
 
 class Party:
-    """This rank's part in some workers with some shards: a learner, a shard on a thread, or both.
+    """This rank's part in some workers with some shards: a worker, a shard on a thread, or both.
 
     Args:
         name: Unlike that of every other party.
@@ -109,7 +118,7 @@ class Party:
             self._thread.start()
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, address)
-        self.learner: Learner | None = None
+        self.engine: ServedEngine | None = None
         if self._rank < workers:
             self._open(name, config, model, [told[host] for host in hosts])
         dist.barrier()
@@ -135,23 +144,34 @@ class Party:
         welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
         if self._rank == 0:
             self._links.start(shard_starts(model, stripes, limit=10**9), welcome)
-        first = self._links.links[0]
-
-        def took() -> None:
-            if first.statistics.numel():
-                put_buffers(model, first.statistics)
-
-        self.learner = Learner(
-            model, nn.CrossEntropyLoss(), self._links, barrier=self._rules.barrier, guard=config.guard, took=took
+        served = ServedModel(model, self._links, tensors, barrier=self._rules.barrier)
+        served.take_weights()
+        alone = TrainConfig(lr=config.lr)
+        self._lanes = Lanes(torch.device("cpu"))
+        parts = EngineParts(
+            model, resolve(alone, 1), None, _no_optimizer, as_sum(nn.CrossEntropyLoss()), alone, World(), self._lanes
         )
+        self.engine = ServedEngine(parts, served, self._rank, Clipping())
+
+    def step(self, images: Tensor, labels: Tensor, workers: int, *, stop: bool = False) -> Weights | None:
+        """Push a gradient, where this rank trains; what came for it."""
+        if self.engine is None:
+            return None
+        self.engine.step(StepInput([(images, labels)], len(labels), workers * len(labels), stop=stop))
+        return self.engine.gradients.answer
 
     def close(self) -> None:
         """Leave; the shard ends when all have."""
-        if self.learner is not None:
-            self.learner.close()
+        if self.engine is not None:
+            self.engine.close()
+            self._lanes.__exit__(None, None, None)
             self._links.close()
         if self._thread is not None:
             self._thread.join(30)
+
+
+def _no_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    raise AssertionError("servers run the optimizer")
 
 
 def _serve(server: ShardServer) -> None:
@@ -194,19 +214,12 @@ def measure_cost(quick: bool, rounds: int, output: str | None) -> None:
             ):
                 made = Party(kind, config, WORKERS, hosts, build())
                 stack.callback(made.close)
-                methods[kind] = _step_of(made, images, labels)
+                methods[kind] = partial(made.step, images, labels, WORKERS)
             limit = math.inf if quick else FOREIGN_LOAD
             result = paired(methods, rounds, warmup=3, foreign_load=limit)
         if rank == 0:
             setting = f"{name}, {side}x{side} images, batch {batch} per worker, {WORKERS} workers, {SERVERS} servers"
             write_checks(_cost_rows(result, setting), output, title="servers, cost")
-
-
-def _step_of(party: Party, images: Tensor, labels: Tensor) -> Callable[[], object]:
-    learner, count = party.learner, len(labels)
-    if learner is None:
-        return lambda: None
-    return lambda: learner.step([(images, labels)], count, WORKERS * count)
 
 
 def _cost_rows(result: Paired, setting: str) -> list[Check]:
@@ -252,15 +265,16 @@ def _block(name: str, mode: str, workers: int, wait: float, seconds: float) -> f
     model = Waiting(wait * (SLOWED if rank == 0 else 1.0))
     party = Party(name, TrainConfig(lr=1e-3, sync=mode), workers, [workers], model)
     images, labels = torch.randn(8, 25_000), torch.zeros(8, dtype=torch.int64)
-    learner, done, began = party.learner, 0, time.perf_counter()
-    while learner is not None:
+    done, began = 0, time.perf_counter()
+    while party.engine is not None:
         late = time.perf_counter() - began > seconds
-        result = learner.step([(images, labels)], 8, 8 * workers, stop=late)
-        done += result.applied
-        if result.stop:
+        answer = party.step(images, labels, workers, stop=late)
+        assert answer is not None
+        done += answer.applied
+        if answer.stop:
             break
     facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, (done, time.perf_counter() - began if learner is not None else 0.0))
+    dist.all_gather_object(facts, (done, time.perf_counter() - began if party.engine is not None else 0.0))
     party.close()
     dist.barrier()
     return 8 * sum(count for count, _ in facts) / max(taken for _, taken in facts)

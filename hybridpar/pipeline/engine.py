@@ -28,7 +28,7 @@ from hybridpar.models.deferred import like_tensor, places
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
-from hybridpar.pipeline.local_stage import AfterStep, LocalStage, OptimizerStep
+from hybridpar.pipeline.local_stage import AfterStep, LocalStage, MakeGradients, OptimizerStep
 from hybridpar.pipeline.stage_module import (
     StageModule,
     WholeModel,
@@ -47,7 +47,7 @@ from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.policy import agree_on_policy, is_auto
-from hybridpar.sync.reducer import SyncLanes, open_sync_lanes
+from hybridpar.sync.reducer import LocalGradients, SyncLanes, open_sync_lanes
 
 if TYPE_CHECKING:
     from hybridpar.sync.choice import Choice
@@ -75,10 +75,12 @@ class PipelineEngine:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         time_backward: Callable[[], float] | None = None,
         after_step: Callable[[nn.Module], AfterStep] | None = None,
+        local_gradients: MakeGradients = LocalGradients,
     ) -> None:
         check_stages(stages)
         self.is_whole = isinstance(stages[0], WholeModel)
         self._context = context
+        self._local_gradients = local_gradients
         self.model = model
         self.options = options
         self.micro_batches = micro_batches
@@ -254,6 +256,7 @@ class PipelineEngine:
                 shards.get(layout.lane_of[index]),
                 self._nodes,
                 after_step(module_of(stage)) if after_step is not None else None,
+                self._local_gradients,
             )
             scratch = local.batch_norm.scratch if local.batch_norm is not None else ()
             run.attach(local.after_forward, local.state_now, local.seeing, scratch)

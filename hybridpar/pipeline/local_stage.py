@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
@@ -50,6 +50,9 @@ _log = logging.getLogger(__name__)
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
 OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
 
+#: Makes what becomes of the gradients of a stage without replicas, of its parameters, lane, and whether it measures.
+MakeGradients = Callable[[Mapping[str, nn.Parameter], Lane, bool], LocalGradients]
+
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
 
@@ -71,6 +74,7 @@ class LocalStage:
         shard_group: SumGroup | None = None,
         nodes: NodeWorlds | None = None,
         after_step: AfterStep | None = None,
+        local_gradients: MakeGradients = LocalGradients,
     ) -> None:
         self.run = run
         self.lane = lane
@@ -82,6 +86,7 @@ class LocalStage:
         self._nodes = nodes
         self._step_optimizer = step_optimizer
         self._after_step = after_step
+        self._local_gradients = local_gradients
         self._step = 0
         self.is_open = False  # a step has begun, and is neither committed nor rolled back
         self.guarded = options.guard
@@ -114,7 +119,7 @@ class LocalStage:
     def _make_gradients(self) -> LocalGradients:
         options = self.options
         if self.replicas.size == 1:
-            return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
+            return self._local_gradients(dict(self.module.named_parameters()), self.lane, self.measured)
         parameters, plain = dict(self.module.named_parameters()), options.policy.changes_nothing
         place = (parameters, self.replicas, self._lanes, self.lane)
         if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache

@@ -32,7 +32,6 @@ class Standing:
         losses: The mean loss of these.
         tested: The ends of epochs.
         resumed_from: Step that the run last went on from; None for a new one.
-        step: With parameter servers, steps that these have done.
         own_steps: With parameter servers, batches that this worker has computed.
     """
 
@@ -42,7 +41,6 @@ class Standing:
     losses: RunningMean = field(default_factory=RunningMean)
     tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
-    step: int = 0
     own_steps: int = 0
 
     @property

@@ -350,7 +350,8 @@ class ShardServer:
         self._stop |= push.stop
         if push.save and not shard.done and not self._stop:  # else some have heard their last answer
             self._save += 1
-            self._parties[save_occasion(self._save)] = set(self._peers)  # who joins from now on does not hear of it
+            # Who joins from now on does not hear of it.
+            self._parties[save_occasion(self._save)] = set(self._peers)
         self._lowered = self._lowered if push.lowered is None else push.lowered
         self._deliver(shard.push(push, gradient))
 
@@ -406,12 +407,14 @@ class ShardServer:
     def _gather(self, peer: _Peer, worker: int, message: wire.Gather) -> wire.Gathered:
         """Collect an item of each worker of an occasion; a tag is `occasion/number`.
 
-        Who takes part was settled when workers heard of the occasion, or else by the first message of it. A worker that
-        has left is not waited for, nor is a worker at a later occasion: all come to occasions in the same order.
+        With a barrier all take part. Else that was settled when workers heard of the occasion, or by the first message
+        of it. A worker that has left is not waited for, nor is a worker at a later occasion: all come to occasions in
+        the same order.
         """
-        occasion = _occasion(message.tag)
-        party = self._parties.setdefault(occasion, set(self._peers))
-        for earlier in itertools.takewhile(lambda one: one != occasion, self._parties):
+        occasion, barrier = _occasion(message.tag), self._options.rules.barrier
+        all_there = set(range(self._options.rules.learners)) if barrier else set(self._peers)
+        party = self._parties.setdefault(occasion, all_there)
+        for earlier in itertools.takewhile(lambda one: one != occasion and not barrier, self._parties):
             self._parties[earlier].discard(worker)
         self._changed.notify_all()
         if worker not in party:  # it came late, and there is no other message for it

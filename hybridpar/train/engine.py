@@ -28,7 +28,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.recipe import refuse
 from hybridpar.errors import UsageError, shortened
-from hybridpar.lanes import Lanes
+from hybridpar.lanes import Lane, Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
@@ -55,6 +55,7 @@ from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
+from hybridpar.sync.reducer import LocalGradients
 from hybridpar.sync.shards import owned
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
@@ -173,7 +174,12 @@ class Engine:
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
+            local_gradients=self._local_gradients,
         )
+
+    def _local_gradients(self, parameters: Mapping[str, nn.Parameter], lane: Lane, measure: bool) -> LocalGradients:
+        """What becomes of the gradients of a stage that has no replicas."""
+        return LocalGradients(parameters, lane, measure)
 
     def _sync_options(self) -> SyncOptions:
         return sync_options(self._config, self.plan.sync, self.model)

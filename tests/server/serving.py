@@ -10,28 +10,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
-from hybridpar.config import OptimizerConfig
+from hybridpar.config import OptimizerConfig, TrainConfig
 from hybridpar.errors import HybridparError
-from hybridpar.models import autocast, model_fingerprint
+from hybridpar.lanes import Lanes
+from hybridpar.models import model_fingerprint
 from hybridpar.optim.build import build_optimizer
-from hybridpar.optim.loss_scale import LossScale
+from hybridpar.optim.losses import as_sum
+from hybridpar.pipeline.step import StepInput
+from hybridpar.planner.resolve import resolve
 from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
-from hybridpar.server.learner import Learner
+from hybridpar.server.engine import ServedEngine
+from hybridpar.server.gradients import PushPlan, ServedModel
 from hybridpar.server.link import LinkOptions, Links, ServerLink
-from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.running import flat_buffers
 from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripe_optimizer import needs_whole_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
 from hybridpar.server.wire import Welcome
+from hybridpar.train.engine import EngineParts
 
 TOKEN = "let me in, I work here"
 
@@ -142,7 +148,7 @@ class Worker:
         returns: bool | None = None,
         facts: dict[str, Any] | None = None,
         scales: dict[str, float] | None = None,
-        loss_scale: LossScale | None = None,
+        amp: str = "none",
         optimizer: OptimizerConfig | None = None,
     ) -> None:
         self.number, self.model, self.rules = number, model, rules
@@ -168,8 +174,10 @@ class Worker:
             ]
         )
         self._limit, self._facts = limit, facts or {}
-        self.loss_scale = loss_scale
-        self.learner: Learner | None = None
+        self._amp, self._tensors = amp, tensors
+        self._thread = ThreadPoolExecutor(1)  # lanes take work from the thread that made them
+        self._lanes = self._thread.submit(Lanes, torch.device("cpu")).result()
+        self.engine: ServedEngine | None = None
 
     def begin(self) -> list[Welcome]:
         welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
@@ -178,35 +186,39 @@ class Worker:
                 self.model, self.stripes, limit=self._limit, clipping=self.clipping, facts=self._facts
             )
             welcome = self.links.start(starts, welcome)
-        statistics = self.links.links[0].statistics
-        if statistics.numel():
-            put_buffers(self.model, statistics)
-
-        def take() -> None:
-            if self.links.links[0].statistics.numel():
-                put_buffers(self.model, self.links.links[0].statistics)
-
-        self.learner = Learner(
-            self.model,
-            nn.CrossEntropyLoss(),
-            self.links,
-            barrier=self.rules.barrier,
-            context=partial(autocast, "none" if self.loss_scale is None else "fp16", torch.device("cpu")),
-            loss_scale=self.loss_scale,
-            clipping=self.clipping,
-            took=take,
-        )
+        self.engine = self._thread.submit(self._open_engine).result()
+        self._served.take_weights()
         return welcome
 
+    def _open_engine(self) -> ServedEngine:
+        config = TrainConfig(amp=self._amp)
+        parts = EngineParts(
+            *(self.model, resolve(config, 1), None, lambda _: None, as_sum(nn.CrossEntropyLoss()), config),
+            *(World(), self._lanes),
+        )
+        self._served = ServedModel(self.model, self.links, self._tensors, barrier=self.rules.barrier)
+        return ServedEngine(parts, self._served, self.number, self.clipping)
+
     def step(self, seed: int, workers: int = 1, **more: Any) -> Any:
-        assert self.learner is not None
-        batch = images(seed)
-        return self.learner.step([batch], 4, 4 * workers, **more)
+        return self.step_on(images(seed), workers, **more)
+
+    def step_on(self, batch: tuple[Tensor, Tensor], workers: int = 1, lowered: float | None = None, **more: Any) -> Any:
+        """The answer to a push, the norm that was added up, and bytes pushed and pulled."""
+        assert self.engine is not None
+        before = self.links.traffic
+        self.engine.gradients.plan = PushPlan(0, lowered=lowered)
+        given = StepInput([batch], 4, 4 * workers, **more)
+        self._thread.submit(self.engine.step, given).result()
+        pushed, pulled = (now - then for now, then in zip(self.links.traffic, before, strict=True))
+        answer = vars(self.engine.gradients.answer)
+        return SimpleNamespace(**answer, norm=self.links.squares, pushed=pushed, pulled=pulled)
 
     def close(self, *, graceful: bool = True) -> None:
-        if self.learner is not None:
-            self.learner.close()
+        if self.engine is not None:
+            self._thread.submit(self.engine.close).result()
+        self._thread.submit(self._lanes.__exit__, None, None, None).result()
         self.links.close(graceful=graceful)
+        self._thread.shutdown()
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:

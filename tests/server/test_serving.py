@@ -19,7 +19,6 @@ from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
-from hybridpar.optim.loss_scale import LossScale
 from hybridpar.server import Rules
 from hybridpar.server.serve import save_occasion
 from hybridpar.server.wire import Gradient
@@ -178,8 +177,8 @@ def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
         bad, targets = images(1)
         results = together(
             [
-                lambda: team[0].learner.step([images(0)], 4, 8),
-                lambda: team[1].learner.step([(bad * torch.nan, targets)], 4, 8),
+                lambda: team[0].step(0, 2),
+                lambda: team[1].step_on((bad * torch.nan, targets), 2),
             ]
         )
         assert not any(one.applied for one in results)
@@ -216,16 +215,15 @@ def test_float16_has_the_steps_and_scales_of_one_process(rules):
     expected, scales = in_float16(count, batches)
     assert min(scales) < 2**16 <= max(scales)
     with serving(rules, 2) as served:
-        kept = [LossScale(torch.device("cpu"), interval=3) for _ in range(count)]
-        team = [
-            Worker(served, n, model, rules, loss_scale=one)
-            for n, (model, one) in enumerate(zip(copies(count), kept, strict=True))
-        ]
+        team = [Worker(served, n, model, rules, amp="fp16") for n, model in enumerate(copies(count))]
         together([worker.begin for worker in team])
+        kept = [worker.engine.loss_scales[0] for worker in team]
+        for one in kept:
+            one._interval = 3
         applied = []
         for batch, scale in zip(batches, scales, strict=True):
             pairs = zip(team, batch, strict=True)
-            results = together([lambda w=w, one=one: w.learner.step([one], 4, 4 * count) for w, one in pairs])
+            results = together([lambda w=w, one=one: w.step_on(one, count) for w, one in pairs])
             applied.append(all(one.applied for one in results))
             assert [float(one.value) for one in kept] == [scale] * count
         for worker in team:
@@ -238,14 +236,14 @@ def test_float16_has_the_steps_and_scales_of_one_process(rules):
 def test_without_a_barrier_each_worker_has_a_loss_scale_of_its_own():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
-        kept = [LossScale(torch.device("cpu"), initial=2.0**8) for _ in range(2)]
-        team = [Worker(served, n, one, rules, loss_scale=kept[n]) for n, one in enumerate(copies(2))]
+        team = [Worker(served, n, one, rules, amp="fp16") for n, one in enumerate(copies(2))]
         together([worker.begin for worker in team])
+        kept = [worker.engine.loss_scales[0] for worker in team]
         bad, targets = images(0)
-        assert not team[1].learner.step([(bad * torch.nan, targets)], 4, 8).applied
+        assert not team[1].step_on((bad * torch.nan, targets), 2).applied
         assert team[0].step(1, 2).applied
         assert team[1].step(2, 2).applied
-        assert [float(one.value) for one in kept] == [2.0**8, 2.0**7]
+        assert [float(one.value) for one in kept] == [2.0**16, 2.0**15]
         together([worker.close for worker in team])
 
 

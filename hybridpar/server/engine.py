@@ -1,0 +1,89 @@
+"""The step of a worker whose optimizer is at servers: that of all training, with other gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from hybridpar.lanes import Lane
+from hybridpar.pipeline.local_stage import AfterStep
+from hybridpar.pipeline.step import StepInput, StepOutcome
+from hybridpar.server.clipping import Clipping
+from hybridpar.server.gradients import PushPlan, ServedModel, ServerGradients
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import Pieces
+from hybridpar.sync.reducer import LocalGradients
+from hybridpar.train.engine import Engine, EngineParts
+
+
+class ServedEngine(Engine):
+    """Trains a model whose optimizer is at servers."""
+
+    def __init__(self, parts: EngineParts, served: ServedModel, worker: int, clipping: Clipping) -> None:
+        self._served, self._worker, self._clipping = served, worker, clipping
+        self._share = 1.0  # of this worker's mean loss in that of a step
+        self._followed = 0  # steps that the moving average has seen
+        super().__init__(parts)
+        self.late = False  # the answer of the servers says whether a step counts
+
+    @property
+    def gradients(self) -> ServerGradients:
+        """What pushes."""
+        found = self.pipeline.stages[0].gradients
+        assert isinstance(found, ServerGradients)
+        return found
+
+    def step(self, given: StepInput) -> StepOutcome:
+        """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
+        whole = given.global_samples if self._served.barrier else None
+        given = replace(given, global_samples=whole or given.samples)
+        self._share = given.samples / (given.global_samples or 1)
+        self.gradients.plan = replace(
+            self.gradients.plan, samples=given.samples, rate=given.rate_factor, stop=given.stop, save=given.save
+        )
+        return super().step(given)
+
+    def recover(self, steps: int) -> int:
+        """Steps are those of the servers, of which this worker's are a part."""
+        super().recover(steps)
+        return steps
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step that servers have done."""
+        super().go_on_from(step)
+        self._followed = step
+
+    def follow(self, step: int, *, counts: bool = True) -> None:
+        """Move the average towards the weights of now, for each step that the servers have done since last time."""
+        if counts or not self._served.barrier:
+            for number in range(self._followed + 1, step + 1):
+                for average in self.averages:
+                    average.update(number)
+        self._followed = step
+
+    def _sync_options(self) -> SyncOptions:
+        return replace(super()._sync_options(), clip_norm=None, pool_batch_norm=False)
+
+    def _local_gradients(self, parameters: Mapping[str, nn.Parameter], lane: Lane, measure: bool) -> LocalGradients:
+        def loss() -> float:
+            total = self.pipeline.stages[0].run.loss_sum
+            return 0.0 if total is None else float(total) / self._share
+
+        found = ServerGradients(parameters, lane, measure, self._served, self._worker, self._clipping, loss)
+        found.plan = PushPlan(0)
+        return found
+
+    def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Pieces | None], None]:
+        return lambda factor, commit, pieces: None
+
+    def _after_step_of(self, module: nn.Module) -> AfterStep:
+        super()._after_step_of(module)
+
+        def follow(_: int, commit: bool | Tensor) -> None:
+            self.follow(self.gradients.answer.step, counts=bool(commit))
+            for scale in self.loss_scales:
+                scale.update(commit)
+
+        return follow

@@ -1,0 +1,76 @@
+"""Tests what a worker keeps of a run with parameter servers beside its model: the moving average and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridpar.config import TrainConfig
+from hybridpar.models.random_state import random_state
+from hybridpar.planner.resolve import resolve
+from hybridpar.run import served_trainer
+from hybridpar.run.position import Standing
+from hybridpar.run.served_trainer import ServedTrainer
+from hybridpar.server.clipping import Clipping
+from hybridpar.train.checkpoint import CheckpointData
+
+
+@pytest.fixture(params=["ps", "ps-async"])
+def trainer(request, monkeypatch) -> Iterator[ServedTrainer]:
+    """Of a model with one weight of 0, whose average began with 0."""
+    monkeypatch.setattr(ServedTrainer, "_open_links", lambda *_: mock.MagicMock())
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    config = TrainConfig(
+        sync=request.param, amp="fp16", model_ema="0.5", lr=0.02, lr_schedule="plateau:patience=0", warmup_epochs=0.0
+    )
+    place = SimpleNamespace(rank=0, workers=2)
+    plan = resolve(TrainConfig(), 1)
+    with ServedTrainer(
+        *(model, config, place, plan, [], None, Clipping(), Standing(), "linear"), total_steps=10, steps_per_epoch=1
+    ) as made:
+        made.engine.follow(1)
+        torch.nn.init.ones_(model.weight)
+        yield made
+
+
+def averaged(trainer: ServedTrainer) -> float:
+    (average,) = trainer.engine.averages
+    return float(average.state_dict()["weight"])
+
+
+def test_a_skipped_step_leaves_the_average_only_where_all_workers_skip_it(trainer):
+    trainer.engine.follow(3, counts=False)
+    assert averaged(trainer) == (0.0 if trainer._barrier else 0.75)
+    trainer.engine.follow(4)
+    assert averaged(trainer) == (0.5 if trainer._barrier else 0.875)
+
+
+def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
+    trainer.steps_done = 3
+    for _ in range(2):
+        trainer.note_metric(0.5)
+    assert trainer._rate_factor() == pytest.approx(0.1)
+    trainer.hear(0.01)
+    assert trainer._rate_factor() == pytest.approx(0.1), "this worker decides itself"
+    trainer._process.rank = 1
+    trainer.hear(None)
+    assert trainer._rate_factor() == pytest.approx(0.1)
+    trainer.hear(0.01)
+    assert trainer._rate_factor() == pytest.approx(0.1 if trainer._barrier else 0.01)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_that_are_not_in_step_go_on_with_loss_scales_of_their_own(trainer, workers, monkeypatch):
+    shared, own = ({"scale": scale, "steps": 1.0} for scale in (4.0, 2.0))
+    local = {"random": random_state(torch.device("cpu")), "server": {"own_steps": 3, "codecs": [], "loss_scale": own}}
+    data = CheckpointData(3, "", {}, {"loss_scale": shared}, local, workers)
+    monkeypatch.setattr(served_trainer, "load_checkpoint", lambda *_: data)
+    with torch.random.fork_rng():
+        trainer._load_own(Path())
+    assert trainer.engine.loss_scale_state() == (own if workers == 2 and not trainer._barrier else shared)
