@@ -39,14 +39,13 @@ from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
-from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.gradients import ServedModel
-from hybridpar.server.link import LinkOptions, Links, ServerLink
+from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.place import own_host
 from hybridpar.server.running import flat_buffers
 from hybridpar.server.serve import ServerOptions, ShardServer
-from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.stripes import trained_parameters
 from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.trainer import Trainer
@@ -127,20 +126,9 @@ class Party:
         stripes = cut_model(described_parameters(model), len(addresses))
         tensors = {key: own.data for key, own in trained_parameters(model).items()}
         options = LinkOptions(
-            self._rank, model_fingerprint(model), str(self._policy), name, config.timeout, not self._rules.barrier
+            self._rank, model_fingerprint(model), self._policy, name, config.timeout, not self._rules.barrier
         )
-        links = [
-            ServerLink(
-                f"{number} of {len(addresses)}",
-                address,
-                stripe,
-                piece_views(stripe, tensors),
-                PushEncoder(self._policy, stripe),
-                options,
-            )
-            for number, (address, stripe) in enumerate(zip(addresses, stripes, strict=True))
-        ]
-        self._links = Links(links)
+        self._links = Links(addresses, stripes, tensors, options)
         welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
         if self._rank == 0:
             self._links.start(shard_starts(model, stripes, limit=10**9), welcome)

@@ -31,14 +31,13 @@ from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing, plain_tests, read_tests
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
-from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.gradients import PushPlan, ServedModel
-from hybridpar.server.link import LinkOptions, Links, ServerLink
+from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
+from hybridpar.server.stripes import Stripe, trained_parameters
 from hybridpar.server.wire import Start
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
 from hybridpar.train.checkpoint_files import latest_checkpoint
@@ -76,7 +75,7 @@ class ServedTrainer(Trainer):
         }
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
         self.weights_lines: list[str] = []
-        self.links = self._open_links(model, config, policy, host)
+        self.links = self._open_links(model, policy, host)
         self._served = ServedModel(model, self.links, host, barrier=self._barrier)
         # Workers in step keep one average, else worker 0 does.
         ema = config.model_ema if self._barrier or place.rank == 0 else None
@@ -92,21 +91,12 @@ class ServedTrainer(Trainer):
         parts = EngineParts(self.model, plan, None, _no_optimizer, self._loss, self.config, world, self.lanes)
         return ServedEngine(parts, self._served, self._process.rank, self._clipping)
 
-    def _open_links(self, model: nn.Module, config: TrainConfig, policy: Policy, host: dict[str, Tensor]) -> Links:
-        place = self._process
+    def _open_links(self, model: nn.Module, policy: Policy, host: dict[str, Tensor]) -> Links:
+        process, timeout = self._process, self._asked.timeout
         options = LinkOptions(
-            worker=place.rank,
-            fingerprint=model_fingerprint(model),
-            policy=str(policy),
-            token=place.token,
-            timeout=config.timeout,
-            returns=not self._barrier,
+            *(process.rank, model_fingerprint(model), policy, process.token, timeout), returns=not self._barrier
         )
-        links = []
-        for number, (address, stripe) in enumerate(zip(place.find(config.timeout), self._stripes, strict=True)):
-            name, views = f"{number} of {place.shards}", piece_views(stripe, host)
-            links.append(ServerLink(name, address, stripe, views, PushEncoder(policy, stripe), options))
-        return Links(links)
+        return Links(process.find(timeout), self._stripes, host, options)
 
     def step(self, batch: Any, *, stop: bool = False, save: bool = False) -> StepResult:
         """Push the gradient of a batch; the weights are then those of the servers."""

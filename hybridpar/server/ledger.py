@@ -6,10 +6,13 @@ epochs, learning rates and speeds mean the same in every mode.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Rows kept until worker 0 asks for them; far more than are ever waiting.
 _MOST = 10_000
@@ -42,6 +45,17 @@ class StepRow:
     rate: float
 
 
+class Arrival(NamedTuple):
+    """A gradient that came; `queued` is how many lay there with it, and `counts` says that it is finite."""
+
+    staleness: int
+    samples: int
+    loss: float
+    rate: float
+    queued: int
+    counts: bool
+
+
 class Ledger:
     """Adds up arrivals to steps."""
 
@@ -50,50 +64,35 @@ class Ledger:
         self.step = step
         self._clock = clock
         self._rows: deque[StepRow] = deque(maxlen=_MOST)
+        self._arrivals: list[Arrival] = []
         self._since = clock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._arrived = self._samples = self._counted = self._most = self._skipped = self._staleness = self._queued = 0
-        self._loss = self._rate = 0.0
 
     def restart(self) -> None:
         """The time of the next step begins now."""
         self._since = self._clock()
 
-    def arrived(
-        self, *, staleness: int, samples: int, loss: float, rate: float, queued: int, counts: bool
-    ) -> StepRow | None:
-        """Take in a gradient."""
-        self._arrived += 1
-        self._samples += samples
-        self._staleness += staleness
-        self._most = max(self._most, staleness)
-        self._queued += queued
-        self._rate += rate
-        if counts:
-            self._counted += samples
-            self._loss += loss * samples
-        else:
-            self._skipped += 1
-        if self._arrived < self.per_step:
+    def arrived(self, arrival: Arrival) -> StepRow | None:
+        """Take in a gradient; the step that ends with it."""
+        self._arrivals.append(arrival)
+        if len(self._arrivals) < self.per_step:
             return None
-        now = self._clock()
+        arrivals, self._arrivals = self._arrivals, []
+        before, self._since = self._since, self._clock()
         self.step += 1
+        counted = [one for one in arrivals if one.counts]
+        samples = sum(one.samples for one in counted)
         row = StepRow(
             self.step,
-            self._loss / self._counted if self._counted else float("nan"),
-            self._samples,
-            now - self._since,
-            self._staleness / self._arrived,
-            self._most,
-            self._queued / self._arrived,
-            self._skipped,
-            self._rate / self._arrived,
+            sum(one.loss * one.samples for one in counted) / samples if samples else math.nan,
+            sum(one.samples for one in arrivals),
+            self._since - before,
+            statistics.fmean(one.staleness for one in arrivals),
+            max(one.staleness for one in arrivals),
+            statistics.fmean(one.queued for one in arrivals),
+            len(arrivals) - len(counted),
+            statistics.fmean(one.rate for one in arrivals),
         )
         self._rows.append(row)
-        self._since = now
-        self._clear()
         return row
 
     def rows_after(self, step: int) -> list[StepRow]:

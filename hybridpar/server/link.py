@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.compress import Policy
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server import wire
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.handshake import HandshakeError
-from hybridpar.server.stripes import Stripe
+from hybridpar.server.stripes import Stripe, piece_views
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LinkOptions:
     Attributes:
         worker: Its number.
         fingerprint: Of the model.
-        policy: Codecs of pushes, as text.
+        policy: Codecs of pushes.
         token: What lets it in.
         timeout: Seconds after which a silent server is an error.
         returns: Whether to come again where a connection breaks.
@@ -39,7 +40,7 @@ class LinkOptions:
 
     worker: int
     fingerprint: str
-    policy: str
+    policy: Policy
     token: str = field(repr=False)
     timeout: float
     returns: bool = False
@@ -49,17 +50,11 @@ class ServerLink:
     """A worker's way to one server."""
 
     def __init__(
-        self,
-        name: str,
-        address: str,
-        stripe: Stripe,
-        views: Sequence[Tensor],
-        encoder: PushEncoder,
-        options: LinkOptions,
+        self, name: str, address: str, stripe: Stripe, tensors: Mapping[str, Tensor], options: LinkOptions
     ) -> None:
-        self.name, self.address, self.stripe, self.encoder = name, address, stripe, encoder
-        self._views, self._options = views, options
-        self.worker = options.worker
+        self._name, self._address, self.stripe, self._options = name, address, stripe, options
+        self.encoder = PushEncoder(options.policy, stripe)
+        self._views = piece_views(stripe, tensors)
         self._session = os.urandom(8).hex()
         self._connection: wire.Connection | None = None
         self._hello: wire.Hello
@@ -76,7 +71,7 @@ class ServerLink:
             session=self._session,
             fingerprint=options.fingerprint,
             stripe=self.stripe.fingerprint,
-            policy=options.policy,
+            policy=str(options.policy),
             buffers=buffers,
             rows=rows,
         )
@@ -132,10 +127,10 @@ class ServerLink:
         self._before = self.traffic
         if self._connection is not None:
             self._connection.end()
-        host, _, port = self.address.rpartition(":")
+        host, _, port = self._address.rpartition(":")
         timeout = self._options.timeout
         self._connection = wire.Connection(socket.create_connection((host, int(port)), timeout), timeout, timeout)
-        self._connection.knock(self._options.token, self.address)
+        self._connection.knock(self._options.token, self._address)
         return self._welcomed(self._ask(self._hello))
 
     def _welcomed(self, welcome: wire.Welcome) -> wire.Welcome:
@@ -182,18 +177,22 @@ class ServerLink:
         silent = isinstance(error, TimeoutError)
         reason = f"did not answer within {self._options.timeout:g} s" if silent else f"is gone ({error})"
         return SyncError(
-            f"shard {self.name} at {self.address} {reason}, and worker {self._options.worker} needs it",
+            f"shard {self._name} at {self._address} {reason}, and worker {self._options.worker} needs it",
             "Each shard holds a stripe of the parameters that exists nowhere else.",
             "A launched job restarts from its last checkpoint; else start it again with --resume.",
         )
 
 
 class Links:
-    """A worker's ways to all servers."""
+    """A worker's ways to all servers. `tensors` are the parameters by name, into which weights come."""
 
-    def __init__(self, links: Sequence[ServerLink]) -> None:
-        self.links = tuple(links)
-        self._threads = ThreadPoolExecutor(len(links), thread_name_prefix="server")
+    def __init__(
+        self, addresses: Sequence[str], stripes: Sequence[Stripe], tensors: Mapping[str, Tensor], options: LinkOptions
+    ) -> None:
+        pairs = enumerate(zip(addresses, stripes, strict=True))
+        names = f"{{}} of {len(addresses)}"
+        self.links = [ServerLink(names.format(n), *pair, tensors, options) for n, pair in pairs]
+        self._threads = ThreadPoolExecutor(len(self.links), thread_name_prefix="server")
         #: Squared norm of the last gradient of all workers, where it was added up.
         self.squares: float | None = None
 

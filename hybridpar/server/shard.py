@@ -10,7 +10,7 @@ any order of arrivals can be tested.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim.build import counters_of, fill_momentum, put_counters
 from hybridpar.server.clipping import Clipping
-from hybridpar.server.ledger import Ledger
+from hybridpar.server.ledger import Arrival, Ledger
 from hybridpar.server.rules import Rules
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripes import Stripe
@@ -99,15 +99,6 @@ class _Learner:
     samples: int = 0
 
 
-@dataclass
-class _Collection:
-    """Gradients that wait for the rest of an update."""
-
-    count: int = 0
-    rate: float = 0.0
-    used: set[int] = field(default_factory=set)
-
-
 class Shard:
     """One stripe of the parameters, and what becomes of gradients for it.
 
@@ -159,7 +150,7 @@ class Shard:
         self.squares: float | None = None
         self._learners: dict[int, _Learner] = {}
         self._departed: dict[int, _Learner] = {}
-        self._collected = _Collection()
+        self._added: list[Push] = []  # whose gradients are in the total, which wait for the rest of an update
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
 
     # ---------------------------------------------------------------- learners
@@ -177,7 +168,7 @@ class Shard:
     @property
     def queued(self) -> int:
         """Gradients that lie here and wait for others."""
-        return len(self._arrived) + self._collected.count
+        return len(self._arrived) + len(self._added)
 
     @property
     def step(self) -> int:
@@ -283,14 +274,7 @@ class Shard:
         if not self.done:
             self.taken += 1
             self.histogram.add(staleness)
-            self.ledger.arrived(
-                staleness=staleness,
-                samples=push.samples,
-                loss=push.loss,
-                rate=push.rate,
-                queued=self.queued + 1,
-                counts=push.sound,
-            )
+            self.ledger.arrived(Arrival(staleness, push.samples, push.loss, push.rate, self.queued + 1, push.sound))
             if self.rules.barrier:
                 self._arrived[push.learner] = (push, gradient)
                 return self._meet()
@@ -298,8 +282,8 @@ class Shard:
             known.samples = push.samples
             others = [one.samples for one in self._learners.values() if one.samples]
             share = push.samples * len(others) / sum(others) if push.samples else 0.0
-            self._collect(push, gradient, share * self.rules.scale(staleness, self.rules.expected))
-            if self._collected.count == self.rules.collect:
+            self._add(push, gradient, share * self.rules.scale(staleness, self.rules.expected))
+            if len(self._added) == self.rules.collect:
                 self._update()
         return self._release()
 
@@ -308,36 +292,34 @@ class Shard:
         if known.waiting:
             return []
         last = known.last if known.last is not None and known.last.sequence == push.sequence else None
-        applied, staleness = (last.applied, last.staleness) if last is not None else (False, 0)
-        return [Answer(push.learner, push.sequence, self.clock, staleness, applied, repeated=True)]
+        last = last or Answer(push.learner, push.sequence, self.clock, 0, applied=False)
+        return [replace(last, clock=self.clock, repeated=True)]
 
-    def _collect(self, push: Push, gradient: Tensor, scale: float) -> None:
+    def _add(self, push: Push, gradient: Tensor, scale: float) -> None:
         """Add a gradient to those of the next update."""
         weight = scale * push.factor * (1 / self.rules.collect if push.weight is None else push.weight)
-        if self._collected.count == 0:
-            torch.mul(gradient, weight, out=self._total) if weight != 1 else self._total.copy_(gradient)
-        else:
+        if self._added:
             self._total.add_(gradient, alpha=weight)
-        self._collected.count += 1
-        self._collected.rate += push.rate
-        self._collected.used.update(set(range(len(self._pieces))) - push.unused)
+        else:
+            torch.mul(gradient, weight, out=self._total) if weight != 1 else self._total.copy_(gradient)
+        self._added.append(push)
 
     def _meet(self) -> list[Answer]:
         """With all gradients there, add them in the learners' order, so that the sum does not depend on arrivals."""
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
-        sound = all(push.sound for push, _ in arrived)
-        if sound:
-            for push, gradient in arrived:
-                self._collect(push, gradient, 1.0)
-            if self._clipping.by_norm:
-                totals = self._in_pieces(self._total)
-                norms = [torch.linalg.vector_norm(totals[n], dtype=torch.float64) for n in self._collected.used]
-                self.squares = float(sum(norm.square() for norm in norms))
-                return []
-            self._apply()
-        return self._end_meeting(sound)
+        if not all(push.sound for push, _ in arrived):
+            return self._end_meeting(False)
+        for push, gradient in arrived:
+            self._add(push, gradient, 1.0)
+        if self._clipping.by_norm:
+            totals = [total for total in self._totals() if total is not None]
+            norms = [torch.linalg.vector_norm(total, dtype=torch.float64) for total in totals]
+            self.squares = float(sum(norm.square() for norm in norms))
+            return []
+        self._update()
+        return self._end_meeting(True)
 
     @torch.no_grad()
     def finish(self, squares: float) -> list[Answer]:
@@ -358,19 +340,26 @@ class Shard:
         factor = self._clipping.factor(squares)
         if factor != 1.0:
             self._total.mul_(factor)
-        self._apply()
+        self._update()
         return self._end_meeting(True)
 
     def _end_meeting(self, sound: bool) -> list[Answer]:
         """Answer all learners of an update, in their order."""
-        arrived = [self._arrived[number] for number in sorted(self._arrived)]
+        learners = sorted(self._arrived)
         self._arrived.clear()
-        self.clock += sound
+        for number in learners:
+            last = self._learners[number].last
+            assert last is not None
+            self._learners[number].last = replace(last, applied=sound)
+        return self._answers(learners)
+
+    def _answers(self, learners: Sequence[int]) -> list[Answer]:
+        """Let learners go on, with the weights of now."""
         answers = []
-        for push, _ in arrived:
-            known = self._learners[push.learner]
-            known.waiting = False
-            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound)
+        for number in learners:
+            known = self._learners[number]
+            assert known.last is not None
+            known.waiting, known.last = False, replace(known.last, clock=self.clock)
             answers.append(known.last)
         return answers
 
@@ -379,35 +368,30 @@ class Shard:
         ranges = zip(self.stripe.pieces, self.stripe.ranges, strict=True)
         return [values[first:last].view(piece.shape) for piece, (first, last) in ranges]
 
-    def _update(self) -> None:
-        """One step of the optimizer along the collected gradients, which the clock counts."""
-        self._apply()
-        self.clock += 1
+    def _totals(self) -> list[Tensor | None]:
+        """The gradient of each piece; None where no push of the update has used it."""
+        unused = frozenset.intersection(*(push.unused for push in self._added))
+        return [None if n in unused else total for n, total in enumerate(self._in_pieces(self._total))]
 
-    def _apply(self) -> None:
-        collected, self._collected = self._collected, _Collection()
-        factor = self.rules.rate * collected.rate / collected.count
+    def _update(self) -> None:
+        """One step of the optimizer along the added gradients, which the clock counts."""
+        factor = self.rules.rate * sum(push.rate for push in self._added) / len(self._added)
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
-        for number, (piece, total) in enumerate(zip(self._pieces, self._in_pieces(self._total), strict=True)):
-            piece.grad = total if number in collected.used else None
+        for piece, total in zip(self._pieces, self._totals(), strict=True):
+            piece.grad = total
         names = [piece.name for piece in self.stripe.pieces]
         self._clipping.clip_pieces(list(zip(names, self._pieces, strict=True)))
         fill_momentum(self.optimizer)  # for pieces that are used for the first time
         self.optimizer.step()
+        self._added = []
+        self.clock += 1
 
     def _release(self) -> list[Answer]:
         """Answer every learner that is not too far ahead of the slowest."""
         slowest = min((known.pushes for known in self._learners.values()), default=0)
-        answers = []
-        for number in self.waiting:
-            known = self._learners[number]
-            if self.rules.bound is not None and known.pushes - slowest > self.rules.bound:
-                continue
-            assert known.last is not None
-            known.waiting = False
-            answers.append(Answer(number, known.sequence, self.clock, known.last.staleness, known.last.applied))
-        return answers
+        bound = self.rules.bound
+        return self._answers([n for n in self.waiting if bound is None or self._learners[n].pushes - slowest <= bound])
 
     # ------------------------------------------------------------------- state
 

@@ -165,6 +165,6 @@ def _by_parameters(
     return stripes
 
 
-def piece_views(stripe: Stripe, tensors: dict[str, Tensor]) -> list[Tensor]:
+def piece_views(stripe: Stripe, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """Views of the pieces of a stripe in the tensors of a model, 1-D, in memory order."""
     return [flat_view(tensors[piece.name])[piece.start : piece.start + piece.count] for piece in stripe.pieces]

@@ -26,16 +26,16 @@ from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.losses import as_sum
 from hybridpar.pipeline.step import StepInput
 from hybridpar.planner.resolve import resolve
-from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
+from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.gradients import PushPlan, ServedModel
-from hybridpar.server.link import LinkOptions, Links, ServerLink
+from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.running import flat_buffers
 from hybridpar.server.serve import ServerOptions, ShardServer
 from hybridpar.server.stripe_optimizer import needs_whole_parameters
-from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.stripes import trained_parameters
 from hybridpar.server.wire import Welcome
 from hybridpar.train.engine import EngineParts
 
@@ -159,20 +159,8 @@ class Worker:
         policy = read_policy(codec)
         tensors = {name: own.data for name, own in trained_parameters(model).items()}
         comes_again = not rules.barrier if returns is None else returns
-        options = LinkOptions(number, model_fingerprint(model), str(policy), TOKEN, timeout, comes_again)
-        self.links = Links(
-            [
-                ServerLink(
-                    f"{k} of {shards}",
-                    server.address,
-                    self.stripes[k],
-                    piece_views(self.stripes[k], tensors),
-                    PushEncoder(policy, self.stripes[k]),
-                    options,
-                )
-                for k, server in enumerate(served.servers)
-            ]
-        )
+        options = LinkOptions(number, model_fingerprint(model), policy, TOKEN, timeout, comes_again)
+        self.links = Links([server.address for server in served.servers], self.stripes, tensors, options)
         self._limit, self._facts = limit, facts or {}
         self._amp, self._tensors = amp, tensors
         self._thread = ThreadPoolExecutor(1)  # lanes take work from the thread that made them

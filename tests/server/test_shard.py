@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server import Piece, Push, Rules, Shard, Stripe
-from hybridpar.server.ledger import Ledger
+from hybridpar.server.ledger import Arrival, Ledger
 from tests.server.problems import sgd, small_shard
 
 ONES = torch.ones(4)
@@ -220,11 +220,10 @@ def test_the_state_goes_on_as_if_nothing_had_happened():
 def test_the_ledger_adds_pushes_up_to_steps():
     times = iter([0.0, 2.0, 5.0])
     ledger = Ledger(2, clock=lambda: next(times))
-    common = {"samples": 8, "rate": 1.0}
-    assert ledger.arrived(staleness=0, loss=1.0, queued=1, counts=True, **common) is None
-    row = ledger.arrived(staleness=3, loss=2.0, queued=2, counts=True, **common)
+    assert ledger.arrived(Arrival(0, 8, loss=1.0, rate=1.0, queued=1, counts=True)) is None
+    row = ledger.arrived(Arrival(3, 8, loss=2.0, rate=0.5, queued=2, counts=True))
     assert (row.step, row.loss, row.samples, row.seconds) == (1, 1.5, 16, 2.0)
-    assert (row.staleness, row.most_stale, row.queued) == (1.5, 3, 1.5)
-    ledger.arrived(staleness=0, loss=4.0, queued=1, counts=True, **common)
-    ledger.arrived(staleness=0, loss=float("nan"), queued=1, counts=False, **common)
+    assert (row.staleness, row.most_stale, row.queued, row.rate) == (1.5, 3, 1.5, 0.75)
+    ledger.arrived(Arrival(0, 8, loss=4.0, rate=1.0, queued=1, counts=True))
+    ledger.arrived(Arrival(0, 8, loss=float("nan"), rate=1.0, queued=1, counts=False))
     assert [(row.step, row.loss, row.skipped) for row in ledger.rows_after(1)] == [(2, 4.0, 1)]
