@@ -224,7 +224,7 @@ class Links:
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
-        found: wire.Gathered = self.links[0].ask(wire.Gather(tag=tag, item=item))
+        found: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
         return found.items
 
     @property

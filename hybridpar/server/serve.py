@@ -280,7 +280,7 @@ class ShardServer:
         if isinstance(message, wire.Squares) and worker == 0:
             self._deliver(self._started.finish(message.squares))
             return self._answer(peer, worker)
-        if isinstance(message, wire.Gather):
+        if isinstance(message, wire.GatherItem):
             return self._gather(peer, worker, message)
         if isinstance(message, wire.AskState):
             state = self._started.state_dict() | {"buffers": self._buffers.values.clone()}
@@ -404,7 +404,7 @@ class ShardServer:
         self._wait(peer.connection, lambda: peer.answer is not None or (worker == 0 and shard.squares is not None))
         return peer.answer or wire.Squares(squares=shard.squares or 0.0)
 
-    def _gather(self, peer: _Peer, worker: int, message: wire.Gather) -> wire.Gathered:
+    def _gather(self, peer: _Peer, worker: int, message: wire.GatherItem) -> wire.GatheredItems:
         """Collect an item of each worker of an occasion; a tag is `occasion/number`.
 
         With a barrier all take part. Else that was settled when workers heard of the occasion, or by the first message
@@ -418,12 +418,12 @@ class ShardServer:
             self._parties[earlier].discard(worker)
         self._changed.notify_all()
         if worker not in party:  # it came late, and there is no other message for it
-            return wire.Gathered(items={worker: message.item})
+            return wire.GatheredItems(items={worker: message.item})
         items = self._items.setdefault(message.tag, {})
         items[worker] = message.item
         self._wait(peer.connection, lambda: party <= items.keys())
         self._items.pop(message.tag, None)
-        return wire.Gathered(items=dict(sorted(items.items())))
+        return wire.GatheredItems(items=dict(sorted(items.items())))
 
     def _wait(self, connection: Connection, ready: Callable[[], bool]) -> None:
         """Wait until something is so; the worker hears now and then that the server lives."""

@@ -142,8 +142,8 @@ class Squares(ServerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gather(ServerMessage):
-    """Something that all workers are to know. Answer: `Gathered`, when all have said theirs under this tag."""
+class GatherItem(ServerMessage):
+    """Something that all workers are to know. Answer: `GatheredItems`, when all have said theirs under this tag."""
 
     tag: str
     item: Any
@@ -210,7 +210,7 @@ class Weights(ServerMessage, Answer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered(ServerMessage):
+class GatheredItems(ServerMessage):
     """What the workers said under a tag, by worker."""
 
     items: dict[int, Any]
@@ -236,8 +236,8 @@ class Refused(ServerMessage):
     error: HybridparError
 
 
-_REQUESTS = (Hello, Start, Gradient, Squares, Gather, AskState, Bye)
-_ANSWERS = (Welcome, Weights, Gathered, ShardState, Wait, Refused)
+_REQUESTS = (Hello, Start, Gradient, Squares, GatherItem, AskState, Bye)
+_ANSWERS = (Welcome, Weights, GatheredItems, ShardState, Wait, Refused)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
 
 
