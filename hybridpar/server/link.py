@@ -63,7 +63,7 @@ class ServerLink:
         #: Running statistics as they came last.
         self.statistics = torch.empty(0)
 
-    def hello(self, buffers: int, rows: int | None) -> wire.Welcome:
+    def hello(self, buffers: int, rows: int | None) -> Any:
         """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
         options = self._options
         self._hello = wire.Hello(
@@ -78,11 +78,7 @@ class ServerLink:
         with self._named():
             return self._come()
 
-    def start(self, start: wire.Start) -> wire.Welcome:
-        """Bring the weights to a server that has none."""
-        return self._welcomed(self.ask(start))
-
-    def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> wire.Weights | wire.Squares:
+    def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> Any:
         """Push a gradient, and wait for the weights, or for what is to be added up before."""
         self.sequence += 1
         self.encoder.rescale(push.rate)
@@ -90,19 +86,12 @@ class ServerLink:
         message = replace(push, sequence=self.sequence, clock=self.clock, pieces=pieces, states=states)
         with self._named():
             try:
-                answer = self._ask(message)
+                return self._ask(message)
             except (OSError, wire.Garbled):
                 if not self._options.returns:
                     raise
                 self._come()
-                answer = self._ask(message)  # computed on the weights of before, as its clock says
-        return self._take(answer)
-
-    def finish(self, squares: float) -> wire.Weights:
-        """Say the squared norm of the whole gradient, and wait for the weights."""
-        found = self._take(self.ask(wire.Squares(squares=squares)))
-        assert isinstance(found, wire.Weights)
-        return found
+                return self._ask(message)  # computed on the weights of before, as its clock says
 
     def ask(self, message: wire.ServerMessage) -> Any:
         """What the server answers."""
@@ -123,7 +112,7 @@ class ServerLink:
         now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
         return self._before[0] + now[0], self._before[1] + now[1]
 
-    def _come(self) -> wire.Welcome:
+    def _come(self) -> Any:
         self._before = self.traffic
         if self._connection is not None:
             self._connection.end()
@@ -131,27 +120,7 @@ class ServerLink:
         timeout = self._options.timeout
         self._connection = wire.Connection(socket.create_connection((host, int(port)), timeout), timeout, timeout)
         self._connection.knock(self._options.token, self._address)
-        return self._welcomed(self._ask(self._hello))
-
-    def _welcomed(self, welcome: wire.Welcome) -> wire.Welcome:
-        if welcome.values is not None:
-            self.sequence = self.sequence or welcome.sequence
-            self._take_values(welcome.values)
-            self.clock, self.statistics = welcome.clock, welcome.statistics
-        return welcome
-
-    def _take(self, answer: wire.Weights | wire.Squares) -> wire.Weights | wire.Squares:
-        if isinstance(answer, wire.Weights):
-            if answer.values is not None:
-                self._take_values(answer.values)
-            self.clock, self.statistics = answer.clock, answer.statistics
-            self.encoder.commit() if answer.applied else self.encoder.rollback()
-        return answer
-
-    @torch.no_grad()
-    def _take_values(self, values: Tensor) -> None:
-        for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
-            view.copy_(values[first:last])
+        return self._ask(self._hello)
 
     def _ask(self, message: wire.ServerMessage) -> Any:
         assert self._connection is not None
@@ -163,7 +132,21 @@ class ServerLink:
             raise answer.error
         if getattr(answer, "rows", None):  # should it come again, it knows these
             self._hello = replace(self._hello, rows=answer.rows[-1].step)
+        if isinstance(answer, wire.Welcome | wire.Weights):
+            self._take(answer)
         return answer
+
+    @torch.no_grad()
+    def _take(self, answer: wire.Welcome | wire.Weights) -> None:
+        """Take over weights, and what the answer says of this worker's pushes."""
+        self.clock, self.statistics = answer.clock, answer.statistics
+        if answer.values is not None:
+            for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
+                view.copy_(answer.values[first:last])
+        if isinstance(answer, wire.Welcome):
+            self.sequence = self.sequence or answer.sequence
+        else:
+            self.encoder.commit() if answer.applied else self.encoder.rollback()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -205,7 +188,7 @@ class Links:
 
         def start(number: int) -> wire.Welcome:
             known = welcome[number]
-            return self.links[number].start(starts[number]) if known.values is None else known
+            return self.links[number].ask(starts[number]) if known.values is None else known
 
         return self._all(start)
 
@@ -215,7 +198,7 @@ class Links:
         answers = self._all(lambda number: self.links[number].push(pushes[number], gradients[number]))
         if any(isinstance(one, wire.Squares) for one in answers):
             self.squares = squares = sum(one.squares for one in answers)
-            answers = self._all(lambda number: self.links[number].finish(squares))
+            answers = self._all(lambda number: self.links[number].ask(wire.Squares(squares=squares)))
         return answers
 
     def states(self) -> list[wire.ShardState]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -114,55 +115,52 @@ def cut_model(
     Raises:
         UsageError: There are more shards than parameters.
     """
-    if not 1 <= shards <= len(parameters):
+    filled = [one for one in parameters if math.prod(one[1])]
+    if not 1 <= shards <= len(filled):
         raise UsageError(
-            f"{shards} shards for a model with {len(parameters)} trained parameter tensors",
+            f"{shards} shards for a model with {len(filled)} trained parameter tensors",
             "Every shard must have something to hold, so there are at most as many as parameters.",
-            f"Use servers={max(1, len(parameters))} or fewer.",
+            f"Use servers={max(1, len(filled))} or fewer.",
         )
-    sizes = [math.prod(shape) for _, shape, _ in parameters]
-    total = sum(sizes)
-    cuts = [total * number // shards for number in range(1, shards)]
-    stripes: list[list[Piece]] = [[] for _ in range(shards)]
-    begin, number = 0, 0
-    for (name, shape, decays), size in zip(parameters, sizes, strict=True):
-        row = size // shape[0] if shape and shape[0] else max(1, size)
-        done = 0
-        while done < size:
-            take = size - done
-            if number < shards - 1 and begin + size > cuts[number]:
-                wanted = round((cuts[number] - begin) / row) * row if shape else size
-                take = min(max(wanted, 0), size) - done
-            if take > 0:
-                piece_shape = (take // row, *shape[1:]) if shape else ()
-                stripes[number].append(Piece(name, done, piece_shape, decays, take == size))
-                done += take
-            if done < size or (number < shards - 1 and begin + done >= cuts[number]):
-                number += 1
-        begin += size
-    if whole or not all(stripes):  # the model is too small to be cut evenly
-        stripes = _by_parameters(parameters, sizes, shards)
-    factors = scales or {}
-    return [
-        Stripe(tuple(replace(piece, scale=factors.get(piece.name, 1.0)) for piece in reversed(pieces)))
-        for pieces in stripes
+    begins = list(accumulate((math.prod(shape) for _, shape, _ in filled), initial=0))
+    borders = set(begins)
+    for begin, (_, shape, _) in zip(begins, filled, strict=False):
+        if shape and not whole:
+            borders.update(range(begin, begin + math.prod(shape), math.prod(shape[1:])))
+    ends = [
+        0,
+        *_nearest(sorted(borders)[1:-1], [begins[-1] * number // shards for number in range(1, shards)]),
+        begins[-1],
     ]
+    return [Stripe(tuple(_pieces(filled, begins, first, last, scales or {}))) for first, last in pairwise(ends)]
 
 
-def _by_parameters(
-    parameters: Sequence[tuple[str, tuple[int, ...], bool]], sizes: Sequence[int], shards: int
-) -> list[list[Piece]]:
-    """Whole parameters only, at least one for each shard."""
-    stripes: list[list[Piece]] = [[] for _ in range(shards)]
-    total, begin, number = sum(sizes), 0, 0
-    for index, ((name, shape, decays), size) in enumerate(zip(parameters, sizes, strict=True)):
-        left, open_shards = len(parameters) - index, shards - number - 1
-        full = begin >= total * (number + 1) // shards or left <= open_shards
-        if stripes[number] and open_shards and full:
-            number += 1
-        stripes[number].append(Piece(name, 0, shape, decays, True))
-        begin += size
-    return stripes
+def _nearest(borders: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """For each wanted cut the nearest border, of which each is used once."""
+    cuts: list[int] = []
+    for number, cut in enumerate(wanted):
+        first = bisect_right(borders, cuts[-1]) if cuts else 0
+        last = len(borders) - len(wanted) + number  # others are to have a border, too
+        right = min(max(bisect_left(borders, cut), first), last)
+        left = max(right - 1, first)
+        cuts.append(min(borders[right], borders[left], key=lambda border: abs(border - cut)))
+    return cuts
+
+
+def _pieces(
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]],
+    begins: Sequence[int],
+    first: int,
+    last: int,
+    scales: Mapping[str, float],
+) -> Iterator[Piece]:
+    """What lies between two cuts, in the reverse of the model's order."""
+    for (name, shape, decays), begin, end in reversed(list(zip(parameters, begins, begins[1:], strict=False))):
+        start, stop = max(begin, first), min(end, last)
+        if start < stop:
+            rows = ((stop - start) // math.prod(shape[1:]), *shape[1:]) if shape else ()
+            is_whole = stop - start == end - begin
+            yield Piece(name, start - begin, rows, decays, is_whole, scales.get(name, 1.0))
 
 
 def piece_views(stripe: Stripe, tensors: Mapping[str, Tensor]) -> list[Tensor]:
