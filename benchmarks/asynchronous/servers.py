@@ -38,9 +38,8 @@ from hybridpar.pipeline.step import StepInput
 from hybridpar.planner.resolve import resolve
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
-from hybridpar.server.clipping import Clipping
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.gradients import ServedModel
+from hybridpar.server.gradients import Servers
 from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.place import own_host
 from hybridpar.server.running import flat_buffers
@@ -132,14 +131,14 @@ class Party:
         welcome = self._links.hello(flat_buffers(model).numel(), 0 if self._rank == 0 else None)
         if self._rank == 0:
             self._links.start(shard_starts(model, stripes, limit=10**9), welcome)
-        served = ServedModel(model, self._links, tensors, barrier=self._rules.barrier)
-        served.take_weights()
+        servers = Servers(self._rank, self._links, tensors, self._rules.barrier)
         alone = TrainConfig(lr=config.lr)
         self._lanes = Lanes(torch.device("cpu"))
         parts = EngineParts(
             model, resolve(alone, 1), None, _no_optimizer, as_sum(nn.CrossEntropyLoss()), alone, World(), self._lanes
         )
-        self.engine = ServedEngine(parts, served, self._rank, Clipping())
+        self.engine = ServedEngine(parts, servers)
+        self.engine.gradients.place_gradients()
 
     def step(self, images: Tensor, labels: Tensor, workers: int, *, stop: bool = False) -> Weights | None:
         """Push a gradient, where this rank trains; what came for it."""

@@ -32,7 +32,7 @@ from hybridpar.run.position import Standing, plain_tests, read_tests
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.gradients import PushPlan, ServedModel
+from hybridpar.server.gradients import Servers
 from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers
@@ -76,7 +76,7 @@ class ServedTrainer(Trainer):
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
         self.weights_lines: list[str] = []
         self.links = self._open_links(model, policy, host)
-        self._served = ServedModel(model, self.links, host, barrier=self._barrier)
+        self._servers = Servers(place.rank, self.links, host, self._barrier, clipping)
         # Workers in step keep one average, else worker 0 does.
         ema = config.model_ema if self._barrier or place.rank == 0 else None
         alone = replace(config, sync="allreduce", compress="none", model_ema=ema)
@@ -89,7 +89,7 @@ class ServedTrainer(Trainer):
         self._channels_last, self.peak_rate = plan.channels_last, self.config.peak_lr
         world = World(device=self.world.device, timeout=self.config.timeout)
         parts = EngineParts(self.model, plan, None, _no_optimizer, self._loss, self.config, world, self.lanes)
-        return ServedEngine(parts, self._served, self._process.rank, self._clipping)
+        return ServedEngine(parts, self._servers)
 
     def _open_links(self, model: nn.Module, policy: Policy, host: dict[str, Tensor]) -> Links:
         process, timeout = self._process, self._asked.timeout
@@ -102,7 +102,7 @@ class ServedTrainer(Trainer):
         """Push the gradient of a batch; the weights are then those of the servers."""
         gradients = self.engine.gradients
         tells = self._plateau is not None and self._process.rank == 0 and not self._barrier
-        gradients.plan = PushPlan(0, lowered=self._plateau.factor if tells and self._plateau is not None else None)
+        gradients.lowered = self._plateau.factor if tells and self._plateau is not None else None
         result = super().step(batch, stop=stop, save=save)
         self.steps_done = gradients.answer.step
         self.hear(gradients.answer.lowered)
@@ -128,7 +128,7 @@ class ServedTrainer(Trainer):
         rest = welcome[0].rest
         facts = rest["facts"]
         self.model.load_state_dict(rest["tensors"], strict=False)
-        self._served.take_weights()
+        self.engine.gradients.place_gradients()
         at.directory = Path(facts["directory"])
         if not main:
             at.tested = read_tests(facts["best"])  # all must agree on what is worth a checkpoint

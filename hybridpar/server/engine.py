@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from hybridpar.lanes import Lane
 from hybridpar.pipeline.local_stage import AfterStep
 from hybridpar.pipeline.step import StepInput, StepOutcome
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.gradients import PushPlan, ServedModel, ServerGradients
+from hybridpar.server.gradients import ServerGradients, Servers
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces
 from hybridpar.sync.reducer import LocalGradients
@@ -21,8 +20,8 @@ from hybridpar.train.engine import Engine, EngineParts
 class ServedEngine(Engine):
     """Trains a model whose optimizer is at servers."""
 
-    def __init__(self, parts: EngineParts, served: ServedModel, worker: int, clipping: Clipping) -> None:
-        self._served, self._worker, self._clipping = served, worker, clipping
+    def __init__(self, parts: EngineParts, servers: Servers) -> None:
+        self._servers = servers
         self._share = 1.0  # of this worker's mean loss in that of a step
         self._followed = 0  # steps that the moving average has seen
         super().__init__(parts)
@@ -37,12 +36,10 @@ class ServedEngine(Engine):
 
     def step(self, given: StepInput) -> StepOutcome:
         """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
-        whole = given.global_samples if self._served.barrier else None
+        whole = given.global_samples if self._servers.barrier else None
         given = replace(given, global_samples=whole or given.samples)
         self._share = given.samples / (given.global_samples or 1)
-        self.gradients.plan = replace(
-            self.gradients.plan, samples=given.samples, rate=given.rate_factor, stop=given.stop, save=given.save
-        )
+        self.gradients.given = given
         return super().step(given)
 
     def recover(self, steps: int) -> int:
@@ -57,7 +54,7 @@ class ServedEngine(Engine):
 
     def follow(self, step: int, *, counts: bool = True) -> None:
         """Move the average towards the weights of now, for each step that the servers have done since last time."""
-        if counts or not self._served.barrier:
+        if counts or not self._servers.barrier:
             for number in range(self._followed + 1, step + 1):
                 for average in self.averages:
                     average.update(number)
@@ -71,9 +68,7 @@ class ServedEngine(Engine):
             total = self.pipeline.stages[0].run.loss_sum
             return 0.0 if total is None else float(total) / self._share
 
-        found = ServerGradients(parameters, lane, measure, self._served, self._worker, self._clipping, loss)
-        found.plan = PushPlan(0)
-        return found
+        return ServerGradients(parameters, lane, measure, self.model, self._servers, loss)
 
     def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Pieces | None], None]:
         return lambda factor, commit, pieces: None

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.lanes import Lane
+from hybridpar.pipeline.step import StepInput
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
@@ -27,63 +28,31 @@ from hybridpar.sync.reducer import Flight, LocalGradients
 
 
 @dataclass(frozen=True)
-class PushPlan:
-    """What the coming push says beside its gradient.
+class Servers:
+    """The servers as a worker sees them.
 
     Attributes:
-        samples: Samples that it is of.
-        rate: Learning rate, as a fraction of its peak.
-        stop: Whether all workers are to stop.
-        save: Whether all workers are to write a checkpoint.
-        lowered: From worker 0: what learning rates are multiplied with; None for no news.
+        worker: Its number.
+        links: The ways to them.
+        host: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
+        barrier: Whether all workers are in step.
+        clipping: How gradients are clipped.
     """
 
-    samples: int
-    rate: float = 1.0
-    stop: bool = False
-    save: bool = False
-    lowered: float | None = None
-
-
-class ServedModel:
-    """A model whose parameters are at servers. On a GPU weights arrive in memory of the host, and are copied."""
-
-    def __init__(self, model: nn.Module, links: Links, host: Mapping[str, Tensor], *, barrier: bool) -> None:
-        self.model, self.links, self.host, self.barrier = model, links, host, barrier
-        self._parameters = trained_parameters(model)
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Put into the model what the servers sent last."""
-        self.take_statistics()
-        for name, parameter in self._parameters.items():
-            if parameter.data_ptr() != self.host[name].data_ptr():
-                parameter.copy_(self.host[name], non_blocking=True)
-
-    def take_statistics(self) -> None:
-        """Put the running statistics that came last into the model."""
-        if self.links.links[0].statistics.numel():
-            put_buffers(self.model, self.links.links[0].statistics)
-
-    def push(self, common: Gradient) -> Weights:
-        """Push the gradients of the model; the answer of shard 0."""
-        missing = {name for name, parameter in self._parameters.items() if parameter.grad is None}
-        flat = {name: _flat_gradient(parameter) for name, parameter in self._parameters.items()}
-        pushes = []
-        for number, link in enumerate(self.links.links):
-            unused = frozenset(n for n, piece in enumerate(link.stripe.pieces) if piece.name in missing)
-            statistics = torch.empty(0) if number else flat_buffers(self.model)
-            pushes.append(replace(common, unused=unused, statistics=statistics))
-        return self.links.push(pushes, [piece_views(link.stripe, flat) for link in self.links.links])[0]
+    worker: int
+    links: Links
+    host: Mapping[str, Tensor]
+    barrier: bool
+    clipping: Clipping = field(default_factory=Clipping)
 
 
 class ServerGradients(LocalGradients):
-    """Pushes the gradients of a step, and in place of an optimizer's pass puts the weights that come into the model.
+    """Pushes the gradients of a step, and in place of an optimizer's pass puts the weights that come into the model."""
 
-    `loss` gives the mean loss of this worker's samples once the last backward pass is done.
-    """
-
-    plan: PushPlan
+    #: What the step under way is to do.
+    given: StepInput
+    #: From worker 0: what learning rates are multiplied with; None for no news.
+    lowered: float | None = None
     #: Of shard 0, to the last push.
     answer: Weights
 
@@ -92,52 +61,71 @@ class ServerGradients(LocalGradients):
         parameters: Mapping[str, nn.Parameter],
         compute: Lane,
         measure: bool,
-        served: ServedModel,
-        worker: int,
-        clipping: Clipping,
+        model: nn.Module,
+        servers: Servers,
         loss: Callable[[], float],
     ) -> None:
+        clipping = servers.clipping
         # Without a barrier each gradient is clipped by its norm; else servers clip the sum.
-        self._clipping = clipping if clipping.by_norm and not served.barrier else None
+        self._clipping = clipping if clipping.by_norm and not servers.barrier else None
         super().__init__(parameters, compute, measure or self._clipping is not None)
-        self._served, self._worker, self._loss, self._guard = served, worker, loss, measure
+        self._model, self._servers, self._loss, self._guard = model, servers, loss, measure
+        self._trained = trained_parameters(model)
         #: Time from the last backward pass to the weights.
         self.exposed_ms = 0.0
 
     def measure(self, flight: Flight) -> None:
         """Push the gradients; their squares are finite exactly where the step counts."""
         super().measure(flight)
-        plan, squares, loss = self.plan, float(flight.squares.sum()), self._loss()
+        squares, loss = float(flight.squares.sum()), self._loss()
         sound = not self._guard or (math.isfinite(squares) and math.isfinite(loss))
         began = time.perf_counter()
-        self.answer = self._served.push(
-            Gradient(
-                learner=self._worker,
-                sequence=0,
-                clock=0,
-                weight=1.0 if self._served.barrier else None,
-                rate=plan.rate,
-                samples=plan.samples,
-                loss=loss,
-                sound=sound,
-                factor=1.0 if self._clipping is None else self._clipping.factor(squares),
-                pieces=[],
-                stop=plan.stop,
-                save=plan.save,
-                lowered=plan.lowered,
-            )
-        )
+        self.answer = self._push(squares, loss, sound)
         self.exposed_ms = (time.perf_counter() - began) * 1e3
-        counts = self.answer.applied if self._served.barrier else sound
+        counts = self.answer.applied if self._servers.barrier else sound
         flight.squares = torch.full_like(flight.squares.sum(), squares if counts else math.nan)
 
+    @torch.no_grad()
     def place_gradients(self) -> None:
-        """The weights are there, and the gradients have done their part."""
-        self._served.take_weights()
+        """Gradients have done their part: put the weights that the servers sent last into the model."""
+        self.close_step()
+        host = self._servers.host
+        for name, parameter in self._trained.items():
+            if parameter.data_ptr() != host[name].data_ptr():
+                parameter.copy_(host[name], non_blocking=True)
 
     def close_step(self) -> None:
-        """A step that was rolled back has put back statistics, too."""
-        self._served.take_statistics()
+        """Put the running statistics that came last into the model, of which a step that was rolled back has others."""
+        statistics = self._servers.links.links[0].statistics
+        if statistics.numel():
+            put_buffers(self._model, statistics)
+
+    def _push(self, squares: float, loss: float, sound: bool) -> Weights:
+        """Push the gradients to all servers; the answer of shard 0."""
+        servers, given = self._servers, self.given
+        common = Gradient(
+            learner=servers.worker,
+            sequence=0,
+            clock=0,
+            weight=1.0 if servers.barrier else None,
+            rate=given.rate_factor,
+            samples=given.samples,
+            loss=loss,
+            sound=sound,
+            factor=1.0 if self._clipping is None else self._clipping.factor(squares),
+            pieces=[],
+            stop=given.stop,
+            save=given.save,
+            lowered=self.lowered,
+        )
+        missing = {name for name, parameter in self._trained.items() if parameter.grad is None}
+        flat = {name: _flat_gradient(parameter) for name, parameter in self._trained.items()}
+        pushes = []
+        for number, link in enumerate(servers.links.links):
+            unused = frozenset(n for n, piece in enumerate(link.stripe.pieces) if piece.name in missing)
+            statistics = torch.empty(0) if number else flat_buffers(self._model)
+            pushes.append(replace(common, unused=unused, statistics=statistics))
+        return servers.links.push(pushes, [piece_views(link.stripe, flat) for link in servers.links.links])[0]
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ shard knows whether it has seen it. So a push is applied exactly once.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +54,6 @@ class ServerLink:
         self._name, self._address, self.stripe, self._options = name, address, stripe, options
         self.encoder = PushEncoder(options.policy, stripe)
         self._views = piece_views(stripe, tensors)
-        self._session = os.urandom(8).hex()
         self._connection: wire.Connection | None = None
         self._hello: wire.Hello
         self._before = 0, 0  # bytes of connections that broke
@@ -68,7 +66,7 @@ class ServerLink:
         options = self._options
         self._hello = wire.Hello(
             worker=options.worker,
-            session=self._session,
+            pushes=0,
             fingerprint=options.fingerprint,
             stripe=self.stripe.fingerprint,
             policy=str(options.policy),
@@ -120,7 +118,7 @@ class ServerLink:
         timeout = self._options.timeout
         self._connection = wire.Connection(socket.create_connection((host, int(port)), timeout), timeout, timeout)
         self._connection.knock(self._options.token, self._address)
-        return self._ask(self._hello)
+        return self._ask(replace(self._hello, pushes=self.sequence))
 
     def _ask(self, message: wire.ServerMessage) -> Any:
         assert self._connection is not None
@@ -143,9 +141,7 @@ class ServerLink:
         if answer.values is not None:
             for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
                 view.copy_(answer.values[first:last])
-        if isinstance(answer, wire.Welcome):
-            self.sequence = self.sequence or answer.sequence
-        else:
+        if isinstance(answer, wire.Weights):
             self.encoder.commit() if answer.applied else self.encoder.rollback()
 
     @contextlib.contextmanager

@@ -8,7 +8,6 @@ thread that called `run` lets workers in, and looks whether one of them is silen
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import socket
@@ -93,7 +92,6 @@ class _Peer:
     """
 
     connection: Connection
-    session: str
     clock: int
     saved: int
     rows: int | None
@@ -120,7 +118,6 @@ class ShardServer:
         self._weights: tuple[int, Tensor] | None = None  # as they are sent, and their clock
         self._hellos: dict[Connection, wire.Hello] = {}  # of all that are connected
         self._peers: dict[int, _Peer] = {}
-        self._past: dict[tuple[int, str], int] = {}  # the last push of workers that left, by number and session
         self._waiting: set[Connection] = set()
         self._farewell = False  # whether who left last had finished
         self._alone_since: float | None = None
@@ -236,14 +233,13 @@ class ShardServer:
 
     def _leave(self, worker: int) -> None:
         """A worker takes part no more, until it comes again."""
-        peer, shard = self._peers.pop(worker), self._started
-        self._past[worker, peer.session] = shard.sequence_of(worker)
+        del self._peers[worker]
         for tag, items in self._items.items():
             if not self._parties[_occasion(tag)] <= items.keys():
                 items.pop(worker, None)
         for party in self._parties.values():
             party.discard(worker)
-        self._deliver(shard.leave(worker))
+        self._deliver(self._started.leave(worker))
 
     def _most_bytes(self, connection: Connection) -> int:
         """Bytes that the tensors of the next message may have."""
@@ -325,18 +321,16 @@ class ShardServer:
         if worker in self._peers:  # it comes again before its old connection was missed
             self._peers[worker].connection.end()
             self._leave(worker)
-        sequence = self._past.pop((worker, hello.session), None)
-        if not self._options.rules.barrier and (shard.taken or sequence is not None):
-            again = "" if sequence is None else "again "
-            self._news.append(f"worker {worker} has joined {again}at step {shard.step}")
-        shard.join(worker, sequence or 0)
-        self._peers[worker] = _Peer(connection, hello.session, shard.clock, self._save, hello.rows)
+        again = hello.pushes > 0
+        if not self._options.rules.barrier and (again or shard.taken):
+            self._news.append(f"worker {worker} has joined {'again ' if again else ''}at step {shard.step}")
+        shard.join(worker, again=again)
+        self._peers[worker] = _Peer(connection, shard.clock, self._save, hello.rows)
         return wire.Welcome(
             values=self._weights_now(),
             clock=shard.clock,
             step=shard.step,
             lowered=self._lowered,
-            sequence=sequence or 0,
             statistics=self._buffers.values,
             rest=self._rest,
         )
@@ -408,14 +402,11 @@ class ShardServer:
         """Collect an item of each worker of an occasion; a tag is `occasion/number`.
 
         With a barrier all take part. Else that was settled when workers heard of the occasion, or by the first message
-        of it. A worker that has left is not waited for, nor is a worker at a later occasion: all come to occasions in
-        the same order.
+        of it; a worker that has left since is not waited for.
         """
-        occasion, barrier = _occasion(message.tag), self._options.rules.barrier
-        all_there = set(range(self._options.rules.learners)) if barrier else set(self._peers)
-        party = self._parties.setdefault(occasion, all_there)
-        for earlier in itertools.takewhile(lambda one: one != occasion and not barrier, self._parties):
-            self._parties[earlier].discard(worker)
+        rules = self._options.rules
+        all_there = set(range(rules.learners)) if rules.barrier else set(self._peers)
+        party = self._parties.setdefault(_occasion(message.tag), all_there)
         self._changed.notify_all()
         if worker not in party:  # it came late, and there is no other message for it
             return wire.GatheredItems(items={worker: message.item})

@@ -180,26 +180,17 @@ class Shard:
         """Whether all pushes that were wanted have come."""
         return self.limit is not None and self.taken >= self.limit and not self._arrived
 
-    def sequence_of(self, learner: int) -> int:
-        """The last push of a learner that came; 0 for one that is not here.
+    def join(self, learner: int, *, again: bool = False) -> None:
+        """A learner takes part from now on.
 
         Args:
             learner: Its number.
-        """
-        known = self._learners.get(learner)
-        return known.sequence if known is not None else 0
-
-    def join(self, learner: int, sequence: int = 0) -> None:
-        """A learner takes part from now on; one that comes again is known by what it pushed last.
-
-        Args:
-            learner: Its number.
-            sequence: Number of the last push that it knows to have been answered.
+            again: It has taken part before, and may repeat the push that it sent last.
         """
         slowest = min((known.pushes for known in self._learners.values()), default=0)
-        before = self._departed.pop(learner, None)
-        last = before.last if before is not None and before.sequence == sequence else None
-        self._learners[learner] = _Learner(sequence, slowest, last)
+        before = self._departed.pop(learner, _Learner())
+        known = _Learner(before.sequence, last=before.last) if again else _Learner()
+        self._learners[learner] = replace(known, pushes=slowest)
 
     def leave(self, learner: int) -> list[Answer]:
         """A learner takes part no more: it has finished, or died. What it pushed stays counted.

@@ -69,7 +69,7 @@ class Hello(ServerMessage):
 
     Attributes:
         worker: Its number.
-        session: Names the process, so that a worker that lost its connection is told from its successor.
+        pushes: Pushes of this process so far; a worker that lost its connection has some, and its successor has none.
         fingerprint: Of the model.
         stripe: Fingerprint of what the shard is to hold.
         policy: Codecs of pushes, as text.
@@ -78,7 +78,7 @@ class Hello(ServerMessage):
     """
 
     worker: int
-    session: str
+    pushes: int
     fingerprint: str
     stripe: str
     policy: str
@@ -168,7 +168,6 @@ class Welcome(ServerMessage):
         clock: Of the parameters.
         step: Steps done.
         lowered: What worker 0 last said that learning rates are multiplied with.
-        sequence: The last push of this worker that came.
         statistics: Running statistics.
         rest: As in `Start`.
     """
@@ -177,7 +176,6 @@ class Welcome(ServerMessage):
     clock: int = 0
     step: int = 0
     lowered: float | None = None
-    sequence: int = 0
     statistics: Tensor = field(default_factory=_nothing)
     rest: dict[str, Any] = field(default_factory=dict)
 

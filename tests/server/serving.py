@@ -30,7 +30,7 @@ from hybridpar.server import Rules, cut_model, described_parameters, optimizer_o
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.engine import ServedEngine
-from hybridpar.server.gradients import PushPlan, ServedModel
+from hybridpar.server.gradients import Servers
 from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.running import flat_buffers
 from hybridpar.server.serve import ServerOptions, ShardServer
@@ -175,7 +175,7 @@ class Worker:
             )
             welcome = self.links.start(starts, welcome)
         self.engine = self._thread.submit(self._open_engine).result()
-        self._served.take_weights()
+        self.engine.gradients.place_gradients()
         return welcome
 
     def _open_engine(self) -> ServedEngine:
@@ -184,8 +184,8 @@ class Worker:
             *(self.model, resolve(config, 1), None, lambda _: None, as_sum(nn.CrossEntropyLoss()), config),
             *(World(), self._lanes),
         )
-        self._served = ServedModel(self.model, self.links, self._tensors, barrier=self.rules.barrier)
-        return ServedEngine(parts, self._served, self.number, self.clipping)
+        servers = Servers(self.number, self.links, self._tensors, self.rules.barrier, self.clipping)
+        return ServedEngine(parts, servers)
 
     def step(self, seed: int, workers: int = 1, **more: Any) -> Any:
         return self.step_on(images(seed), workers, **more)
@@ -194,7 +194,7 @@ class Worker:
         """The answer to a push, the norm that was added up, and bytes pushed and pulled."""
         assert self.engine is not None
         before = self.links.traffic
-        self.engine.gradients.plan = PushPlan(0, lowered=lowered)
+        self.engine.gradients.lowered = lowered
         given = StepInput([batch], 4, 4 * workers, **more)
         self._thread.submit(self.engine.step, given).result()
         pushed, pulled = (now - then for now, then in zip(self.links.traffic, before, strict=True))

@@ -103,7 +103,7 @@ def garbage(text: bytes, size: int = 0) -> bytes:
 
 HELLO = {
     "worker": 1,
-    "session": "s",
+    "pushes": 0,
     "fingerprint": "f",
     "stripe": "s",
     "policy": "none",

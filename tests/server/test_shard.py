@@ -211,7 +211,7 @@ def test_the_state_goes_on_as_if_nothing_had_happened():
     again.load_values(state["values"], state["optimizer"])
     again.load_progress(state)
     for learner in range(3):
-        again.join(learner, 3)
+        again.join(learner)
     steps(again, 9, 17)
     assert torch.equal(again.values, whole.values)
     assert (again.clock, again.taken, again.histogram.counts) == (whole.clock, whole.taken, whole.histogram.counts)
