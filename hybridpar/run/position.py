@@ -32,7 +32,6 @@ class Standing:
         losses: The mean loss of these.
         tested: The ends of epochs.
         resumed_from: Step that the run last went on from; None for a new one.
-        own_steps: With parameter servers, batches that this worker has computed.
     """
 
     directory: Path = field(default_factory=Path)
@@ -41,7 +40,6 @@ class Standing:
     losses: RunningMean = field(default_factory=RunningMean)
     tested: list[EpochRecord] = field(default_factory=list)
     resumed_from: int | None = None
-    own_steps: int = 0
 
     @property
     def checkpoints(self) -> Path:

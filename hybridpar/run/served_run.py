@@ -237,7 +237,6 @@ class ServedRun(RunLoop):
         for batch, data_ms in self._endless():
             before, save = self.trainer.steps_done, self._is_save_due() or self._save_asked
             result = self.trainer.step(batch, stop=stop.wanted, save=save)
-            self.at.own_steps += 1
             self._save_asked = False
             answer = self.trainer.engine.gradients.answer
             self._record(result, data_ms)
@@ -253,7 +252,7 @@ class ServedRun(RunLoop):
     def _endless(self) -> Iterator[tuple[Batch, float]]:
         """This worker's share of all epochs to come, with the time that each batch was waited for."""
         while True:
-            epoch, first = divmod(self.at.own_steps, self.per_epoch)
+            epoch, first = divmod(self.trainer.engine.own_steps, self.per_epoch)
             batches = iter(self.batches.epoch(epoch, first))
             for _ in range(first, self.per_epoch):
                 asked = time.perf_counter()

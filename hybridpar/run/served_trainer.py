@@ -18,11 +18,10 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
 from hybridpar.models import model_fingerprint
-from hybridpar.models.random_state import random_state, restore_random_state
 from hybridpar.models.state import twin_of
-from hybridpar.models.state_dicts import copy_of
+from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.observe.metrics import read_metrics
-from hybridpar.optim.build import build_optimizer, load_optimizer_state
+from hybridpar.optim.build import build_optimizer
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.run.best import keep_rule
@@ -38,8 +37,8 @@ from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import Stripe, trained_parameters
-from hybridpar.server.wire import Start
-from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, require_model, save_checkpoint, usable
+from hybridpar.server.wire import Start, Welcome
+from hybridpar.train.checkpoint import load_checkpoint, usable
 from hybridpar.train.checkpoint_files import latest_checkpoint
 from hybridpar.train.engine import EngineParts
 from hybridpar.train.step_result import StepResult
@@ -64,7 +63,7 @@ class ServedTrainer(Trainer):
         name: str,
         **known: Any,
     ) -> None:
-        self._asked, self._process, self._stripes, self._clipping, self._at = config, place, stripes, clipping, at
+        self._asked, self._process, self._stripes, self._at = config, place, stripes, at
         self._name = name
         assert config.parameter_servers is not None
         self._barrier = config.parameter_servers.waits_for_all
@@ -80,9 +79,7 @@ class ServedTrainer(Trainer):
         # Workers in step keep one average, else worker 0 does.
         ema = config.model_ema if self._barrier or place.rank == 0 else None
         alone = replace(config, sync="allreduce", compress="none", model_ema=ema)
-        world = World(device=device, timeout=config.timeout)
-        if self._barrier:
-            world = PresentWorkers(self.links, "run", place.rank, range(place.workers), device, config.timeout)
+        world = World(place.rank, place.workers, device, config.timeout)  # in which each is by itself
         super().__init__(model, config=alone, world=world, plan=PlannedRun(plan), **known)
 
     def _open_engine(self, optimizer: Any, plan: ResolvedPlan, example: Tensor | None) -> ServedEngine:
@@ -127,46 +124,49 @@ class ServedTrainer(Trainer):
             at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
         rest = welcome[0].rest
         facts = rest["facts"]
-        self.model.load_state_dict(rest["tensors"], strict=False)
-        self.engine.gradients.place_gradients()
         at.directory = Path(facts["directory"])
         if not main:
             at.tested = read_tests(facts["best"])  # all must agree on what is worth a checkpoint
-        self.steps_done = at.own_steps = welcome[0].step if joins else int(facts["step"])
+        self.model.load_state_dict(rest["tensors"], strict=False)
+        self.engine.gradients.place_gradients()
         checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
-            checkpoint = latest_checkpoint(at.checkpoints) or checkpoint
-        elif checkpoint is not None:
-            self._load_own(checkpoint)
+            self._follow_on(welcome[0], latest_checkpoint(at.checkpoints) or checkpoint)
+        elif checkpoint is None:
+            self.engine.load_average_state(self.model.state_dict())
+        elif not main:
+            came = copy_of(self.model.state_dict())  # other workers may have pushed since
+            self.load(checkpoint)
+            load_values(self.model, came)
+        if self._barrier:
+            known = range(self._process.workers), self.world.device, self._asked.timeout
+            self.world = PresentWorkers(self.links, "run", self._process.rank, *known)
+
+    def _follow_on(self, welcome: Welcome, checkpoint: Path | None) -> None:
+        """In the stead of a worker that died: go on with the weights of now, and what a checkpoint says of all."""
+        self.steps_done = welcome.step
         self.engine.load_average_state(self.model.state_dict())
-        self.engine.go_on_from(self.steps_done)
+        self.engine.go_on_from(welcome.step)
         if checkpoint is not None and (self.engine.averages or self._plateau is not None):
             with usable(checkpoint):
                 data = load_checkpoint(checkpoint)
-                if data.average is not None and self.engine.averages:
+                if data.average is not None:
                     self.engine.load_average_state(data.average)
                     self.engine.go_on_from(data.step)
                 if self._plateau is not None and (saved := data.training.get("plateau")) is not None:
                     self._plateau.load_state_dict(saved)
-        if joins:
-            self.hear(welcome[0].lowered)
+        self.engine.own_steps = welcome.step
+        self.hear(welcome.lowered)
 
     def _starts(self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[Start]:
         """What shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
         assert place is not None
-        workers, optimizer, progress, step, clock = self._process.workers, None, [], 0, 0
+        at, workers, progress = self._at, self._process.workers, []
         if place.checkpoint is not None:
-            data = load_checkpoint(place.checkpoint)
+            extra = self.load(place.checkpoint)
             with usable(place.checkpoint):
-                require_model(place.checkpoint, data, self.fingerprint, self.model)
-                self._at.go_on_from(data.training["extra"], self._asked, place.checkpoint)
-                self.model.load_state_dict(data.model)
-                optimizer = data.training["optimizer"]
-                # Only to have it refused where it is of another kind.
-                load_optimizer_state(build_optimizer(self.model, self._asked), self.model, dict(optimizer or {}))
-                step = self._at.resumed_from = data.step
-                progress = data.training.get("server", {}).get("shards", [])
-                clock = max((int(one["clock"]) for one in progress), default=step)
+                at.go_on_from(extra, self._asked, place.checkpoint)
+                at.resumed_from, progress = self.steps_done, extra.get("shards", [])
         else:
             self.weights_lines = start_from_weights(self._asked, self._name, self.model)
         place = claim_place(place, self._asked, self._name, {"torch": torch.__version__}, images=images)
@@ -174,75 +174,49 @@ class ServedTrainer(Trainer):
             self.model,
             self._stripes,
             limit=total * workers,
-            optimizer=optimizer,
+            optimizer=self.engine.saved[1],
             progress=progress,
-            taken=step * workers,
-            clock=clock,
-            clipping=self._clipping,
+            taken=self.steps_done * workers,
+            clock=max((int(one["clock"]) for one in progress), default=self.steps_done),
+            clipping=self._servers.clipping,
             facts={
                 "directory": str(place.directory),
                 "checkpoint": None if place.checkpoint is None else str(place.checkpoint),
-                "step": step,
-                "best": plain_tests(keep_rule(self._asked).best(self._at.tested)),
+                "best": plain_tests(keep_rule(self._asked).best(at.tested)),
             },
         )
-
-    def _load_own(self, path: Path) -> None:
-        """What belongs to this worker, where as many workers wrote it."""
-        data, device = load_checkpoint(path, self._process.rank), self.world.device
-        own, scale = data.local, data.training.get("loss_scale")
-        if not self._barrier and own is not None and data.workers == self._process.workers:
-            scale = own.get("server", {}).get("loss_scale", scale)
-        with usable(path):
-            if scale is not None:
-                self.engine.load_loss_scale_state(scale)
-            if own is None or data.workers != self._process.workers:
-                torch.manual_seed(self._asked.seed + 1000003 * data.step + self._process.rank)
-                return
-            restore_random_state(own["random"], device)
-            if "server" in own:
-                self._at.own_steps = int(own["server"]["own_steps"])
-                self.links.load_coders(own["server"]["codecs"])
 
     # -------------------------------------------------------------------- save
 
     def save_together(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
         """Write a checkpoint, of what worker 0 heard from the servers; called by all workers on the same occasion."""
-        rank, at, device = self._process.rank, self._at, self.world.device
+        at, usual = self._at, self.world
         taken = None if states is None else int(states[0]["taken"]) // self._process.workers
         items = self.links.gather(f"{occasion}/0", taken)
-        step = items.get(0)
-        if not isinstance(step, int):
+        if not isinstance(step := items.get(0), int):
             return None
-        world = PresentWorkers(self.links, occasion, rank, list(items), device, self._asked.timeout)
-        scale = self.engine.loss_scale_state()
-        own: dict[str, Any] = {"own_steps": at.own_steps, "codecs": self.links.coder_states()}
-        local = {"random": random_state(device), "sync": {}, "server": own}
-        if scale is not None:
-            own["loss_scale"] = scale
         at.epoch, at.epoch_step = divmod(step, steps_per_epoch)
-        model, training = self._whole(states, scale) if states is not None else ({}, {})
-        average = copy_of(self.engine.kept_averages(), "cpu") if self.engine.averages else None
-        data = CheckpointData(step, self.fingerprint, model, training, local, average=average)
-        return save_checkpoint(at.checkpoints, data, world)
+        extra = at.to_extra(self._asked)
+        if states is not None:
+            extra["shards"] = self._hold(states)
+        self.steps_done = step
+        self.world = PresentWorkers(
+            self.links, occasion, self._process.rank, list(items), usual.device, self._asked.timeout
+        )
+        try:
+            return self.save(at.checkpoints, extra)
+        finally:
+            self.world, self.engine.saved = usual, ({}, {})
 
-    def _whole(self, states: list[dict[str, Any]], scale: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The model, and what else there is of it, as the shards have it."""
+    def _hold(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Put the model and its optimizer's state together, of what the shards have; their clocks and counts."""
         model = twin_of(self.model).cpu()
-        optimizer, progress = merged_states(model, self._stripes, states)
+        optimizer, shards = merged_states(model, self._stripes, states)
         kind = type(build_optimizer(model, self._asked)).__name__
         if states[0]["buffers"].numel():
             put_buffers(model, states[0]["buffers"])
-        training = {
-            "optimizer": {"kind": kind, **optimizer},
-            "extra": self._at.to_extra(self._asked),
-            "server": {"shards": progress},
-        }
-        if scale is not None:
-            training["loss_scale"] = scale
-        if self._plateau is not None:
-            training["plateau"] = self._plateau.state_dict()
-        return dict(model.state_dict()), training
+        self.engine.saved = dict(model.state_dict()), {"kind": kind, **optimizer}
+        return shards
 
 
 def _no_optimizer(model: nn.Module) -> torch.optim.Optimizer:
