@@ -19,7 +19,7 @@ import torch
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, describe_data, load_dataset
+from hybridpar.data import Batch, describe_data, load_dataset
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import SyncError
 from hybridpar.machine.launch import StopRequest, record_failure
@@ -97,7 +97,11 @@ class ServedRun(RunLoop):
         self.rules = Rules.of(config, place.workers)
         self.device = default_device()
         tune_worker(config, World(device=self.device))
-        data = self._load_data()
+        if config.download and not self.is_main:
+            place.wait_for("data", 24 * 3600.0)
+        data = load_dataset(config)
+        if self.is_main:
+            place.store.set("data", "there")
         check_batch(config, len(data.train), place.workers)
         plan = resolve(config, place.workers)
         shares = shares_of(config, plan)
@@ -138,17 +142,6 @@ class ServedRun(RunLoop):
         self._traffic = 0, 0
         self._save_asked = False
         self._test_saved: EpochRecord | None = None
-
-    def _load_data(self) -> ImageData:
-        """Load the data set; where it may be downloaded, worker 0 goes first."""
-        if not self.config.download or self.place.workers == 1:
-            return load_dataset(self.config)
-        if not self.is_main:
-            self.place.wait_for("data", 24 * 3600.0)
-            return load_dataset(self.config)
-        data = load_dataset(self.config)
-        self.place.store.set("data", "there")
-        return data
 
     def _describe(self) -> RunInfo:
         """What is known before the first step; worker 0 writes the plan."""
@@ -271,7 +264,7 @@ class ServedRun(RunLoop):
         self._write_rows(gradients.answer.rows)
 
     def _write_rows(self, rows: Sequence[StepRow]) -> None:
-        """Worker 0: write down steps, with the parts of the time of its own last push."""
+        """Worker 0: write down steps, with the parts of the time of its last push."""
         squares, timings = self.trainer.links.squares, self.timings
         for row in rows:
             record = StepRecord(
@@ -329,7 +322,7 @@ class ServedRun(RunLoop):
         states = None
         if self.is_main and wanted and self._may_save(self.trainer.steps_done):
             answers = self.trainer.links.states()
-            states = [one.state for one in answers]
+            states = [answer.state for answer in answers]
             if answers[0].rows:  # steps that ended since the last answer
                 self.trainer.steps_done = answers[0].rows[-1].step
                 self.trainer.engine.follow(self.trainer.steps_done)

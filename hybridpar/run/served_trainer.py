@@ -54,7 +54,7 @@ class ServedTrainer(Trainer):
         self,
         model: nn.Module,
         config: TrainConfig,
-        place: Place,
+        process: Place,
         plan: ResolvedPlan,
         stripes: list[Stripe],
         policy: Policy,
@@ -63,23 +63,23 @@ class ServedTrainer(Trainer):
         name: str,
         **known: Any,
     ) -> None:
-        self._asked, self._process, self._stripes, self._at = config, place, stripes, at
+        self._asked, self._process, self._stripes, self._at = config, process, stripes, at
         self._name = name
         assert config.parameter_servers is not None
         self._barrier = config.parameter_servers.waits_for_all
         device = next(model.parameters()).device
         host = {
-            name: own.data if device.type == "cpu" else torch.empty_like(own.data, device="cpu").pin_memory()
-            for name, own in trained_parameters(model).items()
+            name: held.data if device.type == "cpu" else torch.empty_like(held.data, device="cpu").pin_memory()
+            for name, held in trained_parameters(model).items()
         }
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
         self.weights_lines: list[str] = []
         self.links = self._open_links(model, policy, host)
-        self._servers = Servers(place.rank, self.links, host, self._barrier, clipping)
-        # Workers in step keep one average, else worker 0 does.
-        ema = config.model_ema if self._barrier or place.rank == 0 else None
+        self._servers = Servers(process.rank, self.links, host, self._barrier, clipping)
+        # Workers in step all have the average, else worker 0 alone.
+        ema = config.model_ema if self._barrier or process.rank == 0 else None
         alone = replace(config, sync="allreduce", compress="none", model_ema=ema)
-        world = World(place.rank, place.workers, device, config.timeout)  # in which each is by itself
+        world = World(process.rank, process.workers, device, config.timeout)  # in which each is by itself
         super().__init__(model, config=alone, world=world, plan=PlannedRun(plan), **known)
 
     def _open_engine(self, optimizer: Any, plan: ResolvedPlan, example: Tensor | None) -> ServedEngine:
@@ -115,13 +115,13 @@ class ServedTrainer(Trainer):
     def begin(self, total: int, images: Mapping[str, Any] | None = None) -> None:
         """Connect to the servers, bring them the weights if they have none, and find out how far the run is."""
         main, joins, at = self._process.rank == 0, self._process.joins, self._at
-        run_place = find_place(self._asked, self._name) if main else None
-        written = _last_step(run_place.directory) if run_place is not None and joins else 0
+        run = find_place(self._asked, self._name) if main else None
+        written = _last_step(run.directory) if run is not None and joins else 0
         welcome = self.links.hello(flat_buffers(self.model).numel(), written if main else None)
-        if main and any(one.values is None for one in welcome):
-            welcome = self.links.start(self._starts(run_place, total, images), welcome)
-        elif run_place is not None:
-            at.tested, at.resumed_from = list(read_metrics(run_place.directory).epochs), written
+        if main and any(known.values is None for known in welcome):
+            welcome = self.links.start(self._starts(run, total, images), welcome)
+        elif run is not None:
+            at.tested, at.resumed_from = list(read_metrics(run.directory).epochs), written
         rest = welcome[0].rest
         facts = rest["facts"]
         at.directory = Path(facts["directory"])
@@ -158,18 +158,18 @@ class ServedTrainer(Trainer):
         self.engine.own_steps = welcome.step
         self.hear(welcome.lowered)
 
-    def _starts(self, place: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[Start]:
+    def _starts(self, run: RunPlace | None, total: int, images: Mapping[str, Any] | None) -> list[Start]:
         """What shards begin with: weights at the start, or of the checkpoint that the run goes on from."""
-        assert place is not None
+        assert run is not None
         at, workers, progress = self._at, self._process.workers, []
-        if place.checkpoint is not None:
-            extra = self.load(place.checkpoint)
-            with usable(place.checkpoint):
-                at.go_on_from(extra, self._asked, place.checkpoint)
+        if run.checkpoint is not None:
+            extra = self.load(run.checkpoint)
+            with usable(run.checkpoint):
+                at.go_on_from(extra, self._asked, run.checkpoint)
                 at.resumed_from, progress = self.steps_done, extra.get("shards", [])
         else:
             self.weights_lines = start_from_weights(self._asked, self._name, self.model)
-        place = claim_place(place, self._asked, self._name, {"torch": torch.__version__}, images=images)
+        run = claim_place(run, self._asked, self._name, {"torch": torch.__version__}, images=images)
         return shard_starts(
             self.model,
             self._stripes,
@@ -177,11 +177,11 @@ class ServedTrainer(Trainer):
             optimizer=self.engine.saved[1],
             progress=progress,
             taken=self.steps_done * workers,
-            clock=max((int(one["clock"]) for one in progress), default=self.steps_done),
+            clock=max((int(shard["clock"]) for shard in progress), default=self.steps_done),
             clipping=self._servers.clipping,
             facts={
-                "directory": str(place.directory),
-                "checkpoint": None if place.checkpoint is None else str(place.checkpoint),
+                "directory": str(run.directory),
+                "checkpoint": None if run.checkpoint is None else str(run.checkpoint),
                 "best": plain_tests(keep_rule(self._asked).best(at.tested)),
             },
         )

@@ -1,9 +1,9 @@
 """Compresses pushes: encodes the gradient of a stripe at the worker, and decodes it at the server.
 
 A codec guarantees that all workers read the same numbers from the messages of its rounds. A worker runs its coders as a
-job of one, and sends what came of each round; the server reads that as one more worker would, which sends nothing. It
-keeps nothing of a worker: where a message cannot be read without what the coder knows (`Codec.reads_state`), the push
-brings that along. What a message leaves out of the gradient is kept by the worker.
+job by itself, and sends what came of each round; the server reads that as another worker would, which sends nothing. It
+remembers nothing of a worker: where a message cannot be read without what the coder knows (`Codec.reads_state`), the
+push brings that along. What a message leaves out of the gradient stays with the worker.
 
 Messages whose stripes have owners are sent before the owner adds them up, where that makes them larger (as for
 `twobit:pull=full`, whose owners answer in full precision): the server does the owner's part.
@@ -80,7 +80,7 @@ class PushEncoder:
         Returns:
             For each piece its message; and by number of the piece what its coder must know to read it.
         """
-        found: list[PieceMessage] = []
+        messages: list[PieceMessage] = []
         states: dict[int, dict[str, Any]] = {}
         for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
             current = coder.current
@@ -88,8 +88,8 @@ class PushEncoder:
             if self._reads_state[number] and not full:
                 states[number] = current.state_dict()
             coder.begin(gradient)
-            found.append(gradient if full else [_write(coder, *one) for one in enumerate(coder.rounds)])
-        return found, states
+            messages.append(gradient if full else [_write(coder, *entry) for entry in enumerate(coder.rounds)])
+        return messages, states
 
     def commit(self) -> None:
         """The push was taken in."""
@@ -167,7 +167,7 @@ class PushDecoder:
         if self._reads_state[number]:
             coder.load_state_dict(state)
         residuals: Mapping[str, Residual] = NO_RESIDUAL
-        if self._remembers[number]:  # some decode otherwise where what is left out is kept
+        if self._remembers[number]:  # some decode otherwise where what is left out stays
             sizes = coder.residuals.items()
             residuals = {key: KeptResidual(self._zeros[:size], self._spare[:size]) for key, size in sizes}
         coder.begin(self._zeros[: coder.spec.count], residuals)
@@ -179,7 +179,7 @@ class PushDecoder:
 
 
 def _write(coder: Coder, index: int, entry: Round) -> Tensor:
-    """Run a round as a job of one; what is sent of it."""
+    """Run a round by itself; what is sent of it."""
     written = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
     coder.write(index, [written])
     came = _merge(coder, index, written) if entry.collective is Collective.SHARD else written

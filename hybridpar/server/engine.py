@@ -36,9 +36,9 @@ class ServedEngine(Engine):
     @property
     def gradients(self) -> ServerGradients:
         """What pushes."""
-        found = self.pipeline.stages[0].gradients
-        assert isinstance(found, ServerGradients)
-        return found
+        gradients = self.pipeline.stages[0].gradients
+        assert isinstance(gradients, ServerGradients)
+        return gradients
 
     def step(self, given: StepInput) -> StepOutcome:
         """Push the gradient of this worker's share of a batch, and take the weights that come for it."""
@@ -76,7 +76,7 @@ class ServedEngine(Engine):
         return self.saved[1]
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Have worker 0 hold state for the shards; one of another kind of optimizer is refused."""
+        """Have worker 0 hold state for the shards; that of another kind of optimizer is refused."""
         if self._servers.worker == 0:
             load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(saved))
             self.saved = {}, dict(saved)

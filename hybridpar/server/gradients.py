@@ -1,9 +1,9 @@
-"""Gradients that go to parameter servers: what takes the place of the sum over replicas, and of the optimizer.
+"""Gradients that go to parameter servers: what becomes of them instead of a sum over replicas and an optimizer's pass.
 
 The step is that of `hybridpar.train.engine`. A worker computes on the weights that it was given last. What it pushes
 when the backward pass is over is, with a barrier, its part of the gradient of the whole batch, so that the parts add up
-to what one process would have computed, and otherwise the mean gradient of its minibatch. The servers run the
-optimizer; their answer says whether the step counts, and brings the weights of the next one.
+to what a single process would have computed, and otherwise the mean gradient of its minibatch. The servers run the
+optimizer; their answer says whether the step counts, and brings the weights of the next step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Servers:
 
 
 class ServerGradients(LocalGradients):
-    """Pushes the gradients of a step, and in place of an optimizer's pass puts the weights that come into the model."""
+    """Pushes the gradients of a step, and instead of an optimizer's pass puts the weights that come into the model."""
 
     #: What the step under way is to do.
     given: StepInput

@@ -79,18 +79,18 @@ class Ledger:
         arrivals, self._arrivals = self._arrivals, []
         before, self._since = self._since, self._clock()
         self.step += 1
-        counted = [one for one in arrivals if one.counts]
-        samples = sum(one.samples for one in counted)
+        counted = [arrival for arrival in arrivals if arrival.counts]
+        samples = sum(each.samples for each in counted)
         row = StepRow(
             self.step,
-            sum(one.loss * one.samples for one in counted) / samples if samples else math.nan,
-            sum(one.samples for one in arrivals),
+            sum(each.loss * each.samples for each in counted) / samples if samples else math.nan,
+            sum(each.samples for each in arrivals),
             self._since - before,
-            statistics.fmean(one.staleness for one in arrivals),
-            max(one.staleness for one in arrivals),
-            statistics.fmean(one.queued for one in arrivals),
+            statistics.fmean(each.staleness for each in arrivals),
+            max(each.staleness for each in arrivals),
+            statistics.fmean(each.queued for each in arrivals),
             len(arrivals) - len(counted),
-            statistics.fmean(one.rate for one in arrivals),
+            statistics.fmean(each.rate for each in arrivals),
         )
         self._rows.append(row)
         return row

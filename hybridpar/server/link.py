@@ -46,7 +46,7 @@ class LinkOptions:
 
 
 class ServerLink:
-    """A worker's way to one server."""
+    """A worker's way to a server."""
 
     def __init__(
         self, name: str, address: str, stripe: Stripe, tensors: Mapping[str, Tensor], options: LinkOptions
@@ -192,8 +192,8 @@ class Links:
         """Push a gradient, for each server its part, and wait for the weights of all."""
         self.squares = None
         answers = self._all(lambda number: self.links[number].push(pushes[number], gradients[number]))
-        if any(isinstance(one, wire.Squares) for one in answers):
-            self.squares = squares = sum(one.squares for one in answers)
+        if any(isinstance(answer, wire.Squares) for answer in answers):
+            self.squares = squares = sum(answer.squares for answer in answers)
             answers = self._all(lambda number: self.links[number].ask(wire.Squares(squares=squares)))
         return answers
 
@@ -203,8 +203,8 @@ class Links:
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
-        found: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
-        return found.items
+        gathered: wire.GatheredItems = self.links[0].ask(wire.GatherItem(tag=tag, item=item))
+        return gathered.items
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class Links:
 
     def load_coders(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what `coder_states` returned, as far as it is of the same pieces."""
-        known = {name: state for own in states for name, state in own.items()}
+        known = {name: state for of_shard in states for name, state in of_shard.items()}
         for link in self.links:
             link.encoder.load_state_dict(known)
 

@@ -2,7 +2,7 @@
 
 Each connection has a thread, which reads what a worker asks, does it under the lock, waits where others are to push
 first, and writes the answer. What goes wrong on a connection ends that connection, and the others are served on. The
-thread that called `run` lets workers in, and looks whether one of them is silent for too long.
+thread that called `run` lets workers in, and looks whether any of them is silent for too long.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PATIENCE = 10
 
 
 def save_occasion(number: int) -> str:
-    """Name of the occasion on which workers write a checkpoint that one of them asked for."""
+    """Name of the occasion on which workers write a checkpoint that any of them asked for."""
     return f"save-{number}"
 
 
@@ -87,7 +87,7 @@ class _Peer:
         clock: Of the weights that it has.
         saved: Number of the last request to save that it was sent.
         rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
-        answer: To its push, once there is one.
+        answer: To its push, once it is known.
         missed: Since when nothing has come from it, once that has been said.
     """
 
@@ -100,7 +100,7 @@ class _Peer:
 
 
 class ShardServer:
-    """Serves one shard until all workers have left. `clock` gives seconds."""
+    """Serves a shard until all workers have left. `clock` gives seconds."""
 
     def __init__(
         self, options: ServerOptions, host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic
@@ -307,8 +307,8 @@ class ShardServer:
     def _start(self, start: wire.Start) -> None:
         """Worker 0 brings the weights."""
         stripe, options = Stripe(tuple(start.pieces)), self._options
-        kept: dict[str, Any] = {"limit": start.limit, "clipping": start.clipping}
-        shard = Shard(stripe, start.values, options.rules, options.optimizer, **kept)
+        known: dict[str, Any] = {"limit": start.limit, "clipping": start.clipping}
+        shard = Shard(stripe, start.values, options.rules, options.optimizer, **known)
         shard.load_values(start.values, start.optimizer, start.counters)
         shard.load_progress(start.progress)
         shard.ledger.restart()
@@ -393,7 +393,7 @@ class ShardServer:
         return self._weights[1]
 
     def _answer(self, peer: _Peer, worker: int) -> wire.ServerMessage:
-        """The answer to a push, once there is one; worker 0 first adds up norms where that is needed."""
+        """The answer to a push, once it is known; worker 0 first adds up norms where that is needed."""
         shard = self._started
         self._wait(peer.connection, lambda: peer.answer is not None or (worker == 0 and shard.squares is not None))
         return peer.answer or wire.Squares(squares=shard.squares or 0.0)
@@ -455,7 +455,7 @@ class ShardServer:
     def _keep_time(self) -> None:
         """End slow handshakes, name workers that are silent, and go on without those that keep others waiting."""
         now, timeout, barrier = self._now(), self._options.timeout, self._options.rules.barrier
-        for connection in [one for one, since in self._strangers.items() if now - since > HANDSHAKE_SECONDS]:
+        for connection in [stranger for stranger, since in self._strangers.items() if now - since > HANDSHAKE_SECONDS]:
             self._refuse(connection, f"it sent no reply within {HANDSHAKE_SECONDS:g} s")
         waiting = {worker for worker, peer in self._peers.items() if peer.connection in self._waiting}
         self._waiting_since = (self._waiting_since or now) if waiting else None
@@ -468,7 +468,7 @@ class ShardServer:
             waited = 0.0 if self._waiting_since is None else min(quiet, now - self._waiting_since)
             if waited > timeout * (_PATIENCE if tests and worker == 0 else 1):
                 late.append(worker)
-            elif peer is not None and not barrier and self._options.number == 0:  # one shard says it for all
+            elif peer is not None and not barrier and self._options.number == 0:  # a single shard says it for all
                 self._note_silence(worker, peer, quiet, is_waited_for=bool(waiting))
         if late and barrier:
             raise SyncError(

@@ -271,7 +271,7 @@ class Shard:
                 return self._meet()
         if counts:
             known.samples = push.samples
-            others = [one.samples for one in self._learners.values() if one.samples]
+            others = [other.samples for other in self._learners.values() if other.samples]
             share = push.samples * len(others) / sum(others) if push.samples else 0.0
             self._add(push, gradient, share * self.rules.scale(staleness, self.rules.expected))
             if len(self._added) == self.rules.collect:

@@ -115,7 +115,7 @@ def cut_model(
     Raises:
         UsageError: There are more shards than parameters.
     """
-    filled = [one for one in parameters if math.prod(one[1])]
+    filled = [known for known in parameters if math.prod(known[1])]
     if not 1 <= shards <= len(filled):
         raise UsageError(
             f"{shards} shards for a model with {len(filled)} trained parameter tensors",

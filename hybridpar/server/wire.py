@@ -1,10 +1,10 @@
 """The messages between workers and servers, and the connection that carries them.
 
-There is one TCP socket for each worker and shard. A worker asks and the server answers, so each has at most one message
-on its way; `Wait` says that the answer is still to come. docs/servers.md has the table of messages.
+There is a TCP socket for each worker and shard. A worker asks and the server answers, so each has at most a single
+message on its way; `Wait` says that the answer is still to come. docs/servers.md has the table of messages.
 
-On the wire a message is a header (magic, length of the text, bytes of the tensors), the text, and the tensors one after
-the other. The text is JSON: the kind of message, its fields, and shape and dtype of each tensor. No message is read by
+On the wire a message is a header (magic, length of the text, bytes of the tensors), the text, and the tensors in their
+order. The text is JSON: the kind of message, its fields, and shape and dtype of each tensor. No message is read by
 running code, and its fields are checked before anybody looks at them.
 """
 
@@ -287,15 +287,15 @@ class Connection:
 
     def send(self, message: ServerMessage) -> None:
         """Send a message; its tensors must stay as they are until this returns."""
-        text, tensors = take_apart({one.name: getattr(message, one.name) for one in fields(message)})  # type: ignore[arg-type]
-        tensors = [one.detach().cpu().contiguous() for one in tensors]
+        text, tensors = take_apart({known.name: getattr(message, known.name) for known in fields(message)})  # type: ignore[arg-type]
+        tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
         head = json.dumps([type(message).__name__, text, tensor_facts(tensors)]).encode()
-        size = sum(one.nbytes for one in tensors)
+        size = sum(tensor.nbytes for tensor in tensors)
         with self._sending:
             self._write(memoryview(_HEADER.pack(_MAGIC, len(head), size) + head))
-            for one in tensors:
-                if one.numel():
-                    self._write(bytes_of(one))
+            for tensor in tensors:
+                if tensor.numel():
+                    self._write(bytes_of(tensor))
 
     def receive(self, most: int) -> Any:
         """The next message, whose tensors may have so many bytes."""
@@ -315,9 +315,9 @@ class Connection:
             tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
         except (Unreadable, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
             raise Garbled(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
-        for one in tensors:
-            if one.numel():
-                self._fill(bytes_of(one))
+        for tensor in tensors:
+            if tensor.numel():
+                self._fill(bytes_of(tensor))
         try:
             return adapter.validate_python(put_together(text, tensors))
         except (ValueError, TypeError, OverflowError) as error:
