@@ -209,8 +209,8 @@ def probe_channel(grid: Grid, world: World, sizes: list[int], rounds: int = 8) -
     hop, submit = _hand_over()
     begin = time.perf_counter()
     for _ in range(50):
-        if world.control_sum is not None:
-            world.control_sum.all_reduce(torch.zeros(5, dtype=torch.float64))
+        if world.control_group is not None:
+            world.control_group.all_reduce(torch.zeros(5, dtype=torch.float64))
     agree = (time.perf_counter() - begin) * 1e3 / 50
     mine = (samples, cpu["send"] / moved, cpu["receive"] / moved, hop, submit, agree)
     gathered: list[Any] = world.gather(mine)

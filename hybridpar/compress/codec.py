@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Reduction
 from hybridpar.errors import CheckpointError, check
 from hybridpar.registry import Registry
 
@@ -121,14 +122,11 @@ NO_RESIDUAL: Mapping[str, Residual] = _Nothing()
 
 
 class Collective(enum.Enum):
-    """How messages are reduced across ranks."""
+    """How messages meet: in an all-reduce, whose reduction is the value, or in one of two other ways."""
 
-    #: Added element by element.
-    SUM = "sum"
-    #: The larger of each element. What happens to NaN is left open, so no message may hold one.
-    MAX = "max"
-    #: Bitwise and of integer words.
-    AND = "and"
+    SUM = Reduction.SUM
+    MAX = Reduction.MAX
+    AND = Reduction.AND
     #: Each worker sends stripe k to worker k, which merges what it receives; all workers receive all merged stripes.
     SHARD = "shard"
     #: All workers receive the messages of all workers, by rank.

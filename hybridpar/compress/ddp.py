@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridpar.comm.group import Group, TorchGroup, open_group, split, timeout_of
+from hybridpar.comm.sockets import MOST_WORKERS, open_sockets
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders, in_rows
-from hybridpar.compress.exchange import Exchange, Traffic, split
-from hybridpar.compress.group import Group, TorchGroup, open_group, timeout_of
+from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridpar.comm.group import Group
 from hybridpar.compress.codec import Coder
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.group import Group
 
 #: Replaces a 1-D tensor by its sum over the workers of the node, equal bit for bit on all of them.
 Add = Callable[[Tensor], None]

@@ -22,8 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
+from hybridpar.comm.group import Group
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
@@ -38,6 +38,7 @@ from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.direct_reducer import DirectReducer
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Pieces
 from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
@@ -67,8 +68,8 @@ class LocalStage:
         options: SyncOptions,
         micro_batches: int,
         step_optimizer: OptimizerStep | None,
-        norm_group: SumGroup | None = None,
-        shard_group: SumGroup | None = None,
+        norm_group: Group | None = None,
+        shard_group: Group | None = None,
         nodes: NodeWorlds | None = None,
         after_step: AfterStep | None = None,
     ) -> None:
@@ -306,7 +307,7 @@ class Agreement:
         """Start to sum the samples of a step over the replicas."""
         # Each of them has one worker of every replica, so the sums are the same.
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
-        if parties[0].control_sum is None:
+        if parties[0].control_group is None:
             return lambda: samples
         told = [samples, float(refusing)]
         sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
@@ -343,7 +344,7 @@ class Agreement:
             flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
 
         stage.lane.submit(report)
-        if stage.replicas.control_sum is not None:
+        if stage.replicas.control_group is not None:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
@@ -359,7 +360,7 @@ class Agreement:
                 self.lane.wait(event)
         for index, stage in self._stages.items():
             self.lane.submit(lambda index=index: self._share_backward(step, index))  # type: ignore[misc]
-            if stage.replicas.control_sum is not None:
+            if stage.replicas.control_group is not None:
                 step.shared[index] = self.lane.record()
         self.lane.submit(lambda: self._decide(step))
         step.decided = self.lane.record()
@@ -369,7 +370,7 @@ class Agreement:
         flight, replicas = step.flights[index], self._stages[index].replicas
         self.lane.keep(flight.squares)
         step.squares[index] = self._stages[index].gradients.squares(flight)
-        if replicas.control_sum is not None:
+        if replicas.control_group is not None:
             message = backward_report(step.squares[index], step.used[index], self._constants)
             self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
             step.squares[index], step.users[index] = message[0], message[1:]
@@ -396,9 +397,9 @@ class Agreement:
 
     def _sum(self, message: Tensor, doing: str, workers: World, step: StepState | None = None) -> None:
         """On the lane: sum a message over some workers, in place, and note the bytes sent in a step."""
-        assert workers.control_sum is not None
+        assert workers.control_group is not None
         with workers.named_errors(doing):
-            workers.control_sum.all_reduce(message)
+            workers.control_group.all_reduce(message)
         if step is not None:
             step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.group import Group
 from hybridpar.comm.transport import flat_view
-from hybridpar.comm.world import SumGroup
 from hybridpar.compress.coders import has_rows
 from hybridpar.lanes import Lane
 from hybridpar.lanes.base import Work
@@ -59,7 +59,7 @@ class CodedReducer(DirectReducer):
         self.compression.take(bucket, slot, gradient)
         bucket.encode_ms += (time.perf_counter() - began) * 1e3
 
-    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: Group) -> Work:
         compression = self.compression
         assert compression is not None
         mine = self._measure and bucket.index % self._world.size == self._world.rank

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
+from hybridpar.comm.group import Group, split
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import (
     Coder,
     Exchange,
-    Group,
     Phase,
     PhaseTimer,
     Policy,
@@ -28,13 +27,13 @@ from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.codecs.onebit import RowSigns, Signs
 from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders, in_rows
-from hybridpar.compress.exchange import split
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket, Slot
 from hybridpar.sync.figures import BucketCost, SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 
 _log = logging.getLogger(__name__)
 
@@ -74,16 +73,10 @@ class Compression(ParameterCoders):
         self,
         policy: Policy,
         world: World,
-        groups: Sequence[SumGroup],
+        groups: Sequence[Group],
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        if not all(isinstance(group, Group) for group in groups):
-            raise SyncError(
-                f"codec {str(policy)!r} between workers that share memory",
-                "Shared memory only adds; a codec needs the collectives of a process group.",
-                "Join with World.join(shared_memory=False).",
-            )
         alike = world.gather(policy.prepare(world.device))
         if len(set(map(str, alike))) > 1:
             raise SyncError(
@@ -135,9 +128,8 @@ class Compression(ParameterCoders):
         """Encode a gradient, which is not needed afterwards."""
         self._exchange(bucket).take(bucket.slots.index(slot), gradient)
 
-    def carry(self, bucket: Bucket, group: SumGroup, encode_ms: float) -> BucketCost:
+    def carry(self, bucket: Bucket, group: Group, encode_ms: float) -> BucketCost:
         """Exchange the messages of a bucket, whose gradients were all taken."""
-        assert isinstance(group, Group)
         done = self._exchange(bucket).carry(group)
         if done.timer is not None:
             done.timer.add(Phase.ENCODE, encode_ms)
@@ -174,7 +166,7 @@ class Compression(ParameterCoders):
         assert isinstance(exchange, Exchange)
         return exchange
 
-    def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
+    def add(self, bucket: Bucket, flat: Tensor, group: Group) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them."""
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
@@ -186,7 +178,6 @@ class Compression(ParameterCoders):
                 assert self._nodes is not None
                 done = self._nodes.run(exchange, self._groups.index(group), flat)
                 return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
-            assert isinstance(group, Group)
             parts = split(flat, [one.numel() for one in parameters])
             done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
@@ -269,7 +260,7 @@ class Compression(ParameterCoders):
         self.cut(self._buckets)  # coders are made anew
 
 
-def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
+def add_plainly(bucket: Bucket, flat: Tensor, group: Group, workers: int) -> BucketCost:
     """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
@@ -301,7 +292,7 @@ def _holds_codec_state(state: Any) -> bool:
 
 
 def make_compression(
-    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, nodes: NodeWorlds | None = None
+    codec: str | Policy, world: World, groups: Sequence[Group], seed: int, nodes: NodeWorlds | None = None
 ) -> Compression | None:
     """What `--compress` asks for; None where gradients are added as they are."""
     policy = read_policy(codec) if isinstance(codec, str) else codec

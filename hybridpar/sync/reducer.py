@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World
+from hybridpar.comm.group import Group
+from hybridpar.comm.world import World
 from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
@@ -33,6 +33,7 @@ from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_fingerprint, make_buckets, sum_of_squares
 from hybridpar.sync.compression import Compression, add_plainly, make_compression
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 
 
 @dataclass
@@ -55,12 +56,12 @@ class Flight:
     wrap: Callable[[int, Work], Work] | None = None  # makes the work that is issued from the work that sums a bucket
 
 
-SyncLanes = Sequence[tuple[Lane, SumGroup]]
+SyncLanes = Sequence[tuple[Lane, Group]]
 
 
 def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sync") -> SyncLanes:
     """One lane for each of the world's groups that add gradients."""
-    groups = world.lane_sums[: len(world.lane_sums) - spared]
+    groups = world.lane_groups[: len(world.lane_groups) - spared]
     return [(lanes.open(f"{name}-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
 
@@ -344,7 +345,7 @@ class GradientReducer(LocalGradients):
         flight.landed.append(landed)
         return landed
 
-    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: Group) -> Work:
         """What a sync lane does for a bucket that is gathered. It fills in the bucket's squares and costs."""
         mine = self._measure and bucket.index % self._world.size == self._world.rank
 

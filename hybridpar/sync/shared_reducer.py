@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.group import Group
 from hybridpar.comm.shared_memory import SharedSegment
-from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Phase, PhaseTimer
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Work
@@ -100,7 +101,7 @@ class SharedReducer(DirectReducer):
         else:
             hand_over(gradient, out, squares)
 
-    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
+    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: Group) -> Work:
         # Buckets, one for each type of parameters, leave together, with the last one.
         is_last = bucket is self.buckets[-1]
 

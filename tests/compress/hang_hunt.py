@@ -76,8 +76,8 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         world.rank,
         world.size,
         timeout=world.timeout,
-        lane_sums=world.lane_sums[:count],
-        control_sum=world.control_sum,
+        lane_groups=world.lane_groups[:count],
+        control_group=world.control_group,
         control=world.control,
         transport=world.transport,
     )

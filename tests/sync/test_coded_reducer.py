@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hybridpar.comm.sockets import SocketGroup
 from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.sockets import SocketGroup
 from hybridpar.compress.together import run_together
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.reducer import GradientReducer
@@ -43,18 +43,18 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("workers", [2, 3])
 def test_parameters_and_residuals_equal_those_of_buckets(workers: int) -> None:
     settings = SETTINGS if workers == 2 else [*SETTINGS[:3], SETTINGS[8]]
-    direct = run_ranks(train, workers, settings, CodedReducer, shared_memory=False)
+    direct = run_ranks(train, workers, settings, CodedReducer)
     assert_equal(settings, direct, run_ranks(train, workers, settings, GradientReducer, shared_memory=False))
 
 
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
     settings = [SETTINGS[0], SETTINGS[2], {"compress": "qsgd:bits=4"}, {"compress": "fp16"}, *SETTINGS[8:10]]
-    direct = run_ranks(train, 2, settings, CodedReducer, 2, shared_memory=False)
+    direct = run_ranks(train, 2, settings, CodedReducer, 2)
     assert_equal(settings, direct, run_ranks(train, 2, settings, GradientReducer, 2, shared_memory=False))
 
 
 def test_every_access_is_ordered_across_lanes() -> None:
-    run_ranks(train, 2, [*SETTINGS[:3], SETTINGS[8]], CodedReducer, None, True, shared_memory=False)
+    run_ranks(train, 2, [*SETTINGS[:3], SETTINGS[8]], CodedReducer, None, True)
 
 
 @pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])

@@ -90,7 +90,7 @@ def unread_messages(world: World) -> list[int]:
         trainer.wait()
         world.gather(None)
         for stage in stages.values():
-            (bell,) = stage.gradients._segment._peers
+            (bell,) = stage.gradients._segment._peers.values()
             try:
                 unread.append(len(bell._socket.recv(1000, socket.MSG_DONTWAIT)))
             except BlockingIOError:
