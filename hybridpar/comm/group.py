@@ -34,10 +34,12 @@ class Group(ABC):
     Attributes:
         size: How many workers there are.
         rank: This worker.
+        device: Where tensors are.
     """
 
     size: int
     rank: int
+    device: torch.device = torch.device("cpu")
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
@@ -130,6 +132,8 @@ class TorchGroup(Group):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         # NCCL has no bitwise operations.
         self._bitwise = dist.get_backend(group) != "nccl"
+        if not self._bitwise:
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         if not tensor.numel():

@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from hybridpar.comm.flight import FLIGHT, noted
 from hybridpar.comm.group import Group, TorchGroup, open_group
+from hybridpar.comm.items import gather_items, gather_on_first
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemoryGroup
 from hybridpar.comm.sockets import MOST_WORKERS, SocketGroup, open_sockets
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
-from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -82,13 +82,14 @@ class World:
     job_size: int = 0
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _default: dist.ProcessGroup | None = None
-    _meeting: SocketGroup | None = None
+    _meeting: Group | None = None
     _roll_call: RollCall | None = None
     _end_life: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
+        self._meet_over(self.control)
         self._channel = FLIGHT.channel(self.members)
 
     @classmethod
@@ -186,8 +187,14 @@ class World:
             if group is not None:
                 self.control = group
                 self._groups.append(group)
+        self._meet_over(self.control)
         opened = self._connect(job, [party for party in parties if len(party) > 1], 1)
-        self._meeting = opened[0] if opened else None
+        if opened:
+            self._meeting = opened[0]
+
+    def _meet_over(self, control: dist.ProcessGroup | None) -> None:
+        """Gather plain values over a process group."""
+        self._meeting = None if control is None else TorchGroup(control)
 
     def _open_groups(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
         """Give every party its groups: through shared memory, over sockets, or over groups that all workers make."""
@@ -253,17 +260,17 @@ class World:
 
     def gather(self, item: object) -> list[object]:
         """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step."""
-        if self.control is None:
+        if self._meeting is None:
             return [item]
         with self.named_errors("exchanging start-up or checkpoint facts"):
-            return gather_items(item, self.control, self._meeting)
+            return gather_items(item, self._meeting)
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
         """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers."""
-        if self.control is None:
+        if self._meeting is None:
             return [mine for _ in ranks]
         with self.named_errors("bringing state to worker 0"):
-            return gather_on_first(mine, ranks, self.control, self._meeting)
+            return gather_on_first(mine, ranks, self._meeting)
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
@@ -274,7 +281,7 @@ class World:
         if patience is not None and self.control is not None:
             with self.named_errors("connecting to wait for worker 0"):
                 self.control = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
-                self._meeting = None
+                self._meet_over(self.control)
         try:
             decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
         finally:
