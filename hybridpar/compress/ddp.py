@@ -153,7 +153,7 @@ class CodecState(ParameterCoders):
             try:
                 with in_rows(flat, parameters):
                     if isinstance(exchange, NodeExchange):
-                        exchange.run(path.add, path.codec, flat)
+                        exchange.run(path.inside, path.codec, flat)
                     else:
                         assert path.codec is not None
                         exchange.run(path.codec, parts, parts)
@@ -358,11 +358,6 @@ class Paths:
 
     codec: Group | None
     inside: Group | None
-
-    def add(self, tensor: Tensor) -> None:
-        """Add over the node."""
-        if self.inside is not None:
-            self.inside.all_reduce(tensor)
 
     def close(self) -> None:
         """Leave both groups."""

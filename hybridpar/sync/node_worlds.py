@@ -49,15 +49,9 @@ class NodeWorlds:
 
     def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
         """Exchange a bucket on a sync lane."""
-        inner = self.inner(lane)
-
-        def add(tensor: Tensor) -> None:
-            if inner is not None:
-                inner.all_reduce(tensor)
-
         # A worker that leads nothing has no group.
         group = self.across.lane_groups[lane] if self.across.size > 1 else None
-        return exchange.run(add, group, flat)
+        return exchange.run(self.inner(lane), group, flat)
 
     def close(self) -> None:
         """Leave both worlds. Safe to call twice."""
