@@ -5,7 +5,7 @@ worker, and two threads (or streams) cannot promise that for a group they share.
 fixed order, because making them lazily is a collective whose order nobody controls.
 
 Not all workers hold the same parameters: in a pipeline only the replicas of a stage do. `World.split` makes a world of
-each such party, with groups of its own, so that whatever synchronises a world synchronises a part of the job unchanged.
+each such party, with its groups, so that whatever synchronises a world synchronises a part of the job unchanged.
 
 A process that ends without destroying its groups can abort inside the backend's threads; `World.close` is therefore
 part of every exit path.
@@ -138,7 +138,7 @@ class World:
     def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
-        The new world has groups of its own, and is closed apart from this one, which stays as it is. A
+        The new world has its groups, and is closed apart from this one, which stays as it is. A
         party can be divided further into single workers only, which need no groups.
         """
         divided = [tuple(sorted(party)) for party in parties]
