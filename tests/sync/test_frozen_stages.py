@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from hybridpar.sync.shared_reducer import SharedReducer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.sync.shared_reducer import SharedReducer
 from tests.ranks import run_ranks
 
 STEPS, CLIP = 30, 0.1
