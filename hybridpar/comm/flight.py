@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -308,4 +309,4 @@ def _notes(data: bytes | bytearray | mmap.mmap, place: int, channels: Sequence[C
         if number and channel < len(channels):
             doing = text.rstrip(b"\0").decode(errors="replace")
             notes.append(Note(number, order, begin, end or None, channels[channel], doing))
-    return tuple(sorted(notes, key=lambda note: note.number))
+    return tuple(sorted(notes, key=attrgetter("number")))

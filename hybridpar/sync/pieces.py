@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.comm.transport import flat_view
 from hybridpar.compress.received import Received, Sgd
 from hybridpar.sync.buckets import sum_of_squares
 
@@ -60,7 +60,8 @@ class Gradients:
 def can_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_in_pieces` does what `optimizer.step()` would do.
 
-    It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step.
+    It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step, and for dense
+    parameters on a CPU, which all are whose gradients are not written.
     """
     kind = _KINDS.get(type(optimizer))
     hooks: Sequence[Collection[Any]] = (
@@ -76,7 +77,6 @@ def can_step(optimizer: torch.optim.Optimizer) -> bool:
         and not group.get("dampening")
         and not group.get("differentiable")
         and not isinstance(group["lr"], Tensor)
-        and all(_fits(parameter) for parameter in group["params"])
         for group in optimizer.param_groups
     )
 
@@ -95,11 +95,11 @@ def step_in_pieces(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Te
     """Step an optimizer on gradients that were not written; return their sum of squares where it is wanted."""
     squares = torch.zeros(len(gradients.received), dtype=torch.float64)
     parts = dict(zip(gradients.received, squares.unbind(), strict=True))
-    step = _KINDS[type(optimizer)]
     for group in optimizer.param_groups:
+        step = _KINDS[type(optimizer)](optimizer, group, gradients)
         for parameter in group["params"]:
             if parameter in parts:
-                step(optimizer, group, parameter, gradients, parts[parameter])
+                step(parameter, parts[parameter])
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers of learning rates look for
     return squares.sum() if gradients.unmeasured else None
 
@@ -128,72 +128,68 @@ def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tenso
     return flat_view(state[name])
 
 
-def _fits(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and parameter.is_floating_point() and is_dense(parameter)
-
-
-def _sgd(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    parameter: nn.Parameter,
-    gradients: Gradients,
-    squares: Tensor,
-) -> None:
-    options = Sgd(*(group[name] for name in Sgd.__dataclass_fields__))
-    momentum = None
-    if options.momentum:
-        state = optimizer.state[parameter]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = _as_laid(state, "momentum_buffer", parameter)
+def _sgd(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
+    options = Sgd(*[group[name] for name in Sgd.__dataclass_fields__])
     factor = 1.0 if gradients.factor is None else float(gradients.factor)
-    if not gradients.received[parameter].sgd(flat_view(parameter), momentum, options, factor, squares):
-        step = partial(options.step, buffer=None) if momentum is None else options.step
-        _go_through(parameter, gradients, squares, step, *([] if momentum is None else [momentum]))
+
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        momentum = None
+        if options.momentum:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = _as_laid(state, "momentum_buffer", parameter)
+        if gradients.received[parameter].sgd(flat_view(parameter), momentum, options, factor, squares):
+            return
+        if momentum is None:
+            _go_through(parameter, gradients, squares, partial(options.step, buffer=None))
+        else:
+            _go_through(parameter, gradients, squares, options.step, momentum)
+
+    return step
 
 
-def _adam(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    parameter: nn.Parameter,
-    gradients: Gradients,
-    squares: Tensor,
-) -> None:
-    state = optimizer.state[parameter]
+def _adam(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state.update({name: torch.zeros_like(parameter) for name in names})
-    state["step"] += 1
-    call: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
-    beta1, beta2 = group["betas"]
+    update: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
     fixed = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    fixed["beta1"], fixed["beta2"] = group["betas"]
 
-    def step(part: Tensor, gradient: Tensor, *averages: Tensor) -> None:
-        lists = [[one] for one in averages] + [[]] * (3 - len(averages))
-        call([part], [gradient], *lists, [state["step"]], beta1=beta1, beta2=beta2, **fixed)
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update({name: torch.zeros_like(parameter) for name in names})
+        state["step"] += 1
 
-    _go_through(parameter, gradients, squares, step, *(_as_laid(state, name, parameter) for name in names))
+        def update_piece(part: Tensor, gradient: Tensor, *averages: Tensor) -> None:
+            lists = [[one] for one in averages] + [[]] * (3 - len(averages))
+            update([part], [gradient], *lists, [state["step"]], **fixed)
+
+        _go_through(parameter, gradients, squares, update_piece, *(_as_laid(state, name, parameter) for name in names))
+
+    return step
 
 
-def _adagrad(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    parameter: nn.Parameter,
-    gradients: Gradients,
-    squares: Tensor,
-) -> None:
-    state = optimizer.state[parameter]
-    state["step"] += 1
+def _adagrad(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
     fixed = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
 
-    def step(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
-        torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        state = optimizer.state[parameter]
+        state["step"] += 1
 
-    _go_through(parameter, gradients, squares, step, _as_laid(state, "sum", parameter))
+        def update_piece(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
+            torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
+
+        _go_through(parameter, gradients, squares, update_piece, _as_laid(state, "sum", parameter))
+
+    return step
 
 
-_KINDS: dict[type[torch.optim.Optimizer], Callable[..., None]] = {
+#: Steps a parameter, and notes the sum of squares of its gradient where that is wanted.
+_Step = Callable[[nn.Parameter, Tensor], None]
+
+_KINDS: dict[type[torch.optim.Optimizer], Callable[..., _Step]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,

@@ -129,7 +129,7 @@ class Reducer:
         # With all gradients in shared memory, their order makes no difference.
         self._observed: list[str] | None = [] if replicas.size > 1 and self._shared is None else None
         self._loaded_at = 0  # the step after which a state was loaded
-        self._trainable: tuple[bool, ...] = ()
+        self._trainable: list[bool] = []
         self.buckets: list[Bucket] = []
         self._meetings: list[Meeting] = []
         self.layout = 0
@@ -419,8 +419,8 @@ class Reducer:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
         return self._world.size == 1 or self._trainable == self._trainable_now()
 
-    def _trainable_now(self) -> tuple[bool, ...]:
-        return tuple(parameter.requires_grad for parameter in self._parameters.values())
+    def _trainable_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
@@ -455,7 +455,7 @@ class Reducer:
         names = list(self._parameters)
         self._order = [names[index] for index in order.tolist()]
         self._observed = None
-        self._trainable = ()
+        self._trainable = []
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """Codec, bytes as it is and bytes sent of each parameter's gradient; empty where no codec is used."""
@@ -483,7 +483,7 @@ class Reducer:
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
-        self._trainable, self._loaded_at = (), self._steps
+        self._trainable, self._loaded_at = [], self._steps
         if self.compression is not None:
             self.compression.load_state_dict(state.get("codec", {}) if fits else {})
 
@@ -518,6 +518,6 @@ def _make_hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], N
 @torch.no_grad()
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     norms = torch._foreach_norm(gradients, 2, dtype)
-    if any(norm.device != device for norm in norms):
+    if {norm.device for norm in norms} != {device}:
         norms = tuple(norm.to(device) for norm in norms)
     return torch.stack(norms).double().square().sum()
