@@ -179,7 +179,7 @@ class Signs(Received):
         return True
 
 
-class Product(Received):
+class Factors(Received):
     """A multiple of a matrix left^T right of two factors with a few rows each, those of the left of length 1."""
 
     def __init__(self, plain: Received, left: Tensor, right: Tensor, scale: float) -> None:

@@ -13,7 +13,7 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.received import Product, Received, Sgd, Sum, functions
+from hybridpar.compress.received import Factors, Received, Sgd, Sum, functions
 from hybridpar.compress.together import run_together
 
 OPTIONS: list[dict[str, Any]] = [
@@ -53,7 +53,7 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor, scale: float) -> Received:
-    return Product(Sum([]), left, right, scale)
+    return Factors(Sum([]), left, right, scale)
 
 
 def compare(options: dict[str, Any], gradient: Tensor, received: Received) -> None:

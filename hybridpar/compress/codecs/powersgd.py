@@ -49,7 +49,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.feedback import lay_together, stacked
-from hybridpar.compress.received import Product, Received
+from hybridpar.compress.received import Factors, Received
 from hybridpar.errors import CheckpointError, check
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
@@ -139,7 +139,7 @@ class LowRank(Coder):
         self._gradient = self._outline if self._residual.keeps else self._gradient.clone()
 
     def received(self) -> Received:
-        return Product(super().received(), self._p, self._next_q, self._scale)
+        return Factors(super().received(), self._p, self._next_q, self._scale)
 
     @property
     def _matrix(self) -> Tensor:
