@@ -14,7 +14,7 @@ from dataclasses import fields
 import pytest
 from PIL import Image
 
-from hybridpar.cli import main
+from hybridpar.cli import main, with_nested_options
 from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
@@ -98,6 +98,13 @@ def test_the_help_of_a_command_shows_no_default_that_says_nothing(capsys):
 def test_none_unsets_what_a_preset_sets():
     parse = find_command("train").parse
     assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_the_shape_of_an_image_may_be_three_numbers(command):
+    options = ["--input", "3", "32", "64", "resnet18", "--batch", "2"]
+    read = find_command(command).parse(command, with_nested_options(options))
+    assert (read.input, read.model, read.batch) == ("3x32x64", "resnet18", 2)
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
