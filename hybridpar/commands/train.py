@@ -198,7 +198,9 @@ def check_names(command: Train) -> None:
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",
             f"--data {command.data} reads the images there.",
-            "Correct it.",
+            "Name the directory that holds train/CLASS/ and test/CLASS/ (or val/CLASS/)."
+            if command.data == "folder"
+            else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
     SaveRule.parse(command.checkpoint_every)
     keep_rule(command), stop_rule(command)
@@ -248,7 +250,7 @@ def _workers_of_plan(command: Train) -> int | None:
         raise UsageError(
             f"--plan {command.plan_file}: there is no such file",
             "It is `auto`, which searches, `none`, or the file of a plan.",
-            "Correct it, or write a plan: `hybridpar plan MODEL --explain -o plan.json`.",
+            "Name the file of a plan, or write it: `hybridpar plan MODEL --explain -o plan.json`.",
         )
     plan = read_plan(command.plan_file)
     placed = plan.placement is not None and not plan.placement.is_usual
