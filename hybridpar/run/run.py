@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
@@ -409,7 +409,7 @@ class Run(RunLoop):
             if self._stopping:
                 self._save()
                 break
-            with self.clock.away(), noted("testing"):
+            with self.clock.away(), outside("testing"):
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
@@ -461,7 +461,7 @@ class Run(RunLoop):
             if divided != (self.batches, self.batches.shares):
                 batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
-            with noted("waiting for the next batch"):
+            with outside("waiting for the next batch"):
                 batch: Batch | None = next(batches, None)
             if batch is None:
                 break
@@ -518,7 +518,7 @@ class Run(RunLoop):
             extra["batch_sizes"] = self.selector.state()
         if self.shares is not None:
             extra["shares"] = self.shares.state()
-        with self.clock.away(), noted("saving a checkpoint"):
+        with self.clock.away(), outside("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
 
