@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Each option of `hybridpar train` that changes a step, with a value that is not its default.
 _LINES = """
 nesterov, compile, cuda-graph, deterministic, shard-optimizer, profile, no-guard, no-hierarchy, resume, amp bf16,
-augment randaugment, batch-norm sync, bucket-mb 0.1, clip-norm 1, compress onebit, cutmix 0.5, double-buffer half,
+augment ra:2,9, batch-norm sync, bucket-mb 0.1, clip-norm 1, compress onebit, cutmix 0.5, double-buffer half,
 drop-rate 0.1, freeze 0*, kernels auto, label-smoothing 0.1, layer-decay 0.8, loss bce, lr 0.02,
 lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9,
 optimizer adamw, plan auto, recipe onebit-sgd, recompute 0 --stages 2, offload 0 --stages 2, replicas 2,
@@ -83,19 +83,28 @@ class Fork(FORKS.Process):
 
 def trained(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     """What is wrong with how a run with these options ends; empty where nothing is."""
-    words = [word for option in pair for word in (f"--{option}", *OPTIONS[option])]
-    words += ["--epochs", "1"] if "select-batch" in pair else ["--steps", "2"]
-    words += [] if "plan" in pair else ["--plan", "none"]
+    words = ["train", *BASE, *(word for option in pair for word in (f"--{option}", *OPTIONS[option]))]
+    words += ["--workers", str(workers), *([] if "plan" in pair else ["--plan", "none"])]
+    words += ["--epochs" if "select-batch" in pair else "--steps"]
     with tempfile.TemporaryDirectory() as folder:
-        run = FORKS.Process(target=_run, args=(["train", *BASE, *words, "--workers", str(workers)], {}, folder))
-        run.start()
-        run.join(timeout)
-        code = run.exitcode
-        run.kill()
-        with contextlib.suppress(ProcessLookupError):  # what it started and left behind
-            os.killpg(run.pid or 0, signal.SIGKILL)
-        run.join()
-        return fault(code, Path(folder, "stderr").read_text())
+        if "resume" in pair:
+            first = [word for word in words if word != "--resume"]
+            if message := _ended([*first, "1"], folder, timeout):
+                return message
+        return _ended([*words, "2"], folder, timeout)
+
+
+def _ended(arguments: Sequence[str], folder: str, timeout: float) -> str:
+    """What is wrong with how a command ends that a fork runs in a folder."""
+    run = FORKS.Process(target=_run, args=(arguments, {}, folder))
+    run.start()
+    run.join(timeout)
+    code = run.exitcode
+    run.kill()
+    with contextlib.suppress(ProcessLookupError):  # what it started and left behind
+        os.killpg(run.pid or 0, signal.SIGKILL)
+    run.join()
+    return fault(code, Path(folder, "stderr").read_text())
 
 
 def fault(code: int | None, error: str) -> str:
