@@ -34,17 +34,22 @@ FORKS = multiprocessing.get_context("fork")
 IMPORTED = "torchvision.transforms.v2", "hybridpar.run.run", "torch._inductor.compile_fx", "matplotlib.figure"
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Each option of `hybridpar train` that changes a step, with a value that is not its default.
-_LINES = """
-nesterov, compile, cuda-graph, deterministic, shard-optimizer, profile, no-guard, no-hierarchy, resume, amp bf16,
-augment ra:2,9, batch-norm sync, bucket-mb 0.1, clip-norm 1, compress onebit, cutmix 0.5, double-buffer half,
-drop-rate 0.1, freeze 0*, kernels auto, label-smoothing 0.1, layer-decay 0.8, loss bce, lr 0.02,
-lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9,
-optimizer adamw, plan auto, recipe onebit-sgd, recompute 0 --stages 2, offload 0 --stages 2, replicas 2,
-schedule gpipe --stages 2, select-batch 1, shares 2,1, stages 2, stop-early 1, sync outer:2, timeline t.json,
-sync-lanes 1, warm-start-steps 1 --sync outer:2, weights none
-"""
-OPTIONS = {name: value for name, *value in (part.split() for part in re.split(r",\s", _LINES))}
+#: Options of `hybridpar train` that change a step, with values that are not their defaults, and with what they need.
+OPTIONS = re.split(
+    r",\s+",
+    """\
+compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, resume, shard-optimizer, amp bf16,
+amp fp16, augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
+betas 0.8 0.9 --optimizer adamw, bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1,
+color-jitter 0.4, compress auto, compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay,
+double-buffer half, drop-rate 0.1, freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto,
+label-smoothing 0.1, layer-decay 0.8, loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau,
+memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2,
+optimizer adafactor, optimizer adamw, placement loop --stages 4, plan auto, random-erasing 0.5, recipe onebit-sgd,
+recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2, select-batch 1, shares 2,1, shares auto,
+stages 2, stop-early 1, sync local:2, sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12,
+timeline t.json, warm-start-steps 1 --sync outer:1, weights none""",
+)
 
 BASE = ("scripts.option_pairs:net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
 BASE += ("--batch-size", "16", "--log", "none")
@@ -83,9 +88,9 @@ class Fork(FORKS.Process):
 
 def trained(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     """What is wrong with how a run with these options ends; empty where nothing is."""
-    words = ["train", *BASE, *(word for option in pair for word in (f"--{option}", *OPTIONS[option]))]
-    words += ["--workers", str(workers), *([] if "plan" in pair else ["--plan", "none"])]
-    words += ["--epochs" if "select-batch" in pair else "--steps"]
+    words = ["train", *BASE, *(word for option in pair for word in f"--{option}".split())]
+    words += ["--workers", str(workers), *([] if "plan auto" in pair else ["--plan", "none"])]
+    words += ["--epochs" if "select-batch 1" in pair else "--steps"]
     with tempfile.TemporaryDirectory() as folder:
         if "resume" in pair:
             first = [word for word in words if word != "--resume"]
@@ -130,7 +135,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: str =
 def main() -> int:
     """Run the pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="only pairs of these options")
+    parser.add_argument("options", nargs="*", help="only pairs of these options")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--count", type=int, default=0, help="how many pairs are drawn; 0: all")
     parser.add_argument("--seed", type=int, default=0)
@@ -140,7 +145,9 @@ def main() -> int:
     vars(supervise)["subprocess"] = types.SimpleNamespace(Popen=Fork)
     for module in IMPORTED:
         importlib.import_module(module)
-    pairs = list(itertools.combinations(given.options or OPTIONS, 2))
+    names = {option: option.split()[0] for option in OPTIONS}
+    wanted = [option for option in OPTIONS if names[option] in given.options or not given.options]
+    pairs = [pair for pair in itertools.combinations(wanted, 2) if names[pair[0]] != names[pair[1]]]
     random.Random(given.seed).shuffle(pairs)
     faults = 0
     for pair in pairs[: given.count or None]:
