@@ -38,21 +38,22 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = re.split(
     r",\s+",
     """\
-compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, resume, shard-optimizer, amp bf16,
-amp fp16, augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
+compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, resume --epochs 101, shard-optimizer,
+amp bf16, amp fp16, augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
 betas 0.8 0.9 --optimizer adamw, bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1,
 color-jitter 0.4, compress auto, compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay,
 double-buffer half, drop-rate 0.1, freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto,
 label-smoothing 0.1, layer-decay 0.8, loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau,
 memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2,
-optimizer adafactor, optimizer adamw, placement loop --stages 4, plan auto, random-erasing 0.5, recipe onebit-sgd,
-recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2, select-batch 1, shares 2,1, shares auto,
-stages 2, stop-early 1, sync local:2, sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12,
-timeline t.json, warm-start-steps 1 --sync outer:1, weights none""",
+optimizer adafactor, optimizer adamw, placement loop --stages 4, plan auto --epochs 100, random-erasing 0.5,
+recipe onebit-sgd, recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
+select-batch 1 --epochs 2 --synthetic-samples 512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
+sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12, timeline t.json,
+warm-start-steps 1 --sync outer:1, weights none""",
 )
 
 BASE = ("scripts.option_pairs:net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
-BASE += ("--batch-size", "16", "--log", "none")
+BASE += ("--batch-size", "16", "--epochs", "1", "--plan", "none", "--log", "none")
 
 
 def net(num_classes: int = 10, drop_rate: float = 0.0) -> nn.Module:
@@ -88,15 +89,14 @@ class Fork(FORKS.Process):
 
 def trained(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     """What is wrong with how a run with these options ends; empty where nothing is."""
-    words = ["train", *BASE, *(word for option in pair for word in f"--{option}".split())]
-    words += ["--workers", str(workers), *([] if "plan auto" in pair else ["--plan", "none"])]
-    words += ["--epochs" if "select-batch 1" in pair else "--steps"]
+    fresh = [option for option in pair if not option.startswith("resume")]
     with tempfile.TemporaryDirectory() as folder:
-        if "resume" in pair:
-            first = [word for word in words if word != "--resume"]
-            if message := _ended([*first, "1"], folder, timeout):
+        for options in (fresh, pair) if len(fresh) < len(pair) else (pair,):
+            words = [word for option in options for word in f"--{option}".split()]
+            message = _ended(["train", *BASE, *words, "--workers", str(workers)], folder, timeout)
+            if message:
                 return message
-        return _ended([*words, "2"], folder, timeout)
+    return ""
 
 
 def _ended(arguments: Sequence[str], folder: str, timeout: float) -> str:
