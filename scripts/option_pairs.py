@@ -38,18 +38,18 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = re.split(
     r",\s+",
     """\
-compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, resume --epochs 101, shard-optimizer,
-amp bf16, amp fp16, augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5,
-betas 0.8 0.9 --optimizer adamw, bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1,
-color-jitter 0.4, compress auto, compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay,
-double-buffer half, drop-rate 0.1, freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto,
-label-smoothing 0.1, layer-decay 0.8, loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau,
-memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2,
-optimizer adafactor, optimizer adamw, placement loop --stages 4, plan auto --epochs 9999 --stop-early 1,
-random-erasing 0.5, recipe onebit-sgd, recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
+compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, shard-optimizer, amp bf16, amp fp16,
+augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5, betas 0.8 0.9 --optimizer adamw,
+bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1, color-jitter 0.4, compress auto,
+compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay, double-buffer half, drop-rate 0.1,
+freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto, label-smoothing 0.1, layer-decay 0.8,
+loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last,
+micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2, optimizer adafactor, optimizer adamw,
+placement loop --stages 4, plan auto --epochs 9999 --stop-early 1, random-erasing 0.5, recipe onebit-sgd,
+recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
 select-batch 1 --epochs 2 --synthetic-samples 512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
 sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12, timeline t.json,
-warm-start-steps 1 --sync outer:1, weights none""",
+warm-start-steps 1 --sync outer:1, weights none, resume --epochs 3""",
 )
 
 BASE = ("scripts.option_pairs:net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
