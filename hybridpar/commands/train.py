@@ -126,11 +126,12 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
     from hybridpar.machine.cluster import default_workers, gpu_count
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
 
-    if (command.hosts is None) == (command.slurm is None):
+    unnamed = command.hosts is None and command.launch != "print"
+    if unnamed or None not in (command.hosts, command.slurm):
         raise UsageError(
-            f"--launch {command.launch} without --hosts" if command.slurm is None else "--hosts with --slurm",
+            f"--launch {command.launch} without --hosts" if unnamed else "--hosts with --slurm",
             "A hosts file names the machines of a run; Slurm chooses them itself.",
-            "Name a file with --hosts, or leave --launch away." if command.slurm is None else "Leave one of them out.",
+            "Name a file with --hosts, or leave --launch away." if unnamed else "Leave one of them out.",
         )
     own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
     if command.slurm is not None:
