@@ -82,7 +82,12 @@ class Quantiser(ABC):
         """
 
     def received(self, plain: Received, messages: Messages) -> Received:
-        """What came of a step, where an optimizer can read the messages, which `plain` decodes, as they are."""
+        """What came of a step, where an optimizer can read messages as they are; here they must be decoded.
+
+        Args:
+            plain: What decodes the messages.
+            messages: What was received.
+        """
         return plain
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:

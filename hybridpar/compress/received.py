@@ -55,7 +55,12 @@ class Received(ABC):
 
     @abstractmethod
     def write(self, out: Tensor, start: int = 0) -> None:
-        """Write elements of the sum from `start` on, 1-D in memory order; all of them where it has no pieces."""
+        """Write elements of the sum.
+
+        Args:
+            out: 1-D in memory order; as large as the parameter where the sum has no pieces.
+            start: The first element that is written.
+        """
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -64,7 +69,12 @@ class Received(ABC):
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
         """Take a step of SGD on a multiple of the sum, in one pass; False where there is no kernel for it.
 
-        `weight` and `momentum` are 1-D. The sum of squares of the multiple is written to `squares`, 0-d float64.
+        Args:
+            weight: The parameter, 1-D in memory order.
+            momentum: Its momentum buffer, if it has one.
+            options: Of the step.
+            factor: What the sum is multiplied with.
+            squares: Where the sum of squares of the multiple goes, 0-d float64.
         """
         return False
 

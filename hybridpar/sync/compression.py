@@ -118,11 +118,6 @@ class Compression(ParameterCoders):
                     [slot.name for slot in bucket.slots], [slot.parameter for slot in bucket.slots]
                 )
 
-    def open(self) -> None:
-        """Begin a step in which gradients are encoded one by one."""
-        for bucket in self._buckets:
-            self.exchange(bucket).open()
-
     def exchange(self, bucket: Bucket) -> Exchange:
         """What sends a bucket whose gradients are encoded one by one."""
         exchange = self._exchanges[bucket.index]

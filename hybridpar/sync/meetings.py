@@ -38,8 +38,12 @@ _MOST_SQUARES = 1e70
 class Meeting(ABC):
     """Adds the gradients of one bucket over the workers.
 
-    The calls of a step: `take` for each gradient, in the hook; `gather` when all are taken; `meet`, on a sync lane;
-    then `received` for each, and `squares`. What codecs keep is committed or rolled back for all buckets together.
+    The calls of a step: `open`; `take` for each gradient, in the hook; `gather` when all are taken; `meet`, on a sync
+    lane; then `received` for each, and `squares`. What codecs keep is committed or rolled back for all buckets
+    together.
+
+    Args:
+        bucket: The parameters whose gradients are added.
     """
 
     #: Whether `take` is done with a gradient, so that `.grad` can be dropped.
@@ -50,25 +54,45 @@ class Meeting(ABC):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
 
+    def open(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """The gradients of a step are about to be taken."""
+
     @abstractmethod
     def take(self, index: int, gradient: Tensor | None) -> None:
-        """Take a parameter's gradient, 1-D in memory order; None stands for zeros."""
+        """Take a parameter's gradient, in the hook that autograd calls.
+
+        Args:
+            index: The parameter's place in the bucket.
+            gradient: 1-D in memory order; None stands for zeros.
+        """
 
     def gather(self) -> None:  # noqa: B027 - most have nothing to bring together
         """All gradients were taken: bring them together."""
 
     @abstractmethod
     def meet(self, group: SumGroup) -> BucketCost:
-        """Exchange what was taken with the other workers."""
+        """Exchange what was taken with the other workers, on a sync lane.
+
+        Args:
+            group: The workers.
+        """
 
     @abstractmethod
     def received(self, index: int) -> Received:
-        """What came of a parameter's gradients."""
+        """What came of a parameter's gradients, once the bucket has met.
+
+        Args:
+            index: The parameter's place in the bucket.
+        """
 
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:
-        """This worker's part of the sum of squares of the sums, or with `exact` unset 0 or infinity.
+        """This worker's part of the sum of squares of the sums; not finite exactly where an element is not.
 
-        Not finite exactly where an element is not. None where the bucket is another worker's to measure.
+        None where the bucket is another worker's to measure.
+
+        Args:
+            world: The workers.
+            exact: Whether the sum is wanted; else 0 or infinity is enough.
         """
         if self.bucket.index % world.size != world.rank:
             return None
@@ -110,11 +134,17 @@ class FlatMeeting(Meeting):
 class EncodedMeeting(Meeting):
     """Gradients as messages of codecs that take them at once (`Codec.at_once`)."""
 
-    def __init__(self, bucket: Bucket, exchange: Exchange, workers: int) -> None:
+    def __init__(self, bucket: Bucket, exchange_of: Callable[[Bucket], Exchange], workers: int) -> None:
         super().__init__(bucket)
-        self._exchange = exchange
+        self._exchange_of = exchange_of
+        self._exchange = exchange_of(bucket)
         self._full = all_reduce_bytes(bucket.bytes, workers)
         self._encode_ms = 0.0
+
+    def open(self) -> None:
+        # It is another where codecs were loaded, or begin anew.
+        self._exchange = self._exchange_of(self.bucket)
+        self._exchange.open()
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         began = time.perf_counter()
@@ -136,11 +166,7 @@ class EncodedMeeting(Meeting):
 
 
 class SharedGradients:
-    """Memory that all workers of a machine share, with room for every gradient of each.
-
-    Raises:
-        OSError: There is no room, on any worker.
-    """
+    """Memory that all workers of a machine share, with room for every gradient of each; an OSError where there is none."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         offsets: dict[str, tuple[int, int]] = {}

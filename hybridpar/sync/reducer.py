@@ -80,16 +80,8 @@ class Reducer:
 
     A stage without replicas has no buckets and no hooks: only the norm of its gradients is taken.
 
-    Args:
-        parameters: Of the stage, by name.
-        replicas: The workers that add their gradients.
-        lanes: All lanes of this worker.
-        compute: The lane on which the stage's passes run.
-        sync_lanes: Lanes and groups by which buckets are sent.
-        options: How gradients are synchronised.
-        measure: Whether the norm of the sums is wanted.
-        exact: Whether it is wanted before the optimizer steps; else that the sums are finite is enough.
-        nodes: The workers of this node and those of others, where codecs are used between nodes alone.
+    `measure` says whether the norm of the sums is wanted, `exact` whether it is wanted before the optimizer steps; else
+    it is enough to know that the sums are finite.
     """
 
     def __init__(
@@ -165,7 +157,7 @@ class Reducer:
         if self.compression is None:
             return FlatMeeting(bucket, lambda bucket, flat, group: add_plainly(bucket, flat, group, self._world.size))
         if self._encodes:
-            return EncodedMeeting(bucket, self.compression.exchange(bucket), self._world.size)
+            return EncodedMeeting(bucket, self.compression.exchange, self._world.size)
         return FlatMeeting(bucket, self.compression.add)
 
     # ------------------------------------------------------------------ a step
@@ -199,10 +191,10 @@ class Reducer:
         if self.compression is not None:
             if self._encodes or not self._inline:
                 self.compression.catch_up()
-            if self._encodes:
-                self.compression.open()
             if rate is not None:
                 self.compression.set_rate(rate)
+        for meeting in self._meetings:
+            meeting.open()
         step.releasing = True
 
     def issue(self, index: int, step: StepGradients) -> Event:
@@ -240,11 +232,7 @@ class Reducer:
         return step.squares.sum()
 
     def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
-        """When a step has been decided: leave out parameters used on no worker, so that the optimizer skips them.
-
-        Returns:
-            Their names.
-        """
+        """When a step has been decided: leave out parameters used on no worker, which are named."""
         unused: list[str] = []
         if users is not None and used is not None and not all(used):
             names = [slot.name for bucket in self.buckets for slot in bucket.slots]
