@@ -166,7 +166,7 @@ class EncodedMeeting(Meeting):
 
 
 class SharedGradients:
-    """Memory that all workers of a machine share, with room for every gradient of each; an OSError where there is none."""
+    """Memory that all workers of a machine share, with room for all their gradients; OSError where there is none."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         offsets: dict[str, tuple[int, int]] = {}
