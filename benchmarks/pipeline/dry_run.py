@@ -92,7 +92,7 @@ class DryRun:
             times.setdefault((stage, kind), []).append((time.perf_counter() - begin) * 1e3)
 
         for stage in self._stages.values():
-            stage.start(self._step, stage.gradients.new_flight())
+            stage.start(self._step, stage.gradients.new_step())
         for action in self._actions:
             index, micro_batch = action.stage, action.index
             assert micro_batch is not None

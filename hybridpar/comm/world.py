@@ -352,7 +352,7 @@ class World:
             self._roll_call.leave(shortened(reason))
 
     def wait_on(self) -> bool:
-        """Whether to wait on for silent workers after a time-out: another one is alive, and waits for nobody."""
+        """Whether to wait on for silent workers after a time-out: another one is alive, outside of a step."""
         return self._roll_call is not None and self._roll_call.is_busy()
 
     def _missing(self, lost: bool) -> list[int]:

@@ -163,7 +163,7 @@ def _steps(
         parameter.grad = None
 
     def step_of(_: nn.Module) -> OptimizerStep:
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)  # the rates are 0
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)  # the rates are 0
 
     with (
         Lanes(example.device) as lanes,

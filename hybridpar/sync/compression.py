@@ -21,17 +21,13 @@ from hybridpar.compress import (
     Phase,
     PhaseTimer,
     Policy,
-    read_policy,
 )
 from hybridpar.compress.codecs.none import Full
-from hybridpar.compress.codecs.onebit import RowSigns, Signs
-from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.hierarchy import NodeExchange
-from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
-from hybridpar.sync.buckets import Bucket, Slot
+from hybridpar.sync.buckets import Bucket
 from hybridpar.sync.figures import BucketCost, SyncCosts
 from hybridpar.sync.node_worlds import NodeWorlds
 
@@ -64,7 +60,8 @@ class Decision:
 class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
-    The calls of a step: `add` for each bucket, on its sync lane; then `commit_or_rollback`, when it is known whether
+    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `commit_or_rollback`,
+    when it is known whether
     the step counts, or `commit_or_rollback_later`, where that is left on the device; in that case `catch_up` before the
     next step's first `add`.
     """
@@ -114,54 +111,8 @@ class Compression(ParameterCoders):
                     [slot.name for slot in bucket.slots], [slot.parameter for slot in bucket.slots]
                 )
 
-    def open(self) -> None:
-        """Begin a step in which gradients come one by one: `take` each, `carry` each bucket, then `finish` each.
-
-        For codecs that take gradients at once, without nodes. A decision on the step before that was left on the device
-        is read.
-        """
-        self.catch_up()
-        for bucket in self._buckets:
-            self._exchange(bucket).open()
-
-    def take(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-        """Encode a gradient, which is not needed afterwards."""
-        self._exchange(bucket).take(bucket.slots.index(slot), gradient)
-
-    def carry(self, bucket: Bucket, group: Group, encode_ms: float) -> BucketCost:
-        """Exchange the messages of a bucket, whose gradients were all taken."""
-        done = self._exchange(bucket).carry(group)
-        if done.timer is not None:
-            done.timer.add(Phase.ENCODE, encode_ms)
-        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
-
-    def is_finite(self, bucket: Bucket) -> bool:
-        """Whether all that came of a bucket's messages is finite."""
-        return all(coder.is_finite() for coder in self._exchange(bucket).coders)
-
-    def finish(self, name: str, out: Tensor) -> None:
-        """Decode the sum of a parameter's gradients."""
-        self._coders[name].finish(out)
-
-    def full_of(self, name: str) -> Tensor | None:
-        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None."""
-        coder = self._coders[name].current
-        return coder.received if _is_plain(coder) and isinstance(coder, Full) and coder.spec.divisor == 1 else None
-
-    def signs_of(self, name: str) -> list[Signs] | None:
-        """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else."""
-        coder = self._coders[name].current
-        if not isinstance(coder, (GatheredCoder, ShardedCoder)) or not isinstance(coder.quantiser, RowSigns):
-            return None
-        length = coder.quantiser.length(coder.spec.count)
-        return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
-
-    def product_of(self, name: str) -> tuple[FactorProduct, float] | None:
-        """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with."""
-        coder = self._coders[name].current
-        return (coder.product, coder.scale) if isinstance(coder, LowRank) else None
-
-    def _exchange(self, bucket: Bucket) -> Exchange:
+    def exchange(self, bucket: Bucket) -> Exchange:
+        """What sends a bucket whose gradients are encoded one by one."""
         exchange = self._exchanges[bucket.index]
         assert isinstance(exchange, Exchange)
         return exchange
@@ -289,16 +240,6 @@ def _holds_codec_state(state: Any) -> bool:
     if "parameters" in state and "codec" in state:
         return bool(state["parameters"])
     return any(map(_holds_codec_state, state.values()))
-
-
-def make_compression(
-    codec: str | Policy, world: World, groups: Sequence[Group], seed: int, nodes: NodeWorlds | None = None
-) -> Compression | None:
-    """What `--compress` asks for; None where gradients are added as they are."""
-    policy = read_policy(codec) if isinstance(codec, str) else codec
-    if policy.changes_nothing:
-        return None
-    return Compression(policy, world, groups, seed, nodes)
 
 
 def _is_plain(coder: Coder) -> bool:

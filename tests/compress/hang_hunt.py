@@ -91,7 +91,7 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         return F.cross_entropy(output, labels) * (float("inf") if own.random() < 0.03 else 1.0)
 
     def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
     whole = replace(WHOLE, sync=options)
     with Lanes("cpu", check=Checker(seed=seed + world.rank) if checked else None) as lanes:

@@ -272,7 +272,8 @@ def test_the_command_line_knows_which_options_were_named():
 # ------------------------------------------------------------------------------------------------- what was asked for
 
 #: Options that act on what replicas exchange, and on stages.
-ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"batch_norm": "sync"}]
+ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"double_buffer": "half"}, {"batch_norm": "sync"}]
+ON_REPLICAS += [{"shares": "auto"}]
 ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}]
 
 
