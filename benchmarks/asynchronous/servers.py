@@ -138,7 +138,7 @@ class Party:
             model, resolve(alone, 1), None, _no_optimizer, as_sum(nn.CrossEntropyLoss()), alone, World(), self._lanes
         )
         self.engine = ServedEngine(parts, servers)
-        self.engine.gradients.place_gradients()
+        self.engine.gradients.take_weights()
 
     def step(self, images: Tensor, labels: Tensor, workers: int, *, stop: bool = False) -> Weights | None:
         """Push a gradient, where this rank trains; what came for it."""

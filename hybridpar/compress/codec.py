@@ -22,6 +22,8 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Reduction
+from hybridpar.compress.received import Decoded, Received, Sum
 from hybridpar.errors import CheckpointError, check
 from hybridpar.registry import Registry
 
@@ -121,14 +123,11 @@ NO_RESIDUAL: Mapping[str, Residual] = _Nothing()
 
 
 class Collective(enum.Enum):
-    """How messages are reduced across ranks."""
+    """How messages meet: in an all-reduce, whose reduction is the value, or in one of two other ways."""
 
-    #: Added element by element.
-    SUM = "sum"
-    #: The larger of each element. What happens to NaN is left open, so no message may hold one.
-    MAX = "max"
-    #: Bitwise and of integer words.
-    AND = "and"
+    SUM = Reduction.SUM
+    MAX = Reduction.MAX
+    AND = Reduction.AND
     #: Each worker sends stripe k to worker k, which merges what it receives; all workers receive all merged stripes.
     SHARD = "shard"
     #: All workers receive the messages of all workers, by rank.
@@ -245,11 +244,6 @@ class Coder(ABC):
         self._residual = Residual()
         self._received: Sequence[Tensor] = ()
 
-    @property
-    def current(self) -> Coder:
-        """What works in the next step: this coder, or one inside of it."""
-        return self
-
     def use(self, scratch: Scratch) -> None:
         """Borrow scratch memory that coders share which never work at the same time.
 
@@ -331,11 +325,9 @@ class Coder(ABC):
         """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
         self._gradient = _NOTHING
 
-    def is_finite(self) -> bool:
-        """Whether all that came of the step is finite; asked once everything was read, on a CPU."""
-        out = torch.empty(self.spec.count, dtype=torch.float32, device=self.spec.device)
-        self.finish(out)
-        return bool(torch.isfinite(out).all())
+    def received(self) -> Received:
+        """What came of the step, once everything was read: the mean over the workers, or their sum, not yet written."""
+        return Decoded(self.finish, self.spec.count, self.spec.device)
 
     @abstractmethod
     def finish(self, out: Tensor) -> None:
@@ -410,20 +402,16 @@ class Full(Coder):
         else:
             out.copy_(self._gradient)
 
-    @property
-    def received(self) -> Tensor:
-        """What came of the step, 1-D, in the type in which messages are sent."""
+    def received(self) -> Received:
         (reduced,) = self._received
-        return reduced
-
-    def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.received).all())
+        return super().received() if self._cast or self.spec.divisor != 1 else Sum([reduced])
 
     def finish(self, out: Tensor) -> None:
+        (reduced,) = self._received
         if self._cast:
-            out.copy_(self.received).mul_(self.spec.workers / self.spec.divisor)
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
         else:
-            torch.div(self.received, self.spec.divisor, out=out)
+            torch.div(reduced, self.spec.divisor, out=out)
 
 
 class OuterCoder(Coder):
@@ -483,11 +471,6 @@ class WarmUpCoder(OuterCoder):
         return self._first if self.warm else self._later
 
     @property
-    def current(self) -> Coder:
-        """The first coder or the later one, or what is inside of it."""
-        return self._current.current
-
-    @property
     def lasting_rounds(self) -> tuple[Round, ...]:
         """Those of the later coder."""
         return self._later.lasting_rounds
@@ -502,8 +485,8 @@ class WarmUpCoder(OuterCoder):
     def release(self) -> None:
         self._current.release()
 
-    def is_finite(self) -> bool:
-        return self._current.is_finite()
+    def received(self) -> Received:
+        return self._current.received()
 
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
         self._later.spread(key, residual, out)

@@ -5,7 +5,7 @@ Round i of all coders becomes one collective per way of collective and type. Whe
 (Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
 
 An exchange is written as a sequence of requests, each of them one collective; who carries them out is another matter:
-a group of workers (`hybridpar.compress.group`), or one process that plays all workers
+a group of workers (`hybridpar.comm.group`), or one process that plays all workers
 (`hybridpar.compress.together`).
 """
 
@@ -16,14 +16,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Group, Reduction, split
 from hybridpar.compress.codec import Coder, Collective, Round, Scratch, TensorSpec
-from hybridpar.compress.group import Group
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import UsageError
 
@@ -142,15 +141,15 @@ class AllReduce:
 
     Attributes:
         tensor: What is replaced by the result.
-        collective: Which reduction it is.
+        reduction: Which it is.
     """
 
     tensor: Tensor
-    collective: Collective
+    reduction: Reduction
 
     def through(self, group: Group) -> None:
         """Have it carried out."""
-        group.all_reduce(self.tensor, self.collective)
+        group.all_reduce(self.tensor, self.reduction)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +273,7 @@ class _Fused(_Stage):
         self.traffic = Traffic(payload, wire, wire // 2)
 
     def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        yield AllReduce(self._buffer, self._collective)
+        yield AllReduce(self._buffer, Reduction(self._collective.value))
         timer.end(Phase.WIRE)
         for coder in self._coders:
             with named_range(coder, "decode"):
@@ -371,11 +370,6 @@ class _Gathered(_Stage):
         for coder, views in self._gathered:
             with named_range(coder, "decode"):
                 coder.read(self.index, views)
-
-
-def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Pieces of these sizes from the start on; what is left over belongs to none."""
-    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:

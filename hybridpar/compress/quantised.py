@@ -24,10 +24,14 @@ from torch import Tensor
 from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import aligned
+from hybridpar.compress.received import Received
 from hybridpar.errors import check_choice
 
 #: Key of the residual of what this worker, as owner of a stripe, does not send on.
 OWNER = "owner"
+
+#: Ranges of `Quantiser.view`, each with the messages whose sum it is.
+Messages = list[tuple[int, int, list[Tensor]]]
 
 
 class Quantiser(ABC):
@@ -77,14 +81,14 @@ class Quantiser(ABC):
             add: Whether it is added.
         """
 
-    def is_finite(self, message: Tensor, shape: Sequence[int]) -> bool | None:
-        """Whether all that a message stands for is finite; None where only decoding it tells.
+    def received(self, plain: Received, messages: Messages) -> Received:
+        """What came of a step, where an optimizer can read messages as they are; here they must be decoded.
 
         Args:
-            message: What `encode` wrote, 1-D uint8.
-            shape: Of the stripe in `view`.
+            plain: What decodes the messages.
+            messages: What was received.
         """
-        return None
+        return plain
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         """Set out = C(v) / divisor; arguments are those of `read`.
@@ -166,7 +170,7 @@ class ShardedCoder(Coder):
                 self.quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
                 out[size:].zero_()
 
-    def messages(self) -> list[tuple[int, int, list[Tensor]]]:
+    def messages(self) -> Messages:
         """What came of the step: ranges of `Quantiser.view`, each with the messages whose sum it is.
 
         Only where owners of stripes encode the sum.
@@ -174,9 +178,9 @@ class ShardedCoder(Coder):
         received = zip(self._stripes, self._sizes, self._received, strict=True)
         return [(start, stop, [message[:size]]) for (start, stop), size, message in received if size]
 
-    def is_finite(self) -> bool:
-        known = _are_finite(self.quantiser, self.messages(), self._own[1:]) if self._requantise else None
-        return super().is_finite() if known is None else known
+    def received(self) -> Received:
+        plain = super().received()
+        return self.quantiser.received(plain, self.messages()) if self._requantise else plain
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         size = self._sizes[self.spec.rank]
@@ -234,13 +238,12 @@ class GatheredCoder(Coder):
         self.quantiser.encode(self._gradient, self._residual, out[: self._size], self._scratch)
         out[self._size :].zero_()
 
-    def messages(self) -> list[tuple[int, int, list[Tensor]]]:
+    def messages(self) -> Messages:
         """What came of the step: all of `Quantiser.view`, with the messages whose sum it is, by rank."""
         return [(0, self._shape[0], [message[: self._size] for message in self._received])]
 
-    def is_finite(self) -> bool:
-        known = _are_finite(self.quantiser, self.messages(), self._shape[1:])
-        return super().is_finite() if known is None else known
+    def received(self) -> Received:
+        return self.quantiser.received(super().received(), self.messages())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""
@@ -249,14 +252,6 @@ class GatheredCoder(Coder):
         self.quantiser.decode(first, shaped, divisor, self._scratch)
         for message in others:
             self.quantiser.add(message, shaped, self._scratch, divisor)
-
-
-def _are_finite(
-    quantiser: Quantiser, messages: Sequence[tuple[int, int, Sequence[Tensor]]], row: Sequence[int]
-) -> bool | None:
-    """Whether all messages are finite; None where only decoding them tells."""
-    known = [quantiser.is_finite(one, (stop - start, *row)) for start, stop, own in messages for one in own]
-    return None if None in known else all(known)
 
 
 class _NoisyShardedCoder(NoisyCoder, ShardedCoder):

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective
-from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll, Exchange, Request, split
+from hybridpar.comm.group import Reduction, split
+from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll, Exchange, Request
 
-_COMBINE: dict[Collective, Callable[[Tensor, Tensor], Tensor]] = {
-    Collective.SUM: Tensor.add_,
+_COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    Reduction.SUM: Tensor.add_,
     # NaN loses against a number here and may win elsewhere: codecs must not rely on either.
-    Collective.MAX: lambda left, right: left.copy_(torch.fmax(left, right)),
-    Collective.AND: Tensor.bitwise_and_,
+    Reduction.MAX: lambda left, right: left.copy_(torch.fmax(left, right)),
+    Reduction.AND: Tensor.bitwise_and_,
 }
 
 
@@ -49,7 +49,7 @@ def meet(requests: Sequence[Request]) -> None:
             raise ValueError("the workers want to reduce different tensors")
         total = tensors[0].clone()
         for tensor in tensors[1:]:
-            _COMBINE[first.collective](total, tensor)
+            _COMBINE[first.reduction](total, tensor)
         for tensor in tensors:
             tensor.copy_(total)
     elif isinstance(first, AllToAll):

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.grid import Grid
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
@@ -28,7 +27,7 @@ from hybridpar.models.deferred import like_tensor, places
 from hybridpar.models.state_dicts import extra_states, load_values
 from hybridpar.pipeline.borders import BorderTable
 from hybridpar.pipeline.executor import Executor
-from hybridpar.pipeline.local_stage import AfterStep, LocalStage, MakeGradients, OptimizerStep
+from hybridpar.pipeline.local_stage import AfterStep, LocalStage, MakeReducer, OptimizerStep
 from hybridpar.pipeline.stage_module import (
     StageModule,
     WholeModel,
@@ -46,8 +45,9 @@ from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.policy import agree_on_policy, is_auto
-from hybridpar.sync.reducer import LocalGradients, SyncLanes, open_sync_lanes
+from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
 
 if TYPE_CHECKING:
     from hybridpar.sync.choice import Choice
@@ -75,12 +75,12 @@ class PipelineEngine:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         time_backward: Callable[[], float] | None = None,
         after_step: Callable[[nn.Module], AfterStep] | None = None,
-        local_gradients: MakeGradients = LocalGradients,
+        make_reducer: MakeReducer = Reducer,
     ) -> None:
         check_stages(stages)
         self.is_whole = isinstance(stages[0], WholeModel)
         self._context = context
-        self._local_gradients = local_gradients
+        self._make_reducer = make_reducer
         self.model = model
         self.options = options
         self.micro_batches = micro_batches
@@ -172,7 +172,7 @@ class PipelineEngine:
         synced = options.sync.sync_batch_norm and replicas.size > 1
         sharded = options.sync.shard_optimizer and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
-        sum_lanes = len(replicas.lane_sums) - synced - sharded if self.is_whole else options.sync_lanes
+        sum_lanes = len(replicas.lane_groups) - synced - sharded if self.is_whole else options.sync_lanes
         if (synced or sharded) and sum_lanes < 1:
             user = "BatchNorm over replicas" if synced else "the parameters that replicas hand round"
             raise SyncError(
@@ -217,7 +217,7 @@ class PipelineEngine:
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
-        spare = replicas.lane_sums[sum_lanes:]
+        spare = replicas.lane_groups[sum_lanes:]
         norms = dict(zip(compute, spare, strict=False)) if synced else {}
         shards = dict(zip(compute, spare[len(norms) :], strict=False)) if sharded else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(spare)) if replicas.size > 1 else []
@@ -256,7 +256,7 @@ class PipelineEngine:
                 shards.get(layout.lane_of[index]),
                 self._nodes,
                 after_step(module_of(stage)) if after_step is not None else None,
-                self._local_gradients,
+                self._make_reducer,
             )
             scratch = local.batch_norm.scratch if local.batch_norm is not None else ()
             run.attach(local.after_forward, local.state_now, local.seeing, scratch)

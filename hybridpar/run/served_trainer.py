@@ -128,7 +128,7 @@ class ServedTrainer(Trainer):
         if not main:
             at.tested = read_tests(facts["best"])  # all must agree on what is worth a checkpoint
         self.model.load_state_dict(rest["tensors"], strict=False)
-        self.engine.gradients.place_gradients()
+        self.engine.gradients.take_weights()
         checkpoint = None if facts["checkpoint"] is None else Path(facts["checkpoint"])
         if joins:
             self._follow_on(welcome[0], latest_checkpoint(at.checkpoints) or checkpoint)

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridpar.lanes import Lane
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.pipeline.local_stage import AfterStep
 from hybridpar.pipeline.step import StepInput, StepOutcome
 from hybridpar.server.gradients import ServerGradients, Servers
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Pieces
-from hybridpar.sync.reducer import LocalGradients
+from hybridpar.sync.pieces import Gradients
+from hybridpar.sync.reducer import Reducer
 from hybridpar.train.engine import Engine, EngineParts
 
 
@@ -98,15 +97,15 @@ class ServedEngine(Engine):
     def _sync_options(self) -> SyncOptions:
         return replace(super()._sync_options(), clip_norm=None, pool_batch_norm=False)
 
-    def _local_gradients(self, parameters: Mapping[str, nn.Parameter], lane: Lane, measure: bool) -> LocalGradients:
+    def _make_reducer(self, *given: Any, **options: Any) -> Reducer:
         def loss() -> float:
             total = self.pipeline.stages[0].run.loss_sum
             return 0.0 if total is None else float(total) / self._share
 
-        return ServerGradients(parameters, lane, measure, self.model, self._servers, loss)
+        return ServerGradients(*given, **options, model=self.model, servers=self._servers, loss=loss)
 
-    def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Pieces | None], None]:
-        return lambda factor, commit, pieces: None
+    def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None, Gradients | None], None]:
+        return lambda factor, commit, unwritten: None
 
     def _after_step_of(self, module: nn.Module) -> AfterStep:
         super()._after_step_of(module)

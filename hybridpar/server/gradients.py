@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.transport import flat_view, is_dense
-from hybridpar.lanes import Lane
 from hybridpar.pipeline.step import StepInput
 from hybridpar.server.clipping import Clipping
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import piece_views, trained_parameters
 from hybridpar.server.wire import Gradient, Weights
-from hybridpar.sync.reducer import Flight, LocalGradients
+from hybridpar.sync.reducer import Reducer, StepGradients
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Servers:
     clipping: Clipping = field(default_factory=Clipping)
 
 
-class ServerGradients(LocalGradients):
+class ServerGradients(Reducer):
     """Pushes the gradients of a step, and instead of an optimizer's pass puts the weights that come into the model."""
 
     #: What the step under way is to do.
@@ -57,45 +57,48 @@ class ServerGradients(LocalGradients):
     answer: Weights
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        compute: Lane,
-        measure: bool,
-        model: nn.Module,
-        servers: Servers,
-        loss: Callable[[], float],
+        self, *given: Any, measure: bool, model: nn.Module, servers: Servers, loss: Callable[[], float], **options: Any
     ) -> None:
         clipping = servers.clipping
         # Without a barrier each gradient is clipped by its norm; else servers clip the sum.
         self._clipping = clipping if clipping.by_norm and not servers.barrier else None
-        super().__init__(parameters, compute, measure or self._clipping is not None)
+        super().__init__(*given, measure=measure or self._clipping is not None, **options)
         self._model, self._servers, self._loss, self._guard = model, servers, loss, measure
         self._trained = trained_parameters(model)
         #: Time from the last backward pass to the weights.
         self.exposed_ms = 0.0
 
-    def measure(self, flight: Flight) -> None:
+    def measure(self, step: StepGradients) -> None:
         """Push the gradients; their squares are finite exactly where the step counts."""
-        super().measure(flight)
-        squares, loss = float(flight.squares.sum()), self._loss()
+        super().measure(step)
+        squares, loss = float(step.squares.sum()), self._loss()
         sound = not self._guard or (math.isfinite(squares) and math.isfinite(loss))
         began = time.perf_counter()
         self.answer = self._push(squares, loss, sound)
         self.exposed_ms = (time.perf_counter() - began) * 1e3
         counts = self.answer.applied if self._servers.barrier else sound
-        flight.squares = torch.full_like(flight.squares.sum(), squares if counts else math.nan)
+        step.squares = torch.full_like(step.squares.sum(), squares if counts else math.nan)
+
+    def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
+        """Gradients have done their part."""
+        self.take_weights()
+        return []
 
     @torch.no_grad()
-    def place_gradients(self) -> None:
-        """Gradients have done their part: put the weights that the servers sent last into the model."""
-        self.close_step()
+    def take_weights(self) -> None:
+        """Put the weights that the servers sent last into the model."""
+        self._take_statistics()
         host = self._servers.host
         for name, parameter in self._trained.items():
             if parameter.data_ptr() != host[name].data_ptr():
                 parameter.copy_(host[name], non_blocking=True)
 
     def close_step(self) -> None:
-        """Put the running statistics that came last into the model, of which a step that was rolled back has others."""
+        """A step that was rolled back has put back statistics, too."""
+        super().close_step()
+        self._take_statistics()
+
+    def _take_statistics(self) -> None:
         statistics = self._servers.links.links[0].statistics
         if statistics.numel():
             put_buffers(self._model, statistics)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.handshake import HandshakeError
 from hybridpar.compress import Policy
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server import wire
 from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.handshake import HandshakeError
 from hybridpar.server.stripes import Stripe, piece_views
 
 

@@ -25,11 +25,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
-from hybridpar.errors import HybridparError
-from hybridpar.formats.file_reader import Unreadable, parse_json
-from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.handshake import (
+from hybridpar.comm.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
@@ -37,6 +33,10 @@ from hybridpar.server.handshake import (
     ServerHandshake,
     WorkerHandshake,
 )
+from hybridpar.errors import HybridparError
+from hybridpar.formats.file_reader import Unreadable, parse_json
+from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
+from hybridpar.server.clipping import Clipping
 from hybridpar.server.ledger import StepRow
 from hybridpar.server.shard import Answer, Push
 from hybridpar.server.stripes import Piece

@@ -6,7 +6,7 @@ replicas while the backward pass still computes, then the agreement of all worke
 optimizer step or rollback. A model that is not cut is a pipeline of one stage, whose passes the calling thread runs.
 
     step -> PipelineEngine.step -> Executor.issue -> StageRun.forward, StageRun.backward   (passes)
-                                                  -> GradientReducer                       (sums of gradients)
+                                                  -> Reducer                               (sums of gradients)
                                                   -> Agreement.reach                       (does the step count)
                                                   -> LocalStage.apply                      (clip, step or roll back)
 """
@@ -28,7 +28,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.recipe import refuse
 from hybridpar.errors import UsageError, shortened
-from hybridpar.lanes import Lane, Lanes
+from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.models.modes import same_modes
 from hybridpar.models.state_dicts import copy_of, is_extra, load_values
@@ -53,9 +53,9 @@ from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
+from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
-from hybridpar.sync.reducer import LocalGradients
+from hybridpar.sync.reducer import Reducer
 from hybridpar.sync.shards import owned
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
 
@@ -174,12 +174,12 @@ class Engine:
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
-            local_gradients=self._local_gradients,
+            make_reducer=self._make_reducer,
         )
 
-    def _local_gradients(self, parameters: Mapping[str, nn.Parameter], lane: Lane, measure: bool) -> LocalGradients:
-        """What becomes of the gradients of a stage that has no replicas."""
-        return LocalGradients(parameters, lane, measure)
+    def _make_reducer(self, *given: Any, **options: Any) -> Reducer:
+        """What brings the gradients of a stage together."""
+        return Reducer(*given, **options)
 
     def _sync_options(self) -> SyncOptions:
         return sync_options(self._config, self.plan.sync, self.model)
@@ -206,18 +206,18 @@ class Engine:
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
         self._rates.append(rates)
         if not optimizer.param_groups:
-            return lambda factor, commit, pieces: None if pieces is None else pieces.materialise()
+            return lambda factor, commit, unwritten: None if unwritten is None else unwritten.materialise()
 
-        def step(factor: float | None, commit: Tensor | None, pieces: Pieces | None) -> Tensor | None:
+        def step(factor: float | None, commit: Tensor | None, unwritten: Gradients | None) -> Tensor | None:
             if factor is not None:
                 rates.set(factor)
             squares = None
-            if pieces is not None and not can_step(optimizer):
-                squares, pieces = pieces.materialise(), None
+            if unwritten is not None and not can_step(optimizer):
+                squares, unwritten = unwritten.materialise(), None
             fill_momentum(optimizer)
             with scaled_options(optimizer, self._momentum_power, self._decay_factor):
-                if pieces is not None:
-                    return step_in_pieces(optimizer, pieces)
+                if unwritten is not None:
+                    return step_in_pieces(optimizer, unwritten)
                 if commit is None:
                     optimizer.step()
                 elif getattr(optimizer, "_step_supports_amp_scaling", False):

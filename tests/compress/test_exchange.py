@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridpar.comm.group import Reduction
 from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.quantised import cut_stripes
@@ -39,7 +40,7 @@ def test_messages_that_meet_alike_travel_together() -> None:
     for request in exchange.requests(gradients, gradients):
         kinds.append(type(request))
         if isinstance(request, AllReduce):
-            assert request.collective is Collective.SUM
+            assert request.reduction is Reduction.SUM
         else:
             request.out.copy_(request.inp)
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]

@@ -175,7 +175,7 @@ class Worker:
             )
             welcome = self.links.start(starts, welcome)
         self.engine = self._thread.submit(self._open_engine).result()
-        self.engine.gradients.place_gradients()
+        self.engine.gradients.take_weights()
         return welcome
 
     def _open_engine(self) -> ServedEngine:

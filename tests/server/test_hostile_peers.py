@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hybridpar.comm.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
 from hybridpar.errors import SyncError
 from hybridpar.formats.messages import take_apart, tensor_facts
 from hybridpar.server import Rules
-from hybridpar.server.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
 from hybridpar.server.serve import HANDSHAKE_SECONDS
 from tests.server.serving import TOKEN, Clock, Served, Worker, copies, serving
 

@@ -49,6 +49,7 @@ from hybridpar.compress.codec import (
     TensorSpec,
 )
 from hybridpar.compress.feedback import lay_together, stacked
+from hybridpar.compress.received import Factors, Received
 from hybridpar.errors import CheckpointError, check
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
@@ -121,6 +122,7 @@ class LowRank(Coder):
         super().__init__(spec, [Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in sides])
         self.residuals = {WORKER: spec.count}
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
+        self._scale = spec.workers / spec.divisor
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
         first = torch.randn(self._columns, self._rank, generator=draw, dtype=torch.float32, device="cpu")
@@ -136,19 +138,8 @@ class LowRank(Coder):
         """M is in the residual; where there is none, it is the gradient, of which a copy is kept."""
         self._gradient = self._outline if self._residual.keeps else self._gradient.clone()
 
-    @property
-    def product(self) -> FactorProduct:
-        """What came of the step, but for `scale`."""
-        return FactorProduct(self._p, self._next_q)
-
-    @property
-    def scale(self) -> float:
-        """What the product is multiplied with."""
-        return self.spec.workers / self.spec.divisor
-
-    def is_finite(self) -> bool:
-        """P is of length 1, so no value is larger than the sum of those of Q. NaN in P is in Q as well."""
-        return bool(torch.isfinite(self._next_q.abs().sum()))
+    def received(self) -> Received:
+        return Factors(super().received(), self._p, self._next_q, self._scale)
 
     @property
     def _matrix(self) -> Tensor:
@@ -191,14 +182,14 @@ class LowRank(Coder):
             if not self._is_orthonormal:  # this coder has written nothing
                 (self._p,) = orthonormal([self._p])
             self._next_q = factor / (self._share * self.spec.workers)
-            self._residual.owe(self.product)
+            self._residual.owe(FactorProduct(self._p, self._next_q))
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
         # A product that is written to memory of other strides may be rounded otherwise.
         product = result if out.is_contiguous() else result.new_empty(result.shape)
-        if not kernels.powersgd_product(self._p, self._next_q, product, self.scale):
-            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=self.scale)
+        if not kernels.powersgd_product(self._p, self._next_q, product, self._scale):
+            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=self._scale)
         if product is not result:
             result.copy_(product)
 
