@@ -83,7 +83,7 @@ class PushEncoder:
         messages: list[PieceMessage] = []
         states: dict[int, dict[str, Any]] = {}
         for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
-            current = coder.current
+            current = coder.at_work
             full = isinstance(current, Full) and current.spec.wire == torch.float32
             if self._reads_state[number] and not full:
                 states[number] = current.state_dict()
