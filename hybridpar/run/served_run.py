@@ -17,18 +17,17 @@ from dataclasses import replace
 import torch
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, describe_data, load_dataset
 from hybridpar.data.image_facts import ImageFacts
 from hybridpar.errors import SyncError
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.models import learning_rate_scales, parameter_count
+from hybridpar.models import parameter_count
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.plots import draw_staleness
 from hybridpar.observe.progress import Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.optim.build import build_optimizer, expand
+from hybridpar.optim.build import expand
 from hybridpar.plan import ModelInfo, Pipeline, Plan, trivial_plan
 from hybridpar.planner.resolve import resolve
 from hybridpar.run.data import batch_maker, check_batch, make_model, shares_of, test_batches
@@ -39,16 +38,12 @@ from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.run.timings import StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.ledger import StepRow
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.process import own_shard, serve_shard
 from hybridpar.server.rules import Rules
 from hybridpar.server.serve import save_occasion
 from hybridpar.server.staleness import StalenessHistogram
-from hybridpar.server.stripe_optimizer import described_parameters, needs_whole_parameters
-from hybridpar.server.stripes import cut_model, trained_parameters
 from hybridpar.server.wire import Weights
 from hybridpar.train.checkpoint_files import step_of
 from hybridpar.train.evaluation import Evaluation
@@ -118,25 +113,9 @@ class ServedRun(RunLoop):
         self.data_line = describe_data(data) if self.is_main else ""
         if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.policy = read_policy(config.compress)
-        self.policy.check(list(trained_parameters(self.model)))
-        check_for_servers(self.policy)
-        optimizer = build_optimizer(self.model, config)
-        for entry in self.policy.rules:
-            check_optimizer(entry.codec, optimizer)
-        self.clipping = Clipping.of(config, self.model, optimizer)
-        scales = None
-        if config.scales_rates:
-            scales = learning_rate_scales(self.model, config.layer_decay, config.head_lr_scale)
-        self.stripes = cut_model(
-            described_parameters(self.model, config.no_decay),
-            place.shards,
-            scales,
-            whole=needs_whole_parameters(config),
-        )
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
-        self.plan, self.several_labels = plan, data.multi_label
+        self.several_labels = data.multi_label
         self.timings = Timings()
         self.trainer: ServedTrainer
         self._traffic = 0, 0
@@ -173,7 +152,7 @@ class ServedRun(RunLoop):
                 f"gradients are added at {where}: --sync {config.sync}",
             ),
             replicas=place.workers,
-            codec=str(self.policy),
+            codec=str(self.trainer.policy),
             sync=config.sync,
             servers=place.servers,
         )
@@ -181,16 +160,8 @@ class ServedRun(RunLoop):
     # -------------------------------------------------------------------- loop
 
     def _train(self, stop: StopRequest) -> bool:
-        config = self.config
-        alone = replace(config, sync="allreduce", compress="none", shares="equal")
-        self.trainer = ServedTrainer(
-            *(self.model, config, self.place, resolve(alone, 1), self.stripes, self.policy, self.clipping, self.at),
-            self.model_name,
-            total_steps=self.total,
-            steps_per_epoch=self.per_epoch,
-            classes=self.classes,
-            several_labels=self.several_labels,
-        )
+        with before_the_start():
+            self.trainer = self._open_trainer()
         graceful = False
         try:
             with self.trainer:
@@ -202,6 +173,15 @@ class ServedRun(RunLoop):
             raise
         finally:
             self.trainer.links.close(graceful=graceful)
+
+    def _open_trainer(self) -> ServedTrainer:
+        return ServedTrainer(
+            *(self.model, self.config, self.place, self.at, self.model_name),
+            total_steps=self.total,
+            steps_per_epoch=self.per_epoch,
+            classes=self.classes,
+            several_labels=self.several_labels,
+        )
 
     def _train_on(self, stop: StopRequest) -> bool:
         self._saved = self._progress_made() if self.at.resumed_from is not None else None

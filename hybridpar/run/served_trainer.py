@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress import Policy
+from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.models import model_fingerprint
+from hybridpar.models import learning_rate_scales, model_fingerprint
 from hybridpar.models.state import twin_of
 from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer
 from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
 from hybridpar.run.best import keep_rule
 from hybridpar.run.data import start_from_weights
 from hybridpar.run.directory import RunPlace, claim_place, find_place
@@ -36,7 +37,8 @@ from hybridpar.server.link import LinkOptions, Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.stripes import Stripe, trained_parameters
+from hybridpar.server.stripe_optimizer import described_parameters, needs_whole_parameters
+from hybridpar.server.stripes import cut_model, trained_parameters
 from hybridpar.server.wire import Start, Welcome
 from hybridpar.train.checkpoint import load_checkpoint, usable
 from hybridpar.train.checkpoint_files import latest_checkpoint
@@ -55,16 +57,21 @@ class ServedTrainer(Trainer):
         model: nn.Module,
         config: TrainConfig,
         process: Place,
-        plan: ResolvedPlan,
-        stripes: list[Stripe],
-        policy: Policy,
-        clipping: Clipping,
         at: Standing,
         name: str,
         **known: Any,
     ) -> None:
-        self._asked, self._process, self._stripes, self._at = config, process, stripes, at
-        self._name = name
+        self._asked, self._process, self._at, self._name = config, process, at, name
+        self.policy = read_policy(config.compress)
+        self.policy.check(list(trained_parameters(model)))
+        optimizer = build_optimizer(model, config)
+        for entry in self.policy.rules:
+            check_optimizer(entry.codec, optimizer)
+        clipping, scales = Clipping.of(config, model, optimizer), None
+        if config.scales_rates:
+            scales = learning_rate_scales(model, config.layer_decay, config.head_lr_scale)
+        described, whole = described_parameters(model, config.no_decay), needs_whole_parameters(config)
+        self._stripes = cut_model(described, process.shards, scales, whole=whole)
         assert config.parameter_servers is not None
         self._barrier = config.parameter_servers.waits_for_all
         device = next(model.parameters()).device
@@ -74,13 +81,13 @@ class ServedTrainer(Trainer):
         }
         #: What became of the weights that the run started from; on worker 0, which brings them to the shards.
         self.weights_lines: list[str] = []
-        self.links = self._open_links(model, policy, host)
+        self.links = self._open_links(model, host)
         self._servers = Servers(process.rank, self.links, host, self._barrier, clipping)
         # Workers in step all have the average, else worker 0 alone.
         ema = config.model_ema if self._barrier or process.rank == 0 else None
-        alone = replace(config, sync="allreduce", compress="none", model_ema=ema)
+        alone = replace(config, sync="allreduce", compress="none", shares="equal", model_ema=ema)
         world = World(process.rank, process.workers, device, config.timeout)  # in which each is by itself
-        super().__init__(model, config=alone, world=world, plan=PlannedRun(plan), **known)
+        super().__init__(model, config=alone, world=world, plan=PlannedRun(resolve(alone, 1)), **known)
 
     def _open_engine(self, optimizer: Any, plan: ResolvedPlan, example: Tensor | None) -> ServedEngine:
         self._channels_last, self.peak_rate = plan.channels_last, self.config.peak_lr
@@ -88,10 +95,10 @@ class ServedTrainer(Trainer):
         parts = EngineParts(self.model, plan, None, _no_optimizer, self._loss, self.config, world, self.lanes)
         return ServedEngine(parts, self._servers)
 
-    def _open_links(self, model: nn.Module, policy: Policy, host: dict[str, Tensor]) -> Links:
+    def _open_links(self, model: nn.Module, host: dict[str, Tensor]) -> Links:
         process, timeout = self._process, self._asked.timeout
         options = LinkOptions(
-            *(process.rank, model_fingerprint(model), policy, process.token, timeout), returns=not self._barrier
+            *(process.rank, model_fingerprint(model), self.policy, process.token, timeout), returns=not self._barrier
         )
         return Links(process.find(timeout), self._stripes, host, options)
 

@@ -42,15 +42,20 @@ def shard_starts(
     counters = {name: counters_of(group) for group in (optimizer or {}).get("groups", ()) for name in group["names"]}
     starts = []
     for number, stripe in enumerate(stripes):
-        own = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
+        counts = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
         starts.append(
             Start(
                 pieces=list(stripe.pieces),
-                values=torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
-                optimizer=[_cut(saved.get(piece.name, {}), parameters[piece.name], piece) for piece in stripe.pieces],
-                counters=[counters.get(piece.name, {}) for piece in stripe.pieces],
+                state={
+                    "values": torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
+                    "optimizer": [
+                        _cut(saved.get(piece.name, {}), parameters[piece.name], piece) for piece in stripe.pieces
+                    ],
+                    "counters": [counters.get(piece.name, {}) for piece in stripe.pieces],
+                    **counts,
+                    "taken": taken,
+                },
                 clipping=clipping or Clipping(),
-                progress=own | {"taken": taken},
                 limit=limit,
                 statistics=flat_buffers(model) if number == 0 else torch.empty(0),
                 rest={"tensors": untrained(model), "facts": dict(facts or {})} if number == 0 else {},

@@ -308,9 +308,8 @@ class ShardServer:
         """Worker 0 brings the weights."""
         stripe, options = Stripe(tuple(start.pieces)), self._options
         known: dict[str, Any] = {"limit": start.limit, "clipping": start.clipping}
-        shard = Shard(stripe, start.values, options.rules, options.optimizer, **known)
-        shard.load_values(start.values, start.optimizer, start.counters)
-        shard.load_progress(start.progress)
+        shard = Shard(stripe, start.state["values"], options.rules, options.optimizer, **known)
+        shard.load_state_dict(start.state)
         shard.ledger.restart()
         self._decoder, self.shard = PushDecoder(options.policy, stripe), shard
         self._buffers.values, self._rest = start.statistics, start.rest

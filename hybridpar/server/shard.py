@@ -110,7 +110,6 @@ class Shard:
         limit: Pushes that are taken in all; later ones change nothing. None for any number.
         clipping: How gradients are clipped. Where updates with a barrier need a norm over all shards, `squares` says
             what this one adds to it, and the update is made when `finish` is told the sum.
-        ledger: Where steps are recorded; default: a new one.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class Shard:
         *,
         limit: int | None = None,
         clipping: Clipping | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         if values.shape != (stripe.count,):
             raise UsageError(f"{tuple(values.shape)} values for a stripe of {stripe.count}")
@@ -133,7 +131,7 @@ class Shard:
         self.taken = 0
         self.limit = limit
         self.histogram = StalenessHistogram()
-        self.ledger = ledger or Ledger(rules.learners)
+        self.ledger = Ledger(rules.learners)
         self._total = torch.zeros_like(self.values)
         self._pieces = [nn.Parameter(values) for values in self._in_pieces(self.values)]
         members: dict[tuple[bool, float], list[nn.Parameter]] = {}
@@ -387,7 +385,7 @@ class Shard:
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the shard, as plain values and tensors; see `load_values` and `load_progress`.
+        """What a checkpoint keeps of the shard, as plain values and tensors.
 
         Learners are not part of it, as they join again, nor are gradients that wait for the rest of an update.
         """
@@ -402,38 +400,26 @@ class Shard:
             "histogram": self.histogram.to_dict(),
         }
 
-    def load_progress(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts among what `state_dict` returned, be it of this stripe or of another.
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `state_dict` returned; counts may be those of another stripe, and state of the optimizer and its
+                counters may be empty for any piece.
         """
         self.clock, self.taken = int(state["clock"]), int(state["taken"])
         self.ledger.step = self.step
         self.histogram = StalenessHistogram.of_dict(state["histogram"])
-
-    @torch.no_grad()
-    def load_values(
-        self,
-        values: Tensor,
-        optimizer: Sequence[Mapping[str, Any]] = (),
-        counters: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        """Overwrite the parameters and the optimizer's state.
-
-        Args:
-            values: As for the constructor.
-            optimizer: For each piece its state; empty for none.
-            counters: For each piece what its group of parameters has counted; empty for nothing.
-        """
-        self.values.copy_(values)
+        self.values.copy_(state["values"])
         self.optimizer.state.clear()
-        for piece, own in zip(self._pieces, optimizer, strict=False):
-            if own:
-                self.optimizer.state[piece] = _copied(own)
-        known = {id(piece): own for piece, own in zip(self._pieces, counters, strict=False) if own}
+        for piece, saved in zip(self._pieces, state["optimizer"], strict=True):
+            if saved:
+                self.optimizer.state[piece] = _copied(saved)
+        counters = zip(self._pieces, state["counters"], strict=True)
+        known = {id(piece): saved for piece, saved in counters if saved}
         for group in self.optimizer.param_groups:
-            put_counters(group, next((known[id(own)] for own in group["params"] if id(own) in known), {}))
+            put_counters(group, next((known[id(piece)] for piece in group["params"] if id(piece) in known), {}))
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,22 +92,16 @@ class Start(ServerMessage):
 
     Attributes:
         pieces: The stripe.
-        values: The parameters.
-        optimizer: For each piece the optimizer's state.
-        counters: For each piece what its group of parameters has counted.
+        state: Weights, optimizer and counts, as `Shard.load_state_dict` takes them.
         clipping: How gradients are clipped.
-        progress: Clock and counts, as `Shard.load_progress` takes them.
         limit: Pushes of the whole run.
         statistics: Running statistics, at shard 0.
         rest: What other workers need besides, at shard 0.
     """
 
     pieces: list[Piece]
-    values: Tensor
-    optimizer: list[dict[str, Any]]
-    counters: list[dict[str, Any]]
+    state: dict[str, Any]
     clipping: Clipping
-    progress: dict[str, Any]
     limit: int
     statistics: Tensor
     rest: dict[str, Any]
@@ -344,9 +338,9 @@ class Connection:
         self._socket.settimeout(self._timeout)
         for start in range(0, len(memory), _PART):
             part = memory[start : start + _PART]
+            self.active = self._now()  # before the other end can go on
             self._socket.sendall(part)
             self.sent += len(part)
-            self.active = self._now()
 
     def _read(self, count: int) -> bytearray:
         data = bytearray(count)

@@ -12,10 +12,8 @@ import torch
 
 from hybridpar.config import TrainConfig
 from hybridpar.models.random_state import random_state
-from hybridpar.planner.resolve import resolve
 from hybridpar.run.position import Standing
 from hybridpar.run.served_trainer import ServedTrainer
-from hybridpar.server.clipping import Clipping
 from hybridpar.train import trainer as train_trainer
 from hybridpar.train.checkpoint import CheckpointData
 
@@ -29,11 +27,8 @@ def trainer(request, monkeypatch) -> Iterator[ServedTrainer]:
     config = TrainConfig(
         sync=request.param, amp="fp16", model_ema="0.5", lr=0.02, lr_schedule="plateau:patience=0", warmup_epochs=0.0
     )
-    place = SimpleNamespace(rank=0, workers=2)
-    plan = resolve(TrainConfig(), 1)
-    with ServedTrainer(
-        *(model, config, place, plan, [], None, Clipping(), Standing(), "linear"), total_steps=10, steps_per_epoch=1
-    ) as made:
+    place = SimpleNamespace(rank=0, workers=2, shards=1)
+    with ServedTrainer(*(model, config, place, Standing(), "linear"), total_steps=10, steps_per_epoch=1) as made:
         made.engine.follow(1)
         torch.nn.init.ones_(model.weight)
         yield made

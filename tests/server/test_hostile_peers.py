@@ -129,7 +129,7 @@ HOSTILE = [
     frame("Hello", {**HELLO, "worker": 1e400}),
     frame("Gradient", PUSH),
     frame("GatherItem", {"tag": "a/0", "item": 1}),
-    frame("Start", {"values": torch.zeros(3)}),
+    frame("Start", {"state": {"values": torch.zeros(3)}}),
     frame("Bye"),
     frame("no such"),
     frame("Gradient", {**PUSH, "pieces": [torch.zeros(100)]})[:-50],

@@ -208,8 +208,7 @@ def test_the_state_goes_on_as_if_nothing_had_happened():
     torch.save(half.state_dict(), file)
     again = small_shard(rules, momentum=0.9)
     state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    again.load_values(state["values"], state["optimizer"])
-    again.load_progress(state)
+    again.load_state_dict(state)
     for learner in range(3):
         again.join(learner)
     steps(again, 9, 17)
