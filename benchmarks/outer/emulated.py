@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
+from hybridpar.compress import Exchange
 from hybridpar.compress.codec import Collective
 from hybridpar.compress.group import Group
 
@@ -97,6 +99,24 @@ class EmulatedGroup(Group):
 
     def close(self) -> None:
         """Do nothing: there is nothing to leave."""
+
+
+def run_together(
+    exchanges: Sequence[Exchange], gradients: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
+) -> None:
+    """One step of the exchanges of all workers, by rank, in a thread each."""
+    meeting = _Meeting(len(exchanges))
+
+    def run(rank: int) -> None:
+        try:
+            exchanges[rank].run(EmulatedGroup(meeting, rank, lambda: None), gradients[rank], outs[rank])
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        for step in [pool.submit(run, rank) for rank in range(len(exchanges))]:
+            step.result()
 
 
 class EmulatedWorld(World):

@@ -24,13 +24,14 @@ from hybridpar.compress import (
     Policy,
     read_policy,
 )
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import Full
 from hybridpar.compress.codecs.onebit import RowSigns, Signs
 from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders, in_rows
 from hybridpar.compress.exchange import split
+from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.hierarchy import NodeExchange
-from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
+from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket, Slot
@@ -145,11 +146,11 @@ class Compression(ParameterCoders):
 
     def is_finite(self, bucket: Bucket) -> bool:
         """Whether all that came of a bucket's messages is finite."""
-        return all(coder.is_finite() for coder in self._exchange(bucket).coders)
+        return all(coder.current.is_finite() for coder in self._exchange(bucket).coders)
 
     def finish(self, name: str, out: Tensor) -> None:
         """Decode the sum of a parameter's gradients."""
-        self._coders[name].finish(out)
+        self._coders[name].current.finish(out)
 
     def full_of(self, name: str) -> Tensor | None:
         """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None."""
@@ -159,7 +160,7 @@ class Compression(ParameterCoders):
     def signs_of(self, name: str) -> list[Signs] | None:
         """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else."""
         coder = self._coders[name].current
-        if not isinstance(coder, (GatheredCoder, ShardedCoder)) or not isinstance(coder.quantiser, RowSigns):
+        if not isinstance(coder, QuantisedCoder) or not isinstance(coder.quantiser, RowSigns):
             return None
         length = coder.quantiser.length(coder.spec.count)
         return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
@@ -199,8 +200,9 @@ class Compression(ParameterCoders):
             else:
                 exchange.rollback()
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
-            squares = {name: coder.residual_squares() for name, coder in self._coders.items()}
-            costs.residuals |= {name: one for name, one in squares.items() if one is not None}
+            for name, coder in self._coders.items():
+                if isinstance(coder, FeedbackCoder):
+                    costs.residuals[name] = coder.residual_squares()
         self._steps += 1
 
     def commit_or_rollback_later(
@@ -250,7 +252,7 @@ class Compression(ParameterCoders):
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
             return "none", full, full
-        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting_rounds)
+        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting.rounds)
 
     @property
     def _on_one_node(self) -> bool:

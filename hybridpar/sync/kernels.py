@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
-from hybridpar.compress.codec import Product
 from hybridpar.compress.codecs.onebit import Signs
+from hybridpar.compress.memory import Product
 from hybridpar.sync.pieces import Sgd
 
 #: From so many values on, what is written is not read again before it would have left the caches.

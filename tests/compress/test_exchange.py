@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
-from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team, ThreadGroup, run_together, same_bits
 
 SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
 
@@ -35,14 +34,8 @@ def test_together_is_as_one_by_one(text: str) -> None:
 def test_messages_that_meet_alike_travel_together() -> None:
     exchange = exchange_of({"a": "onebit:meet=shard", "b": "none", "c": "onebit:meet=shard", "d": "fp16"}, workers=1)
     gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
-    kinds = []
-    for request in exchange.requests(gradients, gradients):
-        kinds.append(type(request))
-        if isinstance(request, AllReduce):
-            assert request.collective is Collective.SUM
-        else:
-            request.out.copy_(request.inp)
-    assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
+    (group,) = run_together([exchange], [gradients], [gradients])
+    assert group.calls == ["all_to_all", "all_gather", "all_reduce sum", "all_reduce sum"]
 
 
 @pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
@@ -90,8 +83,8 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
     exchange = exchange_of({"a": "onebit", "b": "none"}, workers=1)
     tensors = [torch.zeros(1320), gradient]
     with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape") as caught:
-        next(exchange.requests(tensors, tensors))
+        exchange.run(*ThreadGroup.of(1), tensors, tensors)
     assert fix in caught.value.fix
-    exchange.rollback()  # nothing was started
+    # Nothing was started.
     right = [[torch.zeros(1320), torch.zeros(9)]]
     run_together([exchange], right, right)

@@ -12,9 +12,9 @@ from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.sockets import SocketGroup
-from hybridpar.compress.together import run_together
 from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.reducer import GradientReducer
+from tests.compress.team import run_together
 from tests.ranks import run_ranks
 from tests.sync.test_shared_reducer import assert_equal, train
 

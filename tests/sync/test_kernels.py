@@ -14,10 +14,10 @@ from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
 from hybridpar.compress.codecs.powersgd import FactorProduct
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
-from hybridpar.compress.together import run_together
+from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.sync.kernels import functions, step_sgd_of_product, step_sgd_of_signs
 from hybridpar.sync.pieces import Sgd
+from tests.compress.team import run_together
 
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1, "momentum": 0.0},
@@ -53,7 +53,7 @@ def received(shape: tuple[int, ...], meet: str, workers: int) -> tuple[list[Sign
     exchanges = [Exchange([coder]) for coder in coders]
     run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
     coder = coders[-1].current
-    assert isinstance(coder, (GatheredCoder, ShardedCoder))
+    assert isinstance(coder, QuantisedCoder)
     assert isinstance(coder.quantiser, RowSigns)
     length = coder.quantiser.length(coder.spec.count)
     return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()], outs[-1]
