@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.group import Group
 from hybridpar.compress.memory import Scratch
+from hybridpar.compress.packing import aligned
 from hybridpar.errors import UsageError
 
 
@@ -211,22 +212,30 @@ class _Reduced(_Meeting):
 
 
 class _Gathered(_Meeting):
-    """Messages that everybody receives from everybody."""
+    """Messages that everybody receives from everybody, and others that are added when they are there."""
 
     def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
         super().__init__(index, coders)
         rounds = [coder.rounds[index] for coder in coders]
-        sizes = [entry.sizes[0] for entry in rounds]
-        self._sent = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
-        self._gathered = torch.zeros(workers * sum(sizes), dtype=rounds[0].dtype, device=self._device)
-        self.parts = [(view,) for view in split(self._sent, sizes)]
-        self._received = _by_coder(split(self._gathered, [sum(sizes)] * workers), [sizes] * workers)
-        self.traffic = Traffic(self._sent.nbytes, (workers - 1) * self._sent.nbytes)
+        sizes = [aligned(entry.bytes) for entry in rounds]
+        count = sum(sizes)
+        self._added = [entry.collective is Collective.SUM for entry in rounds]
+        self._sent = torch.zeros(count, dtype=torch.uint8, device=self._device)
+        self._gathered = torch.zeros(workers * count, dtype=torch.uint8, device=self._device)
+
+        def views(memory: Tensor) -> list[Tensor]:
+            pieces = zip(split(memory, sizes), rounds, strict=True)
+            return [piece[: entry.bytes].view(entry.dtype) for piece, entry in pieces]
+
+        self.parts = [(view,) for view in views(self._sent)]
+        self._received = list(zip(*map(views, split(self._gathered, [count] * workers)), strict=True))
+        self.traffic = Traffic(count, (workers - 1) * count)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_gather(self._gathered, self._sent)
         timer.end(Phase.WIRE)
-        self._read(self._received)
+        received = zip(self._added, self._received, strict=True)
+        self._read([(torch.add(*views),) if added else views for added, views in received])
 
 
 class _Sharded(_Meeting):
@@ -377,6 +386,10 @@ class Exchange:
             for number, entries in enumerate(rounds):
                 if index < len(entries):
                     kinds[entries[index].collective, entries[index].dtype].append(number)
+            # Between two workers sums of float32 go along with messages that are gathered: as many bytes, one call less.
+            gathered = kinds.get((Collective.GATHER, torch.uint8))
+            if gathered is not None and self.coders[0].spec.workers == 2:
+                gathered += kinds.pop((Collective.SUM, torch.float32), [])
             for (collective, _), numbers in kinds.items():
                 kind = _MEETINGS.get(collective, _Reduced)
                 meeting = kind(index, [working[number] for number in numbers], self.coders[0].spec.workers)
