@@ -11,7 +11,7 @@ Messages where stripes are sharded are taken before their owner adds them up, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from hybridpar.compress import (
     format_codec,
     parse_codec,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, Residual, Scratch
-from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.memory import Residual, Scratch
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server.stripes import Piece, Stripe
@@ -85,7 +85,7 @@ class PushEncoder:
         check_for_servers(policy)
         self.stripe = stripe
         self._coders = [bind(policy.codec_of(piece.name), _spec(piece)) for piece in stripe.pieces]
-        _share_scratch(self._coders)
+        self._scratch = Scratch(_CPU)  # pieces are coded one after the other
 
     @property
     def warm(self) -> list[int]:
@@ -95,7 +95,7 @@ class PushEncoder:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each piece's next message."""
-        return [message_size(coder.rounds) for coder in self._coders]
+        return [message_size(coder.open().rounds) for coder in self._coders]
 
     def encode(self, number: int, gradient: Tensor, decoded: Tensor | None = None) -> Tensor:
         """The message of a piece; to be followed by `commit` or `rollback` of all.
@@ -108,7 +108,8 @@ class PushEncoder:
         Returns:
             1-D uint8, new.
         """
-        coder = self._coders[number]
+        coder = self._coders[number].open()
+        coder.use(self._scratch)
         rounds = coder.rounds
         message = torch.empty(message_size(rounds), dtype=torch.uint8)
         coder.begin(gradient)
@@ -134,9 +135,7 @@ class PushEncoder:
             coder.commit()
 
     def rollback(self) -> None:
-        """The push was lost, or does not count: what is kept is what was kept before."""
-        for coder in self._coders:
-            coder.rollback()
+        """The push was lost, or does not count: coders have changed nothing that lasts."""
 
     def rescale(self, rate: float) -> None:
         """Say which learning rate the coming pushes have.
@@ -145,7 +144,7 @@ class PushEncoder:
             rate: Learning rate as a fraction of its peak.
         """
         for coder in self._coders:
-            coder.rescale(rate)
+            coder.learning_rate = rate
 
     def shared_state(self) -> list[dict[str, Any]]:
         """What a twin must know to decode what comes next, by piece: the coders' own state, without residuals."""
@@ -185,7 +184,9 @@ class PushDecoder:
         self._remembers = [isinstance(policy.codec_of(piece.name), ErrorFeedback) for piece in stripe.pieces]
         self._full = [bind(_NONE, _spec(piece)) for piece in stripe.pieces]
         self._flight: list[Coder] = []
-        _share_scratch([*self._twins, *self._full])
+        scratch = Scratch(_CPU)  # pieces are coded one after the other
+        for coder in [*self._twins, *self._full]:
+            coder.use(scratch)
         self._ranges = stripe.ranges
         most = max((piece.count for piece in stripe.pieces), default=0)
         self._zeros, self._spare = torch.zeros(most), torch.empty(most)
@@ -227,19 +228,15 @@ class PushDecoder:
 
     def rollback(self) -> None:
         """What was decoded last does not count: the learner will act as if it had not sent it."""
-        for coder in self._flight:
-            coder.rollback()
         self._flight = []
 
     def _decode(self, number: int, coder: Coder, message: Tensor, begin: int, out: Tensor) -> int:
         rounds = coder.rounds
-        # Codecs may decode otherwise where what is left out is kept, so there is a residual, which is not
-        # kept.
-        residuals: Mapping[str, Residual] = NO_RESIDUAL
+        # Codecs may decode otherwise where what is left out is remembered, so there is a residual that is always zero.
         if self._remembers[number]:
-            sizes = coder.residuals.items()
-            residuals = {key: KeptResidual(self._zeros[:size], self._spare[:size]) for key, size in sizes}
-        coder.begin(self._zeros[: coder.spec.count], residuals)
+            sizes = {key: len(part) for key, part in coder.residuals.items()}
+            coder.memory.update({key: Residual(self._zeros[:size], self._spare[:size]) for key, size in sizes.items()})
+        coder.begin(self._zeros[: coder.spec.count])
         for index, entry in enumerate(rounds):
             size = min(sum(entry.sizes), sum(entry.merged)) * entry.dtype.itemsize
             came = message[begin : begin + size].view(entry.dtype)
@@ -252,10 +249,3 @@ class PushDecoder:
             coder.read(index, [came])
         coder.finish(out)
         return begin
-
-
-def _share_scratch(coders: Sequence[Coder]) -> None:
-    """Pieces are coded one after the other, so that they can borrow the same memory."""
-    scratch = Scratch(_CPU)
-    for coder in coders:
-        coder.use(scratch)
