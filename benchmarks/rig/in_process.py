@@ -54,6 +54,8 @@ class InProcessGroup(Group):
         self._meeting, self._waits = meeting, waits
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
+        if self.size == 1:
+            return
         rows, total = self._gather(tensor), torch.empty_like(tensor)
         if self.rank == 0:
             reduce_rows(rows, total, reduction)
