@@ -29,11 +29,11 @@ if __name__ == "__main__":
 from benchmarks.rig.paired import paired  # noqa: E402
 from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
-from hybridpar.compress.codec import Residual, Scratch, TensorSpec  # noqa: E402
+from hybridpar.compress.codec import TensorSpec  # noqa: E402
 from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser  # noqa: E402
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
-from hybridpar.compress.feedback import KeptResidual  # noqa: E402
+from hybridpar.compress.levels import LevelQuantiser  # noqa: E402
+from hybridpar.compress.memory import Memory, Residual, Scratch  # noqa: E402
 from hybridpar.compress.noise import Noise  # noqa: E402
 from hybridpar.compress.quantised import Quantiser  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
@@ -56,14 +56,14 @@ Make = Callable[[tuple[int, int], torch.device], Quantiser]
 def _levels(bits: int) -> Make:
     def make(shape: tuple[int, int], device: torch.device) -> Quantiser:
         noise = Noise(TensorSpec("w", shape, device=device))
-        noise.begin()
+        noise.begin(0)
         return LevelQuantiser(2**bits - 1, noise)
 
     return make
 
 
 def _ternary(rule: Threshold) -> Make:
-    return lambda shape, device: TernaryQuantiser(rule, device)
+    return lambda shape, device: TernaryQuantiser(rule)
 
 
 #: Codecs by name, and how many float32 their messages begin with for so many groups.
@@ -99,10 +99,10 @@ def make(quantiser: Quantiser, shape: tuple[int, int], device: torch.device) -> 
     left, decoded, added = torch.empty_like(values), torch.empty_like(values), torch.ones_like(values)
     scratch = Scratch(device)
     message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
-    residual = Residual() if isinstance(quantiser, LevelQuantiser) else KeptResidual(kept, left)
+    residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(kept, left)
     quantiser.encode(quantiser.view(values), residual, message, scratch)
-    quantiser.decode(message, quantiser.view(decoded), 3, scratch)
-    quantiser.add(message, quantiser.view(added), scratch)
+    quantiser.read(message, quantiser.view(decoded), scratch, 3, add=False)
+    quantiser.read(message, quantiser.view(added), scratch, 1, add=True)
     return Made(message.cpu(), left.cpu(), decoded.cpu(), added.cpu())
 
 
@@ -145,8 +145,8 @@ def special_values(device: torch.device) -> Outcome:
             quantiser = of((4, 25), device)
             values, scratch = torch.full((100,), value, device=device), Scratch(device)
             message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
-            quantiser.encode(quantiser.view(values), Residual(), message, scratch)
-            quantiser.decode(message, quantiser.view(values), 1, scratch)
+            quantiser.encode(quantiser.view(values), Memory(), message, scratch)
+            quantiser.read(message, quantiser.view(values), scratch, 1, add=False)
             wrong += int((values != 0).sum() if value == 0 else values.isfinite().sum())
     return wrong, 0, wrong == 0
 
@@ -225,12 +225,12 @@ def time_kernels(device: torch.device, name: str) -> Iterator[Sequence[Row]]:
         values, kept, left, out = torch.randn(4, math.prod(shape), device=device)
         for codec, (of, _) in CODECS.items():
             quantiser, scratch = of(shape, device), Scratch(device)
-            residual = Residual() if isinstance(quantiser, LevelQuantiser) else KeptResidual(kept, left)
+            residual = Memory() if isinstance(quantiser, LevelQuantiser) else Residual(kept, left)
             message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
             ways: dict[str, Callable[[], object]] = {
                 "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),  # noqa: B023
-                "decode": lambda: quantiser.decode(message, quantiser.view(out), 1, scratch),  # noqa: B023
-                "add": lambda: quantiser.add(message, quantiser.view(out), scratch),  # noqa: B023
+                "decode": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=False),  # noqa: B023
+                "add": lambda: quantiser.read(message, quantiser.view(out), scratch, 1, add=True),  # noqa: B023
             }
             for way, step in ways.items():
                 yield _rows(f"{codec}, {way}, {shape[0]} x {shape[1]}", step, values, out, name)

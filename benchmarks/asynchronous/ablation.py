@@ -2,7 +2,7 @@
 
 The paper measured these parts on speech; here they are measured on a task that fits this machine.
 
-All workers live in one process and exchange with the coders of a real run (`hybridpar.compress.together`), so a row
+All workers live in one process and exchange with the coders of a real run, so a row
 takes seconds and is reproducible. A small convolutional net on scikit-learn's digits; each method has the best of
 a few learning rates, chosen on a fold of its own, and is then judged on the test images over several seeds.
 
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.command import run_command
-from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
+from benchmarks.rig.in_process import run_together
+from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 
@@ -149,7 +150,7 @@ def train(method: Method, rate: float, seed: int, epochs: int, judge_fold: bool 
         optimizer = torch.optim.SGD(parameters.values(), lr=rate)
         for exchange in exchanges:
             for coder in exchange.coders:
-                coder.set_batch_scale(power)
+                coder.samples = power
     waiting: list[Tensor] | None = None
     losses: list[float] = []
     order = torch.Generator().manual_seed(seed)

@@ -32,10 +32,11 @@ import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.rig.in_process import run_together
 from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import all_reduce_bytes
-from hybridpar.compress import Exchange, TensorSpec, read_policy, run_together
+from hybridpar.compress import Exchange, TensorSpec, read_policy
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images

@@ -1,7 +1,7 @@
 """Measures the throughput of each codec on one core, without links or backward passes, and judges it by target rates.
 
 The parameters of ResNet-18 go through a codec as in training: with error feedback, and two workers played by one
-process, of which the first is timed by the CPU time of the process. Compiled kernels are chosen when a process first
+process, of which the first is timed by the CPU time of its thread. Compiled kernels are chosen when a process first
 uses them, so those and torch alone are measured in a process each. The target rates are for a core with AVX-512, which
 `extra` says of the machine at hand.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.rig.in_process import run_together
 from hybridpar.compress import (
     Codec,
     Coder,
@@ -32,10 +33,9 @@ from hybridpar.compress import (
     bind,
     kernels,
     parse_codec,
-    run_together,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, OuterCoder, Residual, Scratch
-from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
+from hybridpar.compress.memory import Memory, Scratch
+from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model
 
@@ -101,7 +101,7 @@ def rates_of(name: str, model: str, repeats: int) -> dict[str, float]:
     }
 
 
-class TimedCoder(OuterCoder):
+class TimedCoder(Coder):
     """A coder that is timed: `seconds` of each part of its work.
 
     Args:
@@ -109,39 +109,54 @@ class TimedCoder(OuterCoder):
     """
 
     def __init__(self, inner: Coder) -> None:
-        super().__init__(inner.spec, inner)
+        super().__init__(inner.spec)
+        self._inner, self._worker = inner, inner
         self.seconds = {"encode": 0.0, "merge": 0.0, "decode": 0.0}
+
+    def open(self) -> Coder:
+        """The inner coder may have another one work."""
+        self._worker = self._inner.open()
+        self.rounds = self._worker.rounds
+        return self
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        begin = time.process_time()
+        begin = time.thread_time()
         yield
-        self.seconds[part] += time.process_time() - begin
+        self.seconds[part] += time.thread_time() - begin
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+    def begin(self, gradient: Tensor) -> None:
         """Begin a gradient; counts as encoding."""
         with self._timed("encode"):
-            self._inner.begin(gradient, residuals)
+            self._worker.begin(gradient)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write a message; counts as encoding."""
         with self._timed("encode"):
-            super().write(index, parts)
+            self._worker.write(index, parts)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """Merge the messages of a stripe into one, which its owner does."""
+        """Merge the messages of a stripe into a single message, which its owner does."""
         with self._timed("merge"):
-            super().merge(index, received, out)
+            self._worker.merge(index, received, out)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         """Read received messages; counts as decoding."""
         with self._timed("decode"):
-            super().read(index, parts)
+            self._worker.read(index, parts)
 
     def finish(self, out: Tensor) -> None:
         """Write the result; counts as decoding."""
         with self._timed("decode"):
-            super().finish(out)
+            self._worker.finish(out)
+
+    def use(self, scratch: Scratch) -> None:
+        """Hand on the memory."""
+        self._worker.use(scratch)
+
+    def commit(self) -> None:
+        """Hand on that the step counts."""
+        self._inner.commit()
 
 
 def _decode_add(
@@ -151,17 +166,17 @@ def _decode_add(
     inner, scratch, work = codec.inner if isinstance(codec, ErrorFeedback) else codec, Scratch(torch.device("cpu")), []
     for (key, shape), gradient in zip(shapes.items(), gradients, strict=True):
         coder = bind(inner, TensorSpec(key, shape))
-        if isinstance(coder, (ShardedCoder, GatheredCoder)):
+        if isinstance(coder, QuantisedCoder):
             values = coder.quantiser.view(gradient)
             message = torch.zeros(coder.quantiser.size(values.shape), dtype=torch.uint8)
-            coder.quantiser.encode(values, Residual(), message, scratch)
+            coder.quantiser.encode(values, Memory(), message, scratch)
             work.append((coder.quantiser, message, torch.zeros(values.shape)))
     if not work:
         return {}
 
     def add() -> None:
         for quantiser, message, total in work:
-            quantiser.add(message, total, scratch)
+            quantiser.read(message, total, scratch, 1, add=True)
 
     return {"decode_add": _timed(sum(total.nbytes for _, _, total in work), repeats, add)}
 

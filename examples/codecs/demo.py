@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, Coder, TensorSpec
-from hybridpar.compress.codec import NO_RESIDUAL, Kept, LargeTensorCodec, Residual
+from hybridpar.compress.codec import LargeTensorCodec
 from hybridpar.compress.sparse import Picks, check_rate, share
 from hybridpar.errors import check
 
@@ -57,10 +56,9 @@ class DecoupledMomentum(LargeTensorCodec):
     least: int = 1000
     name = "demo"
     biased = True
-    stateful = True
     castable = True
     takes_feedback = False
-    refuses_momentum = True
+    keeps_momentum = True
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.0078125)
@@ -83,9 +81,10 @@ class ComponentCoder(Coder):
         self._picked = share(config.rate, self._tile)
         self._picks = Picks(tiles * self._tile, tiles * self._picked, spec.wire, spec.workers)
         super().__init__(spec, [self._picks.round])
-        self._momentum = Kept(tiles * self._tile, spec.device)  # up to the end of the last tile
+        until_last_tile = torch.zeros(tiles * self._tile, device=spec.device)
+        self._momentum = self.register_state("momentum", until_last_tile)
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+    def begin(self, gradient: Tensor) -> None:
         """A step begins."""
         torch.mul(self._momentum.now, self._config.momentum, out=self._momentum.next)
         self._momentum.next[: self.spec.count].add_(gradient)
@@ -93,34 +92,22 @@ class ComponentCoder(Coder):
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write the message of the only round."""
         components = self._transform(self._momentum.next)
-        largest = components.view(-1, self._tile).abs().topk(self._picked, sorted=False).indices
+        top = components.view(-1, self._tile).abs().topk(self._picked, sorted=False).indices
         first = torch.arange(0, components.numel(), self._tile, device=components.device)
-        places = (largest + first[:, None]).flatten().sort().values
-        sent = self._picks.write(components.index_select(0, places), places, parts[0])
-        taken = torch.zeros_like(components).index_copy_(0, places, sent)
+        indices = (top + first[:, None]).flatten().sort().values
+        sent = self._picks.write(components.index_select(0, indices), indices, parts[0])
+        taken = torch.zeros_like(components).index_copy_(0, indices, sent)
         self._momentum.next.sub_(self._transform(taken, back=True))
 
     def finish(self, out: Tensor) -> None:
         """Add up what all workers have sent, and transform it back."""
         components = torch.empty_like(self._momentum.now)
         self._picks.read(self._received, components, self.spec.divisor)
-        found = self._transform(components, back=True)[: self.spec.count]
-        torch.mul(found.sign(), found.abs().mean(), out=out)
+        total = self._transform(components, back=True)[: self.spec.count]
+        torch.mul(total.sign(), total.abs().mean(), out=out)
 
     def _transform(self, values: Tensor, *, back: bool = False) -> Tensor:
         """The components of tiles, or tiles of components; 1-D."""
         matrix = dct_matrix(self._config.chunk, values.device)
         left = matrix.T if back else matrix
         return (left @ values.view(-1, self._config.chunk, self._config.chunk) @ left.T).flatten()
-
-    def commit(self) -> None:
-        """The step counts."""
-        self._momentum.commit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
-        return {"momentum": self._momentum.now.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From checkpoints."""
-        self._momentum.load(state["momentum"], self.spec.name)

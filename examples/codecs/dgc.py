@@ -12,21 +12,19 @@ ICLR 2018. On each worker, for every parameter:
 u is the momentum, w what was not sent yet. Clearing u where w was sent keeps stale momentum from pulling twice. The
 share that is sent starts at 1/4 and falls to a quarter of itself every `ramp` steps until it is `rate`.
 
-A codec with state keeps two halves of it (`Kept`): each step writes the one, and `commit` swaps them if it counts.
+State is registered: each step writes its `next`, which becomes its `now` if the step counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import CODECS, Codec, Coder, Round, TensorSpec
-from hybridpar.compress.codec import NO_RESIDUAL, Kept, Residual
+from hybridpar.compress import CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.sparse import Picks, check_rate, largest
 from hybridpar.errors import check
 
@@ -49,10 +47,9 @@ class DeepGradient(Codec):
     least: int = 1000
     name = "dgc"
     biased = True
-    stateful = True
     castable = True
     takes_feedback = False
-    refuses_momentum = True
+    keeps_momentum = True
 
     def __post_init__(self) -> None:
         check_rate(self.rate, 0.001)
@@ -71,56 +68,36 @@ class MomentumCoder(Coder):
         super().__init__(spec)
         self._config = config
         self._sparse = len(spec.shape) > 1 and spec.count >= config.least
-        self._kept = {name: Kept(spec.count, spec.device) for name in ("momentum", "unsent")}
-        self._steps = 0
+        self._momentum, self._unsent = (
+            self.register_state(name, torch.zeros(spec.count, device=spec.device)) for name in ("momentum", "unsent")
+        )
 
-    @property
-    def _picks(self) -> Picks:
-        """How many elements the next step sends, and how their message looks."""
-        level = self._steps // self._config.ramp if self._config.ramp else math.inf
-        return Picks.of(self.spec, max(self._config.rate, 0.25 ** (level + 1)) if self._sparse else 1.0)
+    def open(self) -> Coder:
+        """How many elements the next step sends, and how their message looks: gathered; a sum where that is cheaper."""
+        level = self.steps // self._config.ramp if self._config.ramp else math.inf
+        rate = max(self._config.rate, 0.25 ** (level + 1)) if self._sparse else 1.0
+        self._picks = Picks.of(self.spec, rate)
+        self.rounds = (self._picks.round,)
+        return self
 
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One, gathered; or a sum where that is cheaper."""
-        return (self._picks.round,)
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+    def begin(self, gradient: Tensor) -> None:
         """A step begins."""
-        momentum, unsent = self._kept.values()
-        torch.add(gradient, momentum.now, alpha=self._config.momentum, out=momentum.next)
-        torch.add(unsent.now, momentum.next, out=unsent.next)
+        torch.add(gradient, self._momentum.now, alpha=self._config.momentum, out=self._momentum.next)
+        torch.add(self._unsent.now, self._momentum.next, out=self._unsent.next)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write the message of the only round."""
-        momentum, unsent = (one.next for one in self._kept.values())
+        momentum, unsent = self._momentum.next, self._unsent.next
         if not self._sparse:
             parts[0].copy_(momentum)
             unsent.zero_()
             return
-        picks = self._picks
-        places = largest(unsent, picks.picked, self._scratch)
-        values = unsent.index_select(0, places)
-        sent = picks.write(values, places, parts[0])
-        unsent.index_copy_(0, places, values - sent)  # what a cast rounds off stays
-        momentum.index_fill_(0, places, 0.0)
+        indices = largest(unsent, self._picks.picked, self._scratch)
+        values = unsent.index_select(0, indices)
+        sent = self._picks.write(values, indices, parts[0])
+        unsent.index_copy_(0, indices, values - sent)  # what a cast rounds off stays
+        momentum.index_fill_(0, indices, 0.0)
 
     def finish(self, out: Tensor) -> None:
         """Add up what all workers have sent."""
         self._picks.read(self._received, out, self.spec.divisor)
-
-    def commit(self) -> None:
-        """The step counts."""
-        for one in self._kept.values():
-            one.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
-        return {"steps": self._steps, **{name: one.now.clone() for name, one in self._kept.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From checkpoints."""
-        for name, one in self._kept.items():
-            one.load(state[name], self.spec.name)
-        self._steps = int(state["steps"])

@@ -6,7 +6,7 @@ A step of it::
     coders = [bind(codec, TensorSpec(name, (*p.shape,), rank, workers)) for name, p in model.named_parameters()]
     exchange = Exchange(coders)
     exchange.run(TorchGroup(), gradients, gradients)   # flat float32 gradients become their mean over the workers
-    exchange.commit()                                  # or rollback(), where the step does not count
+    exchange.commit()                                  # only where the step counts
 """
 
 from hybridpar.comm.group import Group, TorchGroup
@@ -15,7 +15,6 @@ from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.exchange import Exchange, Phase, PhaseTimer, PhaseTimes, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.policy import Policy, bind, check_optimizer, format_codec, parse_codec, read_policy
-from hybridpar.compress.together import run_together
 
 __all__ = [
     "CODECS",
@@ -39,5 +38,4 @@ __all__ = [
     "format_codec",
     "parse_codec",
     "read_policy",
-    "run_together",
 ]

@@ -1,4 +1,4 @@
-"""The interface of gradient codecs: `Codec`, `Coder`, the rounds of messages, and the state that coders keep.
+"""The interface of gradient codecs: `Codec`, `Coder`, and the rounds of messages.
 
 A codec turns the gradient of one parameter into messages and back, in **rounds**. In each round every worker writes a
 message, the messages are reduced (summed, say), and every worker reads the result. How long a message is and how
@@ -15,111 +15,22 @@ import enum
 import hashlib
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Reduction
+from hybridpar.compress.memory import Memory, Scratch, State
 from hybridpar.compress.received import Decoded, Received, Sum
-from hybridpar.errors import CheckpointError, check
+from hybridpar.errors import check
 from hybridpar.registry import Registry
 
 #: Elements that a coder works on at a time: 256 KB of float32.
 CHUNK = 1 << 16
-
-
-class Scratch:
-    """Tensors that are used again and again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, use: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A 1-D tensor with anything in it, valid until the same use is taken again."""
-        found = self._buffers.get((use, dtype))
-        if found is None or found.numel() < count:
-            found = torch.empty(count, dtype=dtype, device=self._device)
-            self._buffers[use, dtype] = found
-        return found[:count]
-
-
-class Kept:
-    """A tensor of which a step makes a new one, which counts from `commit` on."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.now, self.next = (torch.zeros(count, dtype=torch.float32, device=device) for _ in range(2))
-
-    def commit(self) -> None:
-        """What the step under way made is what is kept."""
-        self.now, self.next = self.next, self.now
-
-    def load(self, saved: Tensor, name: str) -> None:
-        """Take over what was saved."""
-        if saved.shape != self.now.shape:
-            raise CheckpointError(
-                f"what was kept of {name!r} has {saved.numel()} elements, and {self.now.numel()} are needed",
-                "They depend on the codec's options, the parameter's shape, the number of workers and the rank.",
-                "Resume with the options of the run that wrote the checkpoint.",
-            )
-        self.now.copy_(saved)
-
-
-#: Key of the residual of what this worker does not send.
-WORKER = "worker"
-
-
-class Product(Protocol):
-    """A matrix that is left^T right, of two factors with a few rows each."""
-
-    @property
-    def left(self) -> Tensor:
-        """Its rows are as long as the matrix has rows."""
-
-    @property
-    def right(self) -> Tensor:
-        """Its rows are as long as those of the matrix."""
-
-    def subtract_from(self, values: Tensor) -> None:
-        """Subtract the matrix."""
-
-
-class Residual:
-    """No memory at all: v is the gradient, and what is not sent is lost.
-
-    `keeps` says whether a coder should leave v - C(v) in what `take` returns; here it must not touch it.
-    """
-
-    keeps = False
-
-    def part(self, start: int, stop: int) -> Residual:
-        """The residual of a range of elements."""
-        return self
-
-    def take(self, values: Tensor, start: int) -> Tensor:
-        """Give v for a range of elements; to be called once in a step for each."""
-        return values
-
-    def again(self, values: Tensor, start: int) -> Tensor:
-        """What `take` returned, or what has become of it since."""
-        return values
-
-    def owe(self, product: Product) -> None:
-        """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left."""
-
-
-class _Nothing(dict[str, Residual]):
-    """For every key the residual that keeps nothing."""
-
-    def __missing__(self, key: str) -> Residual:
-        return Residual()
-
-
-#: No error feedback.
-NO_RESIDUAL: Mapping[str, Residual] = _Nothing()
 
 
 class Collective(enum.Enum):
@@ -177,7 +88,7 @@ class TensorSpec:
     """The parameter that a codec is bound to, and who exchanges it.
 
     Attributes:
-        name: The parameter's name in the model; state is kept under it.
+        name: The parameter's name in the model; state is saved under it.
         shape: Its shape. The flat gradient lies in memory order, first dimension outermost, as in contiguous and
             channels-last tensors.
         rank: This worker.
@@ -207,6 +118,11 @@ class TensorSpec:
         """What the sum over the workers is divided by."""
         return self.workers if self.average else 1
 
+    @property
+    def share(self) -> float:
+        """What values are multiplied with before they are sent in 16 bits, so that their sum stays in range."""
+        return 1.0 if self.wire == torch.float32 else 1 / self.workers
+
     def draw_seed(self, *salt: object) -> int:
         """A number below 2**63 that depends on seed, name and salt alone, on any machine.
 
@@ -224,62 +140,43 @@ class Coder(ABC):
     """A codec at work on one parameter of one worker.
 
     The calls of a step: `begin`; for every round `write`, where stripes are sharded `merge`, and `read`; then `finish`;
-    then `commit` or `rollback`. Tensors handed to `write` and `read` are views that stay as they are until `finish`.
+    then `commit`, if the step counts. Tensors handed to `write` and `read` are views that stay as they are until
+    `finish`. What lasts from step to step is in `memory`, `register_state` and `steps`, all of which `commit` alone
+    changes: a step that does not count leaves no trace.
 
-    A non-finite gradient on any worker makes the result non-finite on all of them; it is for the caller to roll back.
+    A non-finite gradient on any worker makes the result non-finite on all of them; it is for the caller not to commit.
 
     Args:
         spec: The parameter.
-        rounds: The rounds of every step; a subclass whose rounds change overrides `rounds`.
+        rounds: The rounds of every step; a subclass whose rounds change sets them in `open`.
     """
-
-    #: Elements of each residual that error feedback may keep, by key.
-    residuals: Mapping[str, int] = {}
 
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round] = ()) -> None:
         self.spec = spec
-        self._rounds = tuple(rounds)
+        self.rounds = tuple(rounds)
+        #: Which elements of the gradient each residual is about that error feedback may remember, by key.
+        self.residuals: dict[str, range] = {}
+        #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
+        self.memory: dict[str, Memory] = defaultdict(Memory)
+        #: How many steps counted.
+        self.steps = 0
+        #: Learning rate of the coming steps in any unit, and their samples as a multiple of what options are given for.
+        self.learning_rate, self.samples = 0.0, 1.0
         self._scratch = Scratch(spec.device)
+        self._states: dict[str, State] = {}
         self._gradient = _NOTHING
-        self._residual = Residual()
         self._received: Sequence[Tensor] = ()
 
-    def use(self, scratch: Scratch) -> None:
-        """Borrow scratch memory that coders share which never work at the same time.
+    # ----------------------------------------------------------------------- a codec's author writes these
 
-        Args:
-            scratch: The memory.
-        """
-        self._scratch = scratch
-
-    @property
-    def at_work(self) -> Coder:
-        """What writes, reads and finishes the next step: this, or one that it only hands those calls on to."""
-        return self
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The rounds of the next step, equal on all workers."""
-        return self._rounds
-
-    @property
-    def lasting_rounds(self) -> tuple[Round, ...]:
-        """The rounds once a warm-up is over."""
-        return self.rounds
-
-    def residual_squares(self) -> Tensor | None:
-        """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it; None where nothing is kept."""
-        return None
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+    def begin(self, gradient: Tensor) -> None:
         """Start a step.
 
         Args:
-            gradient: 1-D float32 of any stride; it is not changed, and must stay as it is until `finish`.
-            residuals: What error feedback keeps. The coder takes v = gradient + residual from there, and leaves
-                v - C(v), what it does not send, until `finish` has returned.
+            gradient: 1-D float32 of any stride; it is not changed, and must stay as it is until `finish`. The coder
+                takes v = gradient + residual from `memory`, and leaves v - C(v), what it does not send, there.
         """
-        self._gradient, self._residual = gradient, residuals.get(WORKER, Residual())
+        self._gradient = gradient
 
     @abstractmethod
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -289,18 +186,6 @@ class Coder(ABC):
             index: Number of the round.
             parts: 1-D tensors to fill, as `rounds[index]` says.
         """
-
-    @classmethod
-    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Write the messages of a round of several parameters; a class for which that is cheaper overrides it.
-
-        Args:
-            coders: Of this class.
-            index: Number of the round.
-            parts: For each coder what `write` fills.
-        """
-        for coder, own in zip(coders, parts, strict=True):
-            coder.write(index, own)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         """Make one stripe out of what all workers sent for this worker's stripe; only where stripes are sharded.
@@ -321,14 +206,6 @@ class Coder(ABC):
         """
         self._received = parts
 
-    def release(self) -> None:
-        """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
-        self._gradient = _NOTHING
-
-    def received(self) -> Received:
-        """What came of the step, once everything was read: the mean over the workers, or their sum, not yet written."""
-        return Decoded(self.finish, self.spec.count, self.spec.device)
-
     @abstractmethod
     def finish(self, out: Tensor) -> None:
         """Write the mean over the workers, or their sum, as the spec says.
@@ -337,41 +214,73 @@ class Coder(ABC):
             out: 1-D float32 of any stride. It may be the gradient itself.
         """
 
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        """Add a residual to a tensor in the layout of the gradient.
+    def register_state(self, name: str, now: Tensor) -> State:
+        """A tensor that lasts: a step writes all of its `next`, which becomes `now` if the step counts. It is saved.
 
         Args:
-            key: Of `residuals`.
-            residual: What is kept under it.
-            out: 1-D float32, as large as the gradient.
+            name: What it is saved under.
+            now: What it is before the first step.
         """
-        out.add_(residual)
+        self._states[name] = state = State(now)
+        return state
 
-    def rescale(self, learning_rate: float) -> None:  # noqa: B027 - most keep nothing in these units
-        """Say which learning rate the coming steps use, for what is kept in units of the gradient.
+    # ------------------------------------------------------------------------------ what is around it calls these
+
+    def open(self) -> Coder:
+        """The coder that works in the next step, this or one inside; equal on all workers, and asked once in a step."""
+        return self
+
+    @property
+    def current(self) -> Coder:
+        """The coder that works in the step under way."""
+        return self
+
+    @property
+    def lasting(self) -> Coder:
+        """The coder that works once a warm-up is over."""
+        return self
+
+    def use(self, scratch: Scratch) -> None:
+        """Borrow scratch memory that coders share which never work at the same time.
 
         Args:
-            learning_rate: In any unit; its changes count.
+            scratch: The memory.
         """
+        self._scratch = scratch
 
-    def set_batch_scale(self, samples: float) -> None:  # noqa: B027 - most remember nothing step by step
-        """Say how many samples coming steps have, as a multiple of what options that are per step were given for.
+    @classmethod
+    def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Write the messages of a round of several parameters; a class for which that is cheaper overrides it.
 
         Args:
-            samples: At least 0; 1 changes nothing.
+            coders: Of this class.
+            index: Number of the round.
+            parts: For each coder what `write` fills.
         """
+        for coder, mine in zip(coders, parts, strict=True):
+            coder.write(index, mine)
 
-    def commit(self) -> None:  # noqa: B027 - most have no state
+    def release(self) -> None:
+        """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
+        self._gradient = _NOTHING
+
+    def received(self) -> Received:
+        """What came of the step, once everything was read: the mean over the workers, or their sum, not yet written."""
+        return Decoded(self.finish, self.spec.count, self.spec.device)
+
+    def commit(self) -> None:
         """The step counts."""
-
-    def rollback(self) -> None:  # noqa: B027 - most have no state
-        """The step does not count: all state is as it was before `begin`, bit by bit."""
+        self.steps += 1
+        for state in self._states.values():
+            state.commit()
+        for memory in self.memory.values():
+            memory.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain tensors and numbers; loadable with `weights_only`."""
-        return {}
+        return {"steps": self.steps, **{name: state.now.clone() for name, state in self._states.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have no state
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Args:
@@ -380,6 +289,9 @@ class Coder(ABC):
         Raises:
             CheckpointError: The state belongs to another shape, worker or number of workers.
         """
+        for name, mine in self._states.items():
+            mine.load(state[name], self.spec.name)
+        self.steps = int(state["steps"])
 
 
 class Full(Coder):
@@ -393,108 +305,61 @@ class Full(Coder):
 
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec, [Round(Collective.SUM, spec.wire, (spec.count,))])
-        self._cast = spec.wire != torch.float32
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        (out,) = parts
-        if self._cast:
-            torch.mul(self._gradient, 1 / self.spec.workers, out=out)
+        if self.spec.wire == torch.float32:
+            parts[0].copy_(self._gradient)
         else:
-            out.copy_(self._gradient)
+            torch.mul(self._gradient, self.spec.share, out=parts[0])
 
     def received(self) -> Received:
-        (reduced,) = self._received
-        return super().received() if self._cast or self.spec.divisor != 1 else Sum([reduced])
+        as_it_is = self.spec.wire == torch.float32 and self.spec.divisor == 1
+        return Sum(self._received) if as_it_is else super().received()
 
     def finish(self, out: Tensor) -> None:
         (reduced,) = self._received
-        if self._cast:
-            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
-        else:
+        if self.spec.wire == torch.float32:
             torch.div(reduced, self.spec.divisor, out=out)
+        else:
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
 
 
-class OuterCoder(Coder):
-    """A coder that hands on its calls to another; a subclass overrides those in which it does more."""
+class WarmUpCoder(Coder):
+    """A coder whose first steps are those of another, mostly in full precision. It does no work of its steps itself."""
 
-    def __init__(self, spec: TensorSpec, inner: Coder) -> None:
-        super().__init__(spec)
-        self._inner = inner
+    def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
+        super().__init__(spec, later.rounds)
+        self._warmup, self._first, self._later = warmup, first, later
+        self._chosen = self._working = later
 
     @property
-    def _current(self) -> Coder:
-        return self._inner
+    def warm(self) -> bool:
+        """Whether the next step is of the warm-up."""
+        return self.steps < self._warmup
+
+    def open(self) -> Coder:
+        self._chosen = self._first if self.warm else self._later
+        self._chosen.samples = self.samples
+        self._working = self._chosen.open()
+        return self._working
 
     @property
-    def rounds(self) -> tuple[Round, ...]:
-        """Those of the coder that works in the next step."""
-        return self._current.rounds
+    def current(self) -> Coder:
+        return self._working
 
-    def use(self, scratch: Scratch) -> None:
-        super().use(scratch)
-        self._inner.use(scratch)
+    @property
+    def lasting(self) -> Coder:
+        return self._later.lasting
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._current.write(index, parts)
-
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        self._current.merge(index, received, out)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._current.read(index, parts)
+        self._working.write(index, parts)
 
     def finish(self, out: Tensor) -> None:
-        self._current.finish(out)
+        self._working.finish(out)
 
     def commit(self) -> None:
-        self._current.commit()
-
-    def rollback(self) -> None:
-        self._current.rollback()
-
-
-class WarmUpCoder(OuterCoder):
-    """A coder whose first steps are those of another coder, mostly in full precision."""
-
-    def __init__(self, spec: TensorSpec, first: Coder, later: Coder) -> None:
-        super().__init__(spec, later)
-        self._first, self._later = first, later
-        self._steps = 0
-
-    @property
-    @abstractmethod
-    def warm(self) -> bool:
-        """Whether the next step is one of the first."""
-
-    @property
-    def _current(self) -> Coder:
-        return self._first if self.warm else self._later
-
-    @property
-    def lasting_rounds(self) -> tuple[Round, ...]:
-        """Those of the later coder."""
-        return self._later.lasting_rounds
-
-    def use(self, scratch: Scratch) -> None:
-        super().use(scratch)
-        self._first.use(scratch)
-
-    def set_batch_scale(self, samples: float) -> None:
-        self._later.set_batch_scale(samples)
-
-    def release(self) -> None:
-        self._current.release()
-
-    def received(self) -> Received:
-        return self._current.received()
-
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        self._later.spread(key, residual, out)
-
-
-def as_inner(name: str) -> Any:
-    """A class attribute of a codec around another, which is that of its `inner`."""
-    return property(lambda codec: getattr(codec.inner, name), doc="As the codec inside.")
+        super().commit()
+        self._chosen.commit()
 
 
 class Codec(ABC):
@@ -507,8 +372,6 @@ class Codec(ABC):
     name: ClassVar[str]
     #: Whether the expected result differs from the true mean.
     biased: ClassVar[bool]
-    #: Whether a coder has state of its own, beside error feedback's.
-    stateful: ClassVar[bool] = False
     #: Whether it is used with error feedback unless asked otherwise.
     feedback: ClassVar[bool] = False
     #: Whether it sends floating-point messages, which could be sent in a shorter type.
@@ -522,8 +385,8 @@ class Codec(ABC):
     decodes_by_kernels: ClassVar[bool] = False
     #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
     takes_feedback: ClassVar[bool] = True
-    #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.
-    refuses_momentum: ClassVar[bool] = False
+    #: Whether it has the momentum itself, so that the optimizer must have none; see `check_optimizer`.
+    keeps_momentum: ClassVar[bool] = False
     #: Whether messages cannot be read without the state of the coder that wrote them, see `hybridpar.server.encoding`.
     reads_state: ClassVar[bool] = False
     #: Whether what comes of it stands for the sum of the gradients; else it is what owners of stripes made of that.
@@ -542,11 +405,6 @@ class Codec(ABC):
         """The codec without what is around it: error feedback, casts."""
         inner: Codec | None = getattr(self, "inner", None)
         return self if inner is None else inner.core
-
-    @property
-    def keeps_momentum(self) -> bool:
-        """Whether it keeps momentum with the options that it has; `refuses_momentum` is about the codec as such."""
-        return self.refuses_momentum
 
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:

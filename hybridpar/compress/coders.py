@@ -85,13 +85,13 @@ class ParameterCoders:
     def set_rate(self, learning_rate: float) -> None:
         """Say which learning rate the coming steps use, for error feedback with `rescale`."""
         for coder in self._coders.values():
-            coder.rescale(learning_rate)
+            coder.learning_rate = learning_rate
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have."""
         self._samples = samples
         for coder in self._coders.values():
-            coder.set_batch_scale(samples)
+            coder.samples = samples
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
@@ -124,7 +124,7 @@ class ParameterCoders:
             shape = tuple(parameter.shape)
             spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
-            coder.set_batch_scale(self._samples)
+            coder.samples = self._samples
             saved = self._saved.pop(name, None)
             if saved is not None:
                 coder.load_state_dict(saved)

@@ -3,17 +3,15 @@
 Round i of all coders becomes one collective per way of collective and type. Where messages cannot be added they are
 **sharded**: every worker sends stripe k to worker k, which merges what all sent, and the merged stripes go to everybody
 (Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
-
-An exchange is written as a sequence of requests, each of them one collective; who carries them out is another matter:
-a group of workers (`hybridpar.comm.group`), or one process that plays all workers
-(`hybridpar.compress.together`).
 """
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +20,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, split
-from hybridpar.compress.codec import Coder, Collective, Round, Scratch, TensorSpec
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
+from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
+from hybridpar.compress.received import Received
 from hybridpar.errors import UsageError
 
 
@@ -42,8 +42,7 @@ def named_range(coder: Coder, doing: str) -> AbstractContextManager[object]:
     """A range of torch's profiler for what a coder does; nothing where no profiler runs."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING
-    work = coder.at_work
-    return torch.profiler.record_function(f"{doing} {type(getattr(work, 'quantiser', work)).__name__}")
+    return torch.profiler.record_function(f"{doing} {type(getattr(coder, 'quantiser', coder)).__name__}")
 
 
 _NOTHING = nullcontext()
@@ -135,64 +134,6 @@ class PhaseTimer:
         return float(start.elapsed_time(stop))
 
 
-@dataclass(frozen=True, eq=False)
-class AllReduce:
-    """Replace a tensor by the sum, maximum or bitwise and over the workers.
-
-    Attributes:
-        tensor: What is replaced by the result.
-        reduction: Which it is.
-    """
-
-    tensor: Tensor
-    reduction: Reduction
-
-    def through(self, group: Group) -> None:
-        """Have it carried out."""
-        group.all_reduce(self.tensor, self.reduction)
-
-
-@dataclass(frozen=True, eq=False)
-class AllToAll:
-    """Send each worker its part of a tensor, and receive one from each.
-
-    Attributes:
-        out: Where the parts of all workers go, by rank.
-        inp: The parts for all workers, by rank.
-        out_sizes: Elements from each worker.
-        in_sizes: Elements for each worker.
-    """
-
-    out: Tensor
-    inp: Tensor
-    out_sizes: tuple[int, ...]
-    in_sizes: tuple[int, ...]
-
-    def through(self, group: Group) -> None:
-        """Have it carried out."""
-        group.all_to_all(self.out, self.inp, self.out_sizes, self.in_sizes)
-
-
-@dataclass(frozen=True, eq=False)
-class AllGather:
-    """Receive every worker's tensor, by rank; all have one size.
-
-    Attributes:
-        out: Where the tensors of all workers go, by rank.
-        inp: The tensor of this worker.
-    """
-
-    out: Tensor
-    inp: Tensor
-
-    def through(self, group: Group) -> None:
-        """Have it carried out."""
-        group.all_gather(self.out, self.inp)
-
-
-Request = AllReduce | AllToAll | AllGather
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of one step of one worker.
@@ -218,158 +159,126 @@ class Traffic:
         return Traffic(self.payload + other.payload, self.wire + other.wire, self.pull + other.pull)
 
 
-class _Stage:
-    """The messages of one round that share collectives."""
+class _Meeting(ABC):
+    """The messages of a round that share collectives."""
 
-    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]]) -> None:
+    traffic: Traffic
+    #: For each coder what it writes.
+    parts: Sequence[Sequence[Tensor]]
+
+    def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         self.index = index
-        self._coders = [coder for coder, _ in members]
-        #: What each coder writes.
-        self._parts: Mapping[int, Sequence[Tensor]] = {}
+        self._coders = coders
+        self._device = coders[0].spec.device
 
-    def write(self, coder: Coder) -> bool:
-        """Have a coder write its message, if it has one here."""
-        parts = self._parts.get(id(coder))
-        if parts is None:
-            return False
-        with named_range(coder, "encode"):
-            coder.write(self.index, parts)
-        return True
+    def write(self) -> None:
+        """Have all coders write their messages, those of a class together."""
+        kinds: dict[type[Coder], tuple[list[Coder], list[Sequence[Tensor]]]] = defaultdict(lambda: ([], []))
+        for coder, parts in zip(self._coders, self.parts, strict=True):
+            coders, messages = kinds[type(coder)]
+            coders.append(coder)
+            messages.append(parts)
+        for kind, (coders, messages) in kinds.items():
+            with named_range(coders[0], "encode"):
+                kind.write_together(coders, self.index, messages)
 
-    def _note_parts(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        self._parts = {id(coder): own for coder, own in zip(self._coders, parts, strict=True)}
+    @abstractmethod
+    def meet(self, group: Group, timer: PhaseTimer) -> None:
+        """Send the messages, and have all coders read what came of them."""
 
-    def requests(self, timer: PhaseTimer, *, written: bool) -> Iterator[Request]:
-        """The collectives of the round; messages are written before, unless they have been."""
-        if not written:
-            kinds: dict[type[Coder], tuple[list[Coder], list[Sequence[Tensor]]]] = {}
-            for coder in self._coders:
-                coders, parts = kinds.setdefault(type(coder.at_work), ([], []))
-                coders.append(coder.at_work)
-                parts.append(self._parts[id(coder)])
-            for kind, (coders, parts) in kinds.items():
-                with named_range(coders[0], "encode"):
-                    kind.write_together(coders, self.index, parts)
-            timer.end(Phase.ENCODE)
-        yield from self._requests(timer)
-        timer.end(Phase.DECODE)
-
-    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        raise NotImplementedError
-
-
-class _Fused(_Stage):
-    """The messages of one round that are reduced by one all-reduce."""
-
-    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
-        super().__init__(index, members)
-        first = members[0][1]
-        self._collective = first.collective
-        sizes = [sum(entry.sizes) for _, entry in members]
-        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
-        self._note_parts([(view,) for view in split(self._buffer, sizes)])
-        payload = self._buffer.numel() * first.dtype.itemsize
-        wire = 2 * payload * (workers - 1) // workers
-        self.traffic = Traffic(payload, wire, wire // 2)
-
-    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        yield AllReduce(self._buffer, Reduction(self._collective.value))
-        timer.end(Phase.WIRE)
-        for coder in self._coders:
+    def _read(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        for coder, views in zip(self._coders, parts, strict=True):
             with named_range(coder, "decode"):
-                coder.read(self.index, self._parts[id(coder)])
+                coder.read(self.index, views)
 
 
-class _Sharded(_Stage):
-    """The messages of one round that are reduced stripe by stripe by the stripe's owner."""
+class _Reduced(_Meeting):
+    """Messages that one all-reduce adds, or reduces otherwise."""
 
-    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
-        super().__init__(index, members)
-        spec = members[0][0].spec
-        rank = spec.rank
-        sent = [[entry.sizes[owner] for _, entry in members] for owner in range(workers)]
-        merged = [[entry.merged[owner] for _, entry in members] for owner in range(workers)]
-        self._in_sizes = tuple(sum(sizes) for sizes in sent)
+    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+        super().__init__(index, coders)
+        rounds = [coder.rounds[index] for coder in coders]
+        sizes = [entry.sizes[0] for entry in rounds]
+        self._reduction: Reduction = rounds[0].collective.value
+        self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
+        self.parts = [(view,) for view in split(self._buffer, sizes)]
+        wire = 2 * self._buffer.nbytes * (workers - 1) // workers
+        self.traffic = Traffic(self._buffer.nbytes, wire, wire // 2)
+
+    def meet(self, group: Group, timer: PhaseTimer) -> None:
+        group.all_reduce(self._buffer, self._reduction)
+        timer.end(Phase.WIRE)
+        self._read(self.parts)
+
+
+class _Gathered(_Meeting):
+    """Messages that everybody receives from everybody, and others that are added when they are there."""
+
+    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+        super().__init__(index, coders)
+        rounds = [coder.rounds[index] for coder in coders]
+        sizes = [aligned(entry.bytes) for entry in rounds]
+        count = sum(sizes)
+        self._added = [entry.collective is Collective.SUM for entry in rounds]
+        self._sent = torch.zeros(count, dtype=torch.uint8, device=self._device)
+        self._gathered = torch.zeros(workers * count, dtype=torch.uint8, device=self._device)
+
+        def views(memory: Tensor) -> list[Tensor]:
+            pieces = zip(split(memory, sizes), rounds, strict=True)
+            return [piece[: entry.bytes].view(entry.dtype) for piece, entry in pieces]
+
+        self.parts = [(view,) for view in views(self._sent)]
+        self._received = list(zip(*map(views, split(self._gathered, [count] * workers)), strict=True))
+        self.traffic = Traffic(count, (workers - 1) * count)
+
+    def meet(self, group: Group, timer: PhaseTimer) -> None:
+        group.all_gather(self._gathered, self._sent)
+        timer.end(Phase.WIRE)
+        received = zip(self._added, self._received, strict=True)
+        self._read([(torch.add(*views),) if added else views for added, views in received])
+
+
+class _Sharded(_Meeting):
+    """Messages that are merged stripe by stripe by the stripe's owner."""
+
+    def __init__(self, index: int, coders: Sequence[Coder], workers: int) -> None:
+        super().__init__(index, coders)
+        rank, rounds = coders[0].spec.rank, [coder.rounds[index] for coder in coders]
+        written = [[entry.sizes[owner] for entry in rounds] for owner in range(workers)]
+        merged = [[entry.merged[owner] for entry in rounds] for owner in range(workers)]
+        self._in_sizes = tuple(map(sum, written))
         self._out_sizes = (self._in_sizes[rank],) * workers
-        most = max(sum(sizes) for sizes in merged)
+        most = max(map(sum, merged))
 
         def new(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.uint8, device=spec.device)
+            return torch.zeros(count, dtype=torch.uint8, device=self._device)
 
-        self._inp, self._received = new(sum(self._in_sizes)), new(sum(self._out_sizes))
-        self._own, self._gathered = new(most), new(most * workers)
-        # For each coder its views: of all stripes it sends, of what it gets for its own, of that merged, of all merged.
-        self._note_parts(_by_coder(split(self._inp, self._in_sizes), sent))
-        self._from_all = _by_coder(split(self._received, self._out_sizes), [sent[rank]] * workers)
-        self._merged = [views[0] for views in _by_coder([self._own], [merged[rank]])]
-        self._all_merged = _by_coder(split(self._gathered, [most] * workers), merged)
+        self._sent, self._stripe = new(sum(self._in_sizes)), new(sum(self._out_sizes))
+        self._sum, self._sums = new(most), new(most * workers)
+        self.parts = _by_coder(split(self._sent, self._in_sizes), written)
+        self._stripes = _by_coder(split(self._stripe, self._out_sizes), [written[rank]] * workers)
+        self._merged = split(self._sum, merged[rank])
+        self._received = _by_coder(split(self._sums, [most] * workers), merged)
         pull = (workers - 1) * most
-        self.traffic = Traffic(self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + pull, pull)
+        self.traffic = Traffic(self._sent.numel() + most, self._sent.numel() - self._in_sizes[rank] + pull, pull)
 
-    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
+    def meet(self, group: Group, timer: PhaseTimer) -> None:
+        group.all_to_all(self._stripe, self._sent, self._out_sizes, self._in_sizes)
         timer.end(Phase.WIRE)
-        for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
+        for coder, parts, out in zip(self._coders, self._stripes, self._merged, strict=True):
             with named_range(coder, "merge"):
                 coder.merge(self.index, parts, out)
         timer.end(Phase.DECODE)
-        yield AllGather(self._gathered, self._own)
+        group.all_gather(self._sums, self._sum)
         timer.end(Phase.WIRE)
-        for coder, parts in zip(self._coders, self._all_merged, strict=True):
-            with named_range(coder, "decode"):
-                coder.read(self.index, parts)
+        self._read(self._received)
 
 
-class _Gathered(_Stage):
-    """The messages of one round that are gathered on all workers, and others of float32 that are added when they are
-    there.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        members: Sequence[tuple[Coder, Round]],
-        added: Sequence[tuple[Coder, Round]],
-        workers: int,
-    ) -> None:
-        super().__init__(index, [*added, *members])
-        dtype = members[0][1].dtype
-        unit = torch.float32.itemsize // dtype.itemsize
-        plain = [sum(entry.sizes) * unit for _, entry in added]
-        sizes = [sum(entry.sizes) for _, entry in members]
-        device = members[0][0].spec.device
-        head = aligned(sum(plain))
-        count = head + sum(sizes)
-        self._own = torch.zeros(count, dtype=dtype, device=device)
-        self._all = torch.zeros(workers * count, dtype=dtype, device=device)
-        mine = [(one.view(torch.float32),) for one in split(self._own, plain)]
-        self._note_parts([*mine, *_by_coder([self._own[head:]], [sizes])])
-        by_worker = split(self._all, [count] * workers)
-        self._gathered = list(zip([coder for coder, _ in members], self._cut(by_worker, head, sizes), strict=True))
-        self._terms = [one[: sum(plain)].view(torch.float32) for one in by_worker]
-        self._sum = torch.zeros(sum(plain) // unit, dtype=torch.float32, device=device)
-        sums = split(self._sum, [sum(entry.sizes) for _, entry in added])
-        self._added = list(zip([coder for coder, _ in added], sums, strict=True))
-        payload = count * dtype.itemsize
-        self.traffic = Traffic(payload, (workers - 1) * payload)
-
-    @staticmethod
-    def _cut(by_worker: Sequence[Tensor], head: int, sizes: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        return _by_coder([one[head:] for one in by_worker], [sizes] * len(by_worker))
-
-    def _requests(self, timer: PhaseTimer) -> Iterator[Request]:
-        yield AllGather(self._all, self._own)
-        timer.end(Phase.WIRE)
-        if self._added:
-            torch.add(self._terms[0], self._terms[1], out=self._sum)
-            for other in self._terms[2:]:
-                self._sum.add_(other)
-        for coder, part in self._added:
-            with named_range(coder, "decode"):
-                coder.read(self.index, (part,))
-        for coder, views in self._gathered:
-            with named_range(coder, "decode"):
-                coder.read(self.index, views)
+#: How messages of each collective meet; the others are reduced.
+_MEETINGS: dict[Collective, Callable[[int, Sequence[Coder], int], _Meeting]] = {
+    Collective.GATHER: _Gathered,
+    Collective.SHARD: _Sharded,
+}
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
@@ -382,7 +291,7 @@ def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
     elif gradient.dtype != torch.float32:
         fix = "Keep the parameters in float32; a complex one can be trained as torch.view_as_real."
     elif gradient.numel() != spec.count:
-        fix = "Bind a new coder where a layer changes its shape; what was kept for the old shape ends with it."
+        fix = "Bind a new coder where a layer changes its shape; what was not sent of the old shape ends with it."
     raise UsageError(
         f"the gradient of {spec.name!r} is {kind}{gradient.dtype} of shape {tuple(gradient.shape)}, "
         f"and torch.float32 of shape {(spec.count,)} is needed",
@@ -410,74 +319,81 @@ class Exchange:
     """
 
     def __init__(self, coders: Sequence[Coder]) -> None:
-        places = {(coder.spec.rank, coder.spec.workers) for coder in coders}
-        if len(places) != 1 or len({coder.spec.name for coder in coders}) != len(coders):
-            raise ValueError(f"an exchange needs coders of one worker and of different parameters, not {places}")
+        workers = {(coder.spec.rank, coder.spec.workers) for coder in coders}
+        if len(workers) != 1 or len({coder.spec.name for coder in coders}) != len(coders):
+            raise ValueError(f"an exchange needs coders of one worker and of different parameters, not {workers}")
         self.coders = tuple(coders)
-        self._workers = coders[0].spec.workers
-        self._rounds: tuple[tuple[Round, ...], ...] = ()
-        self._stages: list[_Fused | _Sharded | _Gathered] = []
-        self._timer: PhaseTimer | None = None
-        scratch = Scratch(coders[0].spec.device)
-        for coder in coders:
-            coder.use(scratch)
+        self._scratch = Scratch(coders[0].spec.device)
+        # The coders that work in this step, what they declare, and how that is laid out.
+        self._working: list[Coder] = []
+        self._rounds: list[tuple[Round, ...]] = []
+        self._meetings: list[_Meeting] = []
+        self._first: list[Sequence[Tensor]] = []
+        self._traffic = Traffic()
 
     @property
     def traffic(self) -> Traffic:
         """Bytes of the next step. They do not depend on what the gradients are."""
-        self._lay_out()
-        return sum((stage.traffic for stage in self._stages), Traffic())
-
-    def requests(self, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Iterator[Request]:
-        """A step as the collectives it consists of; each must have been carried out when the next is asked for.
-
-        Args:
-            gradients: One per coder, 1-D float32.
-            outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
-
-        Raises:
-            UsageError: A gradient is sparse, not flat, not float32, or of another size than the parameter that its
-                coder is bound to. Nothing was started then, and `rollback` is not needed.
-        """
-        self._lay_out()
-        timer = self._timer = PhaseTimer(self.coders[0].spec.device)
-        for coder, gradient in zip(self.coders, gradients, strict=True):
-            _check_gradient(coder.spec, gradient)
-        for coder, gradient in zip(self.coders, gradients, strict=True):
-            coder.begin(gradient)
-        timer.end(Phase.ENCODE)
-        for stage in self._stages:
-            yield from stage.requests(timer, written=False)
-        for coder, out in zip(self.coders, outs, strict=True):
-            coder.finish(out)
-        timer.end(Phase.DECODE)
+        self.open()
+        return self._traffic
 
     def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
-        """Do a step over a group of workers; see `requests`.
+        """Do a step over a group of workers.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
             gradients: One per coder, 1-D float32.
-            outs: Where results go, 1-D float32; they may be the gradients.
+            outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
 
         Returns:
             Bytes that it took, and where its time went.
 
         Raises:
             ValueError: The coders are not bound to this worker of the group.
-            UsageError: A gradient does not fit.
+            UsageError: A gradient is sparse, not flat, not float32, or of another size than the parameter that its
+                coder is bound to. Nothing was started then.
         """
-        self._check_group(group)
-        for request in self.requests(gradients, outs):
-            request.through(group)
-        return self._done()
+        self.open()
+        timer = PhaseTimer(self.coders[0].spec.device)
+        for coder, gradient in zip(self._working, gradients, strict=True):
+            _check_gradient(coder.spec, gradient)
+        for coder, gradient in zip(self._working, gradients, strict=True):
+            coder.begin(gradient)
+        self._meet(group, timer, written=False)
+        for coder, out in zip(self._working, outs, strict=True):
+            coder.finish(out)
+        timer.end(Phase.DECODE)
+        return replace(self._traffic, timer=timer)
 
     def open(self) -> None:
         """Begin a step in which gradients come one by one: `take` each, then `carry`, then `finish` of each coder.
 
         For codecs that take gradients at once (`Codec.at_once`).
         """
-        self._lay_out()
+        working = [coder.open() for coder in self.coders]
+        rounds = [coder.rounds for coder in working]
+        if working == self._working and rounds == self._rounds:
+            return
+        self._working, self._rounds, self._meetings = working, rounds, []
+        first: dict[int, Sequence[Tensor]] = {}
+        for index in range(max(map(len, rounds))):
+            kinds: dict[tuple[Collective, torch.dtype], list[int]] = defaultdict(list)
+            for number, entries in enumerate(rounds):
+                if index < len(entries):
+                    kinds[entries[index].collective, entries[index].dtype].append(number)
+            # Between two workers sums of float32 go along with messages that are gathered: a call less.
+            gathered = kinds.get((Collective.GATHER, torch.uint8))
+            if gathered is not None and self.coders[0].spec.workers == 2:
+                gathered += kinds.pop((Collective.SUM, torch.float32), [])
+            for (collective, _), numbers in kinds.items():
+                kind = _MEETINGS.get(collective, _Reduced)
+                meeting = kind(index, [working[number] for number in numbers], self.coders[0].spec.workers)
+                self._meetings.append(meeting)
+                first.update(zip(numbers, meeting.parts, strict=True) if index == 0 else ())
+        self._first = [first[number] for number in range(len(working))]
+        self._traffic = sum((meeting.traffic for meeting in self._meetings), Traffic())
+        for coder in working:
+            coder.use(self._scratch)
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Write the first message of a parameter; the gradient is not needed afterwards.
@@ -489,12 +405,11 @@ class Exchange:
         Raises:
             UsageError: The gradient does not fit.
         """
-        coder = self.coders[index]
+        coder = self._working[index]
         _check_gradient(coder.spec, gradient)
-        coder.begin(gradient)
-        for stage in self._stages:
-            if stage.write(coder):
-                break
+        with named_range(coder, "encode"):
+            coder.begin(gradient)
+            coder.write(0, self._first[index])
         coder.release()
 
     def carry(self, group: Group) -> Traffic:
@@ -510,22 +425,31 @@ class Exchange:
         Raises:
             ValueError: The coders are not bound to this worker of the group.
         """
-        self._check_group(group)
-        timer = self._timer = PhaseTimer(self.coders[0].spec.device)
-        for stage in self._stages:
-            for request in stage.requests(timer, written=stage.index == 0):
-                request.through(group)
-        return self._done()
+        timer = PhaseTimer(self.coders[0].spec.device)
+        self._meet(group, timer, written=True)
+        return replace(self._traffic, timer=timer)
 
-    def _check_group(self, group: Group) -> None:
+    def _meet(self, group: Group, timer: PhaseTimer, *, written: bool) -> None:
+        """All rounds, of which the first may have been written before."""
         spec = self.coders[0].spec
         if (spec.rank, spec.workers) != (group.rank, group.size):
             raise ValueError(
                 f"coders of worker {spec.rank} of {spec.workers} on worker {group.rank} of {group.size} of the group"
             )
+        for meeting in self._meetings:
+            if meeting.index or not written:
+                meeting.write()
+                timer.end(Phase.ENCODE)
+            meeting.meet(group, timer)
+            timer.end(Phase.DECODE)
 
-    def _done(self) -> Traffic:
-        return replace(sum((stage.traffic for stage in self._stages), Traffic()), timer=self._timer)
+    def received(self, index: int) -> Received:
+        """What came of a parameter's gradients, once everything was carried.
+
+        Args:
+            index: Of its coder.
+        """
+        return self._working[index].received()
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.
@@ -534,36 +458,8 @@ class Exchange:
             unused: Names of parameters for which it does not: no worker had a gradient for them.
         """
         for coder in self.coders:
-            if coder.spec.name in unused:
-                coder.rollback()
-            else:
+            if coder.spec.name not in unused:
                 coder.commit()
 
     def rollback(self) -> None:
-        """The step does not count; all state is as it was before."""
-        for coder in self.coders:
-            coder.rollback()
-
-    def _lay_out(self) -> None:
-        """Make the messages' memory, where rounds are not those of the step before."""
-        rounds = tuple(coder.rounds for coder in self.coders)
-        if rounds == self._rounds:
-            return
-        self._rounds, self._stages = rounds, []
-        for index in range(max(map(len, rounds))):
-            kinds: dict[tuple[Collective, torch.dtype], list[tuple[Coder, Round]]] = {}
-            for coder, own in zip(self.coders, rounds, strict=True):
-                if index < len(own):
-                    entry = own[index]
-                    kinds.setdefault((entry.collective, entry.dtype), []).append((coder, entry))
-            # Between two workers, sums of float32 can go along with messages that are gathered.
-            added: list[tuple[Coder, Round]] = []
-            if self._workers == 2 and (Collective.GATHER, torch.uint8) in kinds:
-                added = kinds.pop((Collective.SUM, torch.float32), [])
-            for (collective, _), members in kinds.items():
-                if collective is Collective.SHARD:
-                    self._stages.append(_Sharded(index, members, self._workers))
-                elif collective is Collective.GATHER:
-                    self._stages.append(_Gathered(index, members, added, self._workers))
-                else:
-                    self._stages.append(_Fused(index, members, self._workers))
+        """The step does not count. Until `commit` coders change nothing that lasts, so nothing has to be put back."""

@@ -14,15 +14,14 @@ rates keep their meaning. CNTK divides by the mean of 1 / sqrt(h) to that end, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
-from hybridpar.compress.quantised import OWNER, Quantiser, ShardedCoder
+from hybridpar.compress.codec import TensorSpec, WarmUpCoder
+from hybridpar.compress.memory import State
+from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser
 
 #: Where AdaGrad may be.
 PLACEMENTS = ("owner", "worker", "after", "off")
@@ -31,7 +30,7 @@ PLACEMENTS = ("owner", "worker", "after", "off")
 _EPSILON = 1e-12
 
 
-def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool = True) -> Tensor:
+def adagrad_(values: Tensor, squares: State, *, memory: float = 1.0, level: bool = True) -> Tensor:
     """Divide values, in place, by the root of what their squares have added up to.
 
     Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 2011.
@@ -46,43 +45,6 @@ def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool 
     after = torch.linalg.vector_norm(values.div_(root), dtype=torch.float64)
     # Of nothing but zeros the length is 0 before and after.
     return values.mul_(torch.where(after == 0, 1.0, before / after).float())
-
-
-class PlainStripes(Quantiser):
-    """Stripes in full precision, cut as those of another quantiser."""
-
-    def __init__(self, other: Quantiser | None = None) -> None:
-        self._other = other
-
-    def view(self, flat: Tensor) -> Tensor:
-        return flat if self._other is None else self._other.view(flat)
-
-    @property
-    def unit(self) -> int:
-        return 1 if self._other is None else self._other.unit
-
-    def size(self, shape: Sequence[int]) -> int:
-        """Four bytes per element."""
-        count = 4
-        for length in shape:
-            count *= length
-        return count
-
-    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """Nothing is left out, so a residual that was empty stays it."""
-        self._laid(out, values.shape).copy_(values)
-        if residual.keeps:
-            residual.again(values, 0).zero_()
-
-    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        values = self._laid(message, out.shape)
-        if add:
-            out.add_(values, alpha=1 / divisor)
-        else:
-            torch.div(values, divisor, out=out)
-
-    def _laid(self, message: Tensor, shape: Sequence[int]) -> Tensor:
-        return message.view(torch.float32).view(shape)
 
 
 @dataclass(frozen=True)
@@ -108,51 +70,24 @@ class OwnerCoder(WarmUpCoder):
     """Exchanges one parameter stripe by stripe, and lets the owners apply a rule."""
 
     def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
+        plain = StripeCoder(spec, Plain(quantiser), self)
+        coded = plain if quantiser is None or not bits else StripeCoder(spec, quantiser, self)
+        super().__init__(spec, rule.warm, plain, coded)
         self._rule = rule
-        plain = coded = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
-        if quantiser is not None and bits:
-            coded = ShardedCoder(spec, quantiser, process=self._apply)
-        super().__init__(spec, plain, coded)
-        self.residuals = coded.residuals
-        own, every = self.residuals[OWNER], spec.count
-        sizes = {"worker": every, "off": 0}
-        self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
-        self._momentum = Kept(own if rule.momentum else 0, spec.device)
-        self._kept = {"squares": self._squares, "momentum": self._momentum}
-        self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, dtype=torch.float32, device=spec.device)
-        self._samples = 1.0
+        stripe = len(plain.stripe)
+        sizes = {"worker": spec.count, "off": 0}
+        squares, momentum = (
+            torch.zeros(size, dtype=torch.float32, device=spec.device)
+            for size in (sizes.get(rule.adagrad, stripe), stripe if rule.momentum else 0)
+        )
+        self._squares = self.register_state("squares", squares)
+        self._momentum = self.register_state("momentum", momentum)
 
-    @property
-    def warm(self) -> bool:
-        """Whether the next step is sent in full precision."""
-        return self._steps < self._rule.warm
+    def prepare(self, gradient: Tensor) -> Tensor:
+        """What of a worker's gradient is encoded."""
+        return self._adagrad(gradient.clone()) if self._rule.adagrad == "worker" else gradient
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        if self._rule.adagrad == "worker":
-            gradient = self._adagrad(self._scaled.copy_(gradient))
-        self._current.begin(gradient, residuals)
-
-    def set_batch_scale(self, samples: float) -> None:
-        """Momentum forgets as much per sample as before: mu becomes mu^samples."""
-        self._samples = samples
-
-    def commit(self) -> None:
-        for one in self._kept.values():
-            one.commit()
-        self._steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, **{key: one.now.clone() for key, one in self._kept.items()}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for key, one in self._kept.items():
-            one.load(state[key], self.spec.name)
-        self._steps = int(state["steps"])
-
-    def _adagrad(self, values: Tensor) -> Tensor:
-        return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)
-
-    def _apply(self, total: Tensor) -> None:
+    def process(self, total: Tensor) -> None:
         """The rule is about the gradient, which is the sum over the workers, or their mean."""
         divisor = self.spec.divisor
         if divisor != 1:
@@ -160,9 +95,32 @@ class OwnerCoder(WarmUpCoder):
         if self._rule.adagrad == "owner":
             self._adagrad(total)
         if self._rule.momentum:
-            mu = self._rule.momentum**self._samples
+            # As much is forgotten per sample as before: mu becomes mu^samples.
+            mu = self._rule.momentum**self.samples
             total.copy_(torch.add(total, self._momentum.now, alpha=mu, out=self._momentum.next))
         if self._rule.adagrad == "after":
             self._adagrad(total)
         if divisor != 1:
             total.mul_(divisor)
+
+    def _adagrad(self, values: Tensor) -> Tensor:
+        return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)
+
+
+class StripeCoder(QuantisedCoder):
+    """Exchanges stripes, whose sums are an owner's to change."""
+
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, owner: OwnerCoder) -> None:
+        super().__init__(spec, quantiser, "shard")
+        self._owner = owner
+
+    @property
+    def stripe(self) -> range:
+        """The elements that this worker owns."""
+        return self._ranges[self.spec.rank]
+
+    def begin(self, gradient: Tensor) -> None:
+        super().begin(self._owner.prepare(gradient))
+
+    def _process(self, total: Tensor) -> None:
+        self._owner.process(total)

@@ -14,28 +14,46 @@ What differs between codecs is a `Quantiser`: how a range of numbers becomes byt
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
-from hybridpar.compress.noise import Noise, NoisyCoder
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
+from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.received import Received
 from hybridpar.errors import check_choice
 
-#: Key of the residual of what this worker, as owner of a stripe, does not send on.
-OWNER = "owner"
+#: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
+WAYS = ("auto", "shard", "gather")
 
-#: Ranges of `Quantiser.view`, each with the messages whose sum it is.
+#: Ranges of `Quantiser.view`, each with the messages whose sum it is, by rank.
 Messages = list[tuple[int, int, list[Tensor]]]
+
+
+def check_meet(meet: str) -> None:
+    """Check the option `meet`, which says how messages are reduced."""
+    check_choice("meet", meet, WAYS, "It says how messages meet.")
 
 
 class Quantiser(ABC):
     """Turns stripes of one parameter into bytes and back. Stripes are ranges of the first dimension of `view`."""
+
+    #: Stripes begin at multiples of this, along the first dimension of `view`.
+    unit = 1
+    #: Whether anything is left out.
+    lossy = True
+
+    def begin(self, step: int) -> None:  # noqa: B027 - most draw nothing
+        """Start the draws of a step.
+
+        Args:
+            step: Its number, from which they follow.
+        """
 
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's flat tensor in the shape in which it is cut into stripes; no copy. Here as it is.
@@ -44,11 +62,6 @@ class Quantiser(ABC):
             flat: 1-D, of the parameter's elements in memory order.
         """
         return flat
-
-    @property
-    def unit(self) -> int:
-        """Stripes begin at multiples of this, along the first dimension of `view`."""
-        return 1
 
     @abstractmethod
     def size(self, shape: Sequence[int]) -> int:
@@ -59,12 +72,12 @@ class Quantiser(ABC):
         """
 
     @abstractmethod
-    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+    def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         """Encode a stripe.
 
         Args:
-            values: What to add the residual to; it is not changed.
-            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            values: The gradient, or a sum; it is not changed.
+            memory: Gives v, and is left as v - C(v) where it keeps anything.
             out: 1-D uint8 of `size` elements, beginning at a multiple of 8 bytes.
             scratch: Memory to borrow.
         """
@@ -90,27 +103,27 @@ class Quantiser(ABC):
         """
         return plain
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """Set out = C(v) / divisor; arguments are those of `read`.
 
-        Args:
-            message: What `encode` wrote, 1-D uint8.
-            out: Of the stripe's shape and any stride.
-            divisor: At least 1.
-            scratch: Memory to borrow.
-        """
-        self.read(message, out, scratch, divisor, add=False)
+class Plain(Quantiser):
+    """Stripes in full precision, cut as those of another quantiser."""
 
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """Add C(v) / divisor to `total`; arguments are those of `read`.
+    lossy = False
 
-        Args:
-            message: What `encode` wrote, 1-D uint8.
-            total: Of the stripe's shape and any stride.
-            scratch: Memory to borrow.
-            divisor: At least 1.
-        """
-        self.read(message, total, scratch, divisor, add=True)
+    def __init__(self, other: Quantiser | None = None) -> None:
+        self._other = other
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat if self._other is None else self._other.view(flat)
+
+    def size(self, shape: Sequence[int]) -> int:
+        return 4 * math.prod(shape)
+
+    def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
+        """Nothing is left out, so nothing is left."""
+        out.view(torch.float32).view(values.shape).copy_(values)
+
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
+        put(message.view(torch.float32).view(out.shape) / divisor, out, add=add)
 
 
 def put(values: Tensor, out: Tensor, *, add: bool) -> None:
@@ -131,158 +144,79 @@ def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
     return [(min(start, length), min(stop, length)) for start, stop in pairwise(ends)]
 
 
-class ShardedCoder(Coder):
-    """Exchanges one parameter through a quantiser, stripe by stripe."""
+class QuantisedCoder(Coder):
+    """Exchanges one parameter through a quantiser.
 
-    def __init__(
-        self,
-        spec: TensorSpec,
-        quantiser: Quantiser,
-        requantise: bool = True,
-        process: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    Args:
+        spec: The parameter.
+        quantiser: How a stripe becomes bytes.
+        meet: One of `WAYS`.
+        reply: How owners encode the sum of a stripe; the quantiser, if it is not given.
+    """
+
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, meet: str, reply: Quantiser | None = None) -> None:
         #: How a stripe becomes bytes.
         self.quantiser = quantiser
-        self._requantise = requantise
-        self._process = process
+        #: How the sum of a stripe does.
+        self.reply = reply or quantiser
+        gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
         layout = quantiser.view(torch.empty(spec.count, device="meta"))
-        self._row = layout[0].numel()
-        self._stripes = cut_stripes(len(layout), quantiser.unit, spec.workers)
-        shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
-        sent = tuple(aligned(quantiser.size(shape)) if shape[0] else 0 for shape in shapes)
-        full = tuple(aligned((stop - start) * self._row * 4) for start, stop in self._stripes)
-        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, sent, sent if requantise else full)])
-        self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in shapes]
-        self._own = shapes[spec.rank]
-        own_count = self._own[0] * self._row
-        self.residuals = {WORKER: spec.count, **({OWNER: own_count} if requantise else {})}
-        self._total = torch.empty(own_count, dtype=torch.float32, device=spec.device)
-        self._residuals: Mapping[str, Residual] = NO_RESIDUAL
+        row = layout[0].numel()
+        self._stripes = cut_stripes(len(layout), quantiser.unit, 1 if gather else spec.workers)
+        self._ranges = [range(start * row, stop * row) for start, stop in self._stripes]
+        self._shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
+        self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in self._shapes]
+        self._reply_sizes = [self.reply.size(shape) if shape[0] else 0 for shape in self._shapes]
+        sent, merged = (tuple(map(aligned, sizes)) for sizes in (self._sizes, self._reply_sizes))
+        collective = Collective.GATHER if gather else Collective.SHARD
+        super().__init__(spec, [Round(collective, torch.uint8, sent, merged)])
+        if quantiser.lossy:
+            self.residuals[WORKER] = range(spec.count)
+        if self.reply.lossy and not gather:
+            self.residuals[OWNER] = self._ranges[spec.rank]
+        self._total = torch.empty(0 if gather else self._shapes[spec.rank], dtype=torch.float32, device=spec.device)
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(self.quantiser.view(gradient), residuals)
-        self._residuals = residuals
+    def begin(self, gradient: Tensor) -> None:
+        super().begin(self.quantiser.view(gradient))
+        self.quantiser.begin(self.steps)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        for (start, stop), size, out in zip(self._stripes, self._sizes, parts, strict=True):
+        memory = self.memory[WORKER]
+        for (start, stop), part, size, out in zip(self._stripes, self._ranges, self._sizes, parts, strict=True):
             if size:
-                mine = self._residual.part(start * self._row, stop * self._row)
+                mine = memory if len(parts) == 1 else memory.part(part.start, part.stop)
                 self.quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
                 out[size:].zero_()
 
-    def messages(self) -> Messages:
-        """What came of the step: ranges of `Quantiser.view`, each with the messages whose sum it is.
-
-        Only where owners of stripes encode the sum.
-        """
-        received = zip(self._stripes, self._sizes, self._received, strict=True)
-        return [(start, stop, [message[:size]]) for (start, stop), size, message in received if size]
-
-    def received(self) -> Received:
-        plain = super().received()
-        return self.quantiser.received(plain, self.messages()) if self._requantise else plain
-
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        size = self._sizes[self.spec.rank]
+        size, answer = self._sizes[self.spec.rank], self._reply_sizes[self.spec.rank]
         if not size:
             return
         self._total.zero_()
-        total = self._total.view(self._own)
         for message in received:
-            self.quantiser.add(message[:size], total, self._scratch)
-        if self._process is not None:
-            self._process(self._total)
-        if self._requantise:
-            self.quantiser.encode(total, self._residuals[OWNER], out[:size], self._scratch)
-            out[size:].zero_()
-        else:
-            out.view(torch.float32)[: total.numel()].copy_(self._total)
+            self.quantiser.read(message[:size], self._total, self._scratch, 1, add=True)
+        self._process(self._total.view(-1))
+        self.reply.encode(self._total, self.memory[OWNER], out[:answer], self._scratch)
+        out[answer:].zero_()
 
-    def finish(self, out: Tensor) -> None:
-        shaped = self.quantiser.view(out)
-        for (start, stop), size, message in zip(self._stripes, self._sizes, self._received, strict=True):
-            stripe = shaped[start:stop]
-            if not size:
-                continue
-            if self._requantise:
-                self.quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
-            else:
-                values = message.view(torch.float32)[: stripe.numel()].view(stripe.shape)
-                torch.div(values, self.spec.divisor, out=stripe)
-
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        start = self._stripes[self.spec.rank][0] * self._row if key == OWNER else 0
-        out[start : start + residual.numel()].add_(residual)
-
-
-#: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
-WAYS = ("auto", "shard", "gather")
-
-
-class GatheredCoder(Coder):
-    """Exchanges one parameter through a quantiser, each worker's message to all."""
-
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser) -> None:
-        #: How the tensor becomes bytes.
-        self.quantiser = quantiser
-        self._shape = quantiser.view(torch.empty(spec.count, device="meta")).shape
-        self._size = quantiser.size(self._shape)
-        super().__init__(spec, [Round(Collective.GATHER, torch.uint8, (aligned(self._size),))])
-        self.residuals = {WORKER: spec.count}
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(self.quantiser.view(gradient), residuals)
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        (out,) = parts
-        self.quantiser.encode(self._gradient, self._residual, out[: self._size], self._scratch)
-        out[self._size :].zero_()
+    def _process(self, total: Tensor) -> None:
+        """What the owner of a stripe does to the sum, 1-D, before it is sent; nothing here."""
 
     def messages(self) -> Messages:
-        """What came of the step: all of `Quantiser.view`, with the messages whose sum it is, by rank."""
-        return [(0, self._shape[0], [message[: self._size] for message in self._received])]
+        """What came of the step."""
+        stripes = list(zip(self._stripes, self._reply_sizes, strict=True))
+        if self.rounds[0].collective is Collective.GATHER:
+            ((start, stop), size), *_ = stripes
+            return [(start, stop, [message[:size] for message in self._received])]
+        received = zip(stripes, self._received, strict=True)
+        return [(start, stop, [message[:size]]) for ((start, stop), size), message in received if size]
 
     def received(self) -> Received:
-        return self.quantiser.received(super().received(), self.messages())
+        return self.reply.received(super().received(), self.messages())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""
         shaped, divisor = self.quantiser.view(out), self.spec.divisor
-        first, *others = (message[: self._size] for message in self._received)
-        self.quantiser.decode(first, shaped, divisor, self._scratch)
-        for message in others:
-            self.quantiser.add(message, shaped, self._scratch, divisor)
-
-
-class _NoisyShardedCoder(NoisyCoder, ShardedCoder):
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, noise: Noise) -> None:
-        super().__init__(spec, quantiser)
-        self._noise = noise
-
-
-class _NoisyGatheredCoder(NoisyCoder, GatheredCoder):
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, noise: Noise) -> None:
-        super().__init__(spec, quantiser)
-        self._noise = noise
-
-
-def check_meet(meet: str) -> None:
-    """Check the option `meet`, which says how messages are reduced."""
-    check_choice("meet", meet, WAYS, "It says how messages meet.")
-
-
-def quantised_coder(
-    spec: TensorSpec, quantiser: Quantiser, meet: str, noise: Noise | None = None
-) -> ShardedCoder | GatheredCoder:
-    """A coder whose messages are exchanged in one of `WAYS`.
-
-    Args:
-        spec: The parameter, and who exchanges it.
-        quantiser: How a stripe becomes bytes.
-        meet: One of `WAYS`.
-        noise: What the quantiser draws from, if it rounds at random; the coder begins, commits and saves it.
-    """
-    gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
-    if noise is not None:
-        return (_NoisyGatheredCoder if gather else _NoisyShardedCoder)(spec, quantiser, noise)
-    return GatheredCoder(spec, quantiser) if gather else ShardedCoder(spec, quantiser)
+        for start, stop, messages in self.messages():
+            for number, message in enumerate(messages):
+                self.reply.read(message, shaped[start:stop], self._scratch, divisor, add=number > 0)

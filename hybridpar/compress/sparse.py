@@ -1,8 +1,8 @@
-"""Messages of selected values with their places.
+"""Messages of selected values with their indices.
 
-A message is [values][places]. Everybody receives those of all workers, so bytes grow with their number K: (K - 1) m for
-messages of m bytes, where the sum of all N elements takes 8 N (K - 1) / K. Where m is more than 8 N / K, as with many
-workers or while little is left out, the same values are sent among zeros in one sum instead.
+A message is [values][indices]. Everybody receives those of all workers, so bytes grow with their number K:
+(K - 1) m for messages of m bytes, where the sum of all N elements takes 8 N (K - 1) / K. Where m is more than 8 N / K,
+as with many workers or while little is left out, the same values are sent among zeros in one sum instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective, Round, Scratch, TensorSpec
+from hybridpar.compress.codec import Collective, Round, TensorSpec
+from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
 from hybridpar.errors import check
 
@@ -32,7 +33,7 @@ class Picks:
         picked: How many of them are sent.
         wire: Type in which values are sent.
         workers: How many workers send.
-        reach: Places that a message may name; at least `count`, which is the default.
+        reach: Indices that a message may name; at least `count`, which is the default.
     """
 
     count: int
@@ -48,7 +49,7 @@ class Picks:
         Args:
             spec: The parameter.
             rate: Share of the elements, above 0 and at most 1.
-            reach: Places that a message may name, where these are more than the elements.
+            reach: Indices that a message may name, where these are more than the elements.
         """
         return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers, reach)
 
@@ -64,23 +65,23 @@ class Picks:
             return Round(Collective.SUM, torch.float32, (self.count,))
         return Round(Collective.GATHER, torch.uint8, (self._size,))
 
-    def write(self, values: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    def write(self, values: Tensor, indices: Tensor, out: Tensor) -> Tensor:
         """Write the message.
 
         Args:
             values: 1-D float32, `picked` of them.
-            places: Where they belong, all different.
+            indices: Where they belong, all different.
             out: The message.
 
         Returns:
             The values as others read them, float32.
         """
         if self.dense:
-            out.zero_().index_copy_(0, places, values)
+            out.zero_().index_copy_(0, indices, values)
             return values
         sent, where = self.parts(out)
         sent.copy_(values)
-        where.copy_(places)
+        where.copy_(indices)
         return sent.to(torch.float32)
 
     def read(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> None:
@@ -96,8 +97,18 @@ class Picks:
             return
         out.zero_()
         for part in parts:
-            values, places = self.parts(part)
-            out.index_add_(0, places.to(torch.int64), values.to(torch.float32).div_(divisor))
+            self.add_to(part, out, divisor)
+
+    def add_to(self, message: Tensor, out: Tensor, divisor: int) -> None:
+        """Add a worker's values.
+
+        Args:
+            message: What it wrote.
+            out: 1-D float32.
+            divisor: At least 1.
+        """
+        values, indices = self.parts(message)
+        out.index_add_(0, indices.to(torch.int64), values.to(torch.float32).div_(divisor))
 
     @property
     def _index(self) -> torch.dtype:
@@ -108,7 +119,7 @@ class Picks:
         return aligned(self.picked * self.wire.itemsize) + aligned(self.picked * self._index.itemsize)
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and places of a message.
+        """Values and indices of a message.
 
         Args:
             message: 1-D uint8, beginning at a multiple of 8 bytes.
@@ -129,7 +140,7 @@ def check_rate(rate: float, instead: float) -> None:
 
 
 def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
-    """Places of the largest magnitudes, ascending; NaN and infinity count as largest.
+    """Indices of the largest magnitudes, ascending; NaN and infinity count as largest.
 
     A threshold that a sample says few more than `picked` elements reach leaves these few to choose from. Where fewer
     reach it, all are looked at, so the choice is the same as without.
@@ -141,7 +152,7 @@ def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
     if values.numel() > _SMALL and needed <= sample.numel() // 2:
         threshold = sample.topk(needed, sorted=False).values.min()
         below = torch.lt(magnitudes, threshold, out=scratch.take("below", values.numel(), torch.bool))
-        found = below.logical_not_().nonzero().view(-1)  # NaN is not below
-        if found.numel() >= picked:
-            return found[magnitudes[found].topk(picked, sorted=False).indices].sort().values
+        candidates = below.logical_not_().nonzero().view(-1)  # NaN is not below
+        if candidates.numel() >= picked:
+            return candidates[magnitudes[candidates].topk(picked, sorted=False).indices].sort().values
     return magnitudes.topk(picked, sorted=False).indices.sort().values

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from hybridpar.compress.codec import Kept
+from hybridpar.compress.memory import State
 from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
@@ -71,8 +71,6 @@ class AdaGradSGD(torch.optim.Optimizer):
 
     def _scale(self, values: torch.Tensor, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
-        squares = Kept(values.numel(), values.device)
-        if "squares" in state:
-            squares.now.copy_(state["squares"].reshape(-1))
+        squares = State(state["squares"].reshape(-1) if "squares" in state else torch.zeros_like(values.view(-1)))
         adagrad_(values.view(-1), squares, memory=self._rule.memory, level=self._rule.level)
         state["squares"] = squares.next.view(parameter.shape)

@@ -27,8 +27,8 @@ from hybridpar.compress import (
     bind,
     format_codec,
 )
-from hybridpar.compress.codec import NO_RESIDUAL, Full, Residual, Scratch
-from hybridpar.compress.feedback import KeptResidual
+from hybridpar.compress.codec import Full
+from hybridpar.compress.memory import Residual, Scratch
 from hybridpar.errors import UsageError
 from hybridpar.server.stripes import Piece, Stripe
 
@@ -69,10 +69,10 @@ class PushEncoder:
         codecs = [policy.codec_of(piece.name) for piece in stripe.pieces]
         self._reads_state = [codec.core.reads_state for codec in codecs]
         self._coders = [bind(codec, _spec(piece)) for codec, piece in zip(codecs, stripe.pieces, strict=True)]
-        _share_scratch(self._coders)
+        self._scratch = Scratch(torch.device("cpu"))  # pieces are coded by turns
 
     def encode(self, gradients: Sequence[Tensor]) -> tuple[list[PieceMessage], dict[int, dict[str, Any]]]:
-        """The messages of all pieces; to be followed by `commit` or `rollback`.
+        """The messages of all pieces; to be followed by `commit` if the push counts.
 
         Args:
             gradients: For each piece 1-D float32, which must stay as it is until the messages are sent.
@@ -83,23 +83,19 @@ class PushEncoder:
         messages: list[PieceMessage] = []
         states: dict[int, dict[str, Any]] = {}
         for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
-            current = coder.at_work
+            current = coder.open()
+            current.use(self._scratch)
             full = isinstance(current, Full) and current.spec.wire == torch.float32
             if self._reads_state[number] and not full:
                 states[number] = current.state_dict()
-            coder.begin(gradient)
-            messages.append(gradient if full else [_write(coder, *entry) for entry in enumerate(coder.rounds)])
+            current.begin(gradient)
+            messages.append(gradient if full else [_write(current, *entry) for entry in enumerate(current.rounds)])
         return messages, states
 
     def commit(self) -> None:
         """The push was taken in."""
         for coder in self._coders:
             coder.commit()
-
-    def rollback(self) -> None:
-        """The push was lost, or does not count: what is left out is what was left out before."""
-        for coder in self._coders:
-            coder.rollback()
 
     def rescale(self, rate: float) -> None:
         """Say which learning rate the coming pushes have.
@@ -108,7 +104,7 @@ class PushEncoder:
             rate: Learning rate as a fraction of its peak.
         """
         for coder in self._coders:
-            coder.rescale(rate)
+            coder.learning_rate = rate
 
     def state_dict(self) -> dict[str, Any]:
         """All of the coders' state by piece; residuals included."""
@@ -140,7 +136,7 @@ class PushDecoder:
         self._reads_state = [codec.core.reads_state for codec in codecs]
         self._remembers = [isinstance(codec, ErrorFeedback) for codec in codecs]
         self._ranges = stripe.ranges
-        _share_scratch(self._coders)
+        self._scratch = Scratch(torch.device("cpu"))
         most = max((piece.count for piece in stripe.pieces), default=0)
         self._zeros, self._spare = torch.zeros(most), torch.empty(most)
 
@@ -163,14 +159,14 @@ class PushDecoder:
             out[first:last].copy_(message)
 
     def _decode(self, number: int, messages: Sequence[Tensor], state: Mapping[str, Any], out: Tensor) -> None:
-        coder = self._coders[number]
+        coder = self._coders[number].open()
+        coder.use(self._scratch)
         if self._reads_state[number]:
             coder.load_state_dict(state)
-        residuals: Mapping[str, Residual] = NO_RESIDUAL
         if self._remembers[number]:  # some decode otherwise where what is left out stays
-            sizes = coder.residuals.items()
-            residuals = {key: KeptResidual(self._zeros[:size], self._spare[:size]) for key, size in sizes}
-        coder.begin(self._zeros[: coder.spec.count], residuals)
+            sizes = {key: len(part) for key, part in coder.residuals.items()}
+            coder.memory.update({key: Residual(self._zeros[:size], self._spare[:size]) for key, size in sizes.items()})
+        coder.begin(self._zeros[: coder.spec.count])
         for index, (entry, came) in enumerate(zip(coder.rounds, messages, strict=True)):
             _check_message(came, min(sum(entry.sizes), sum(entry.merged)), entry.dtype)
             is_owned = entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes)
@@ -200,10 +196,3 @@ def _check_message(message: Tensor, count: int, dtype: torch.dtype) -> None:
 
 def _spec(piece: Piece) -> TensorSpec:
     return TensorSpec(piece.label, piece.shape)
-
-
-def _share_scratch(coders: Sequence[Coder]) -> None:
-    """Pieces are coded one after the other, so that they can borrow the same memory."""
-    scratch = Scratch(torch.device("cpu"))
-    for coder in coders:
-        coder.use(scratch)

@@ -141,8 +141,8 @@ class ServerLink:
         if answer.values is not None:
             for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
                 view.copy_(answer.values[first:last])
-        if isinstance(answer, wire.Weights):
-            self.encoder.commit() if answer.applied else self.encoder.rollback()
+        if isinstance(answer, wire.Weights) and answer.applied:
+            self.encoder.commit()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -22,8 +22,9 @@ from hybridpar.compress import (
     PhaseTimer,
     Policy,
 )
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import Full
 from hybridpar.compress.coders import ParameterCoders, in_rows
+from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
@@ -141,8 +142,9 @@ class Compression(ParameterCoders):
             else:
                 exchange.rollback()
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
-            squares = {name: coder.residual_squares() for name, coder in self._coders.items()}
-            costs.residuals |= {name: one for name, one in squares.items() if one is not None}
+            for name, coder in self._coders.items():
+                if isinstance(coder, FeedbackCoder):
+                    costs.residuals[name] = coder.residual_squares()
         self._steps += 1
 
     def commit_or_rollback_later(
@@ -192,7 +194,7 @@ class Compression(ParameterCoders):
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
             return "none", full, full
-        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting_rounds)
+        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting.rounds)
 
     @property
     def _on_one_node(self) -> bool:

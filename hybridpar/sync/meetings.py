@@ -162,7 +162,7 @@ class EncodedMeeting(Meeting):
         return BucketCost(self._full, done.wire, done.timer)
 
     def received(self, index: int) -> Received:
-        return self._exchange.coders[index].received()
+        return self._exchange.received(index)
 
 
 class SharedGradients:

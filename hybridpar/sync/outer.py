@@ -493,7 +493,7 @@ def check_outer_policy(policy: Policy) -> None:
     """Refuse codecs that are about gradients of single steps."""
     for rule in policy.rules:
         core = rule.codec.core
-        if core.refuses_momentum or not core.gives_sums:
+        if core.keeps_momentum or not core.gives_sums:
             raise UsageError(
                 f"--compress {core.name} with --sync outer:H",
                 "It keeps the momentum of gradients of every step; an outer gradient is the progress of many.",

@@ -1,4 +1,4 @@
-"""`Team`: several workers that exchange gradients within one process, for tests of codecs."""
+"""`Team`: several workers that exchange gradients as threads of one process, for tests of codecs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec, run_together
+from benchmarks.rig import in_process
+from benchmarks.rig.in_process import InProcessGroup, Meeting
+from hybridpar.comm.group import Reduction
+from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class CountedGroup(InProcessGroup):
+    """A group of threads that notes its collectives, and counts the bytes that they were handed."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
+        self.payload, self.calls = 0, list[str]()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
+        self._note(f"all_reduce {reduction.name}", tensor)
+        super().all_reduce(tensor, reduction)
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        self._note("all_to_all", inp)
+        super().all_to_all(out, inp, out_sizes, in_sizes)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        self._note("all_gather", inp)
+        super().all_gather(out, inp)
+
+    def _note(self, call: str, tensor: Tensor) -> None:
+        self.calls.append(call)
+        self.payload += tensor.nbytes
+
+
+def run_together(
+    exchanges: Sequence[Exchange], gradients: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
+) -> list[Any]:
+    """One step of all workers; the groups over which it went."""
+    return list(in_process.run_together(exchanges, gradients, outs, CountedGroup))
 
 
 class Team:
@@ -34,7 +68,7 @@ class Team:
 
     def meet(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """One step, neither committed nor rolled back; results by worker and parameter."""
-        outs = [[torch.full((gradient.numel(),), torch.nan) for gradient in own] for own in gradients]
+        outs = [[torch.full((gradient.numel(),), torch.nan) for gradient in mine] for mine in gradients]
         run_together(self.exchanges, gradients, outs)
         return outs
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.comm.group import Reduction
-from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
-from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
+from benchmarks.rig.in_process import InProcessGroup, Meeting
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
-from tests.compress.team import Team, same_bits
+from tests.compress.team import Team, run_together, same_bits
 
 SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
 
@@ -36,14 +35,8 @@ def test_together_is_as_one_by_one(text: str) -> None:
 def test_messages_that_meet_alike_travel_together() -> None:
     exchange = exchange_of({"a": "onebit:meet=shard", "b": "none", "c": "onebit:meet=shard", "d": "fp16"}, workers=1)
     gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
-    kinds = []
-    for request in exchange.requests(gradients, gradients):
-        kinds.append(type(request))
-        if isinstance(request, AllReduce):
-            assert request.reduction is Reduction.SUM
-        else:
-            request.out.copy_(request.inp)
-    assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
+    (group,) = run_together([exchange], [gradients], [gradients])
+    assert group.calls == ["all_to_all", "all_gather", "all_reduce SUM", "all_reduce SUM"]
 
 
 @pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
@@ -91,8 +84,8 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
     exchange = exchange_of({"a": "onebit", "b": "none"}, workers=1)
     tensors = [torch.zeros(1320), gradient]
     with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape") as caught:
-        next(exchange.requests(tensors, tensors))
+        exchange.run(InProcessGroup(Meeting(1), 0), tensors, tensors)
     assert fix in caught.value.fix
-    exchange.rollback()  # nothing was started
+    # Nothing was started.
     right = [[torch.zeros(1320), torch.zeros(9)]]
     run_together([exchange], right, right)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import CHUNK, Residual, Scratch, TensorSpec
+from hybridpar.compress.codec import CHUNK, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
-from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.levels import LevelQuantiser, scale_of
+from hybridpar.compress.memory import Memory, Residual, Scratch
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.quantised import Quantiser
-from hybridpar.compress.scaled import scale_of
 from tests.compress.team import Team, same_bits
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ class Done:
 
     def __init__(self, quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: int, factor: float) -> None:
         self.pending = placed(torch.full((values.numel(),), torch.nan), offset)
-        residual = Residual() if kept is None else KeptResidual(placed(kept, offset), self.pending, factor)
+        residual = Memory() if kept is None else Residual(placed(kept, offset), self.pending, factor)
         shaped = quantiser.view(placed(values, offset))
         size = quantiser.size(shaped.shape)
         room = torch.full((size + 8,), 0xA5, dtype=torch.uint8)
@@ -77,8 +77,8 @@ class Done:
     def read(self, quantiser: Quantiser, count: int, offset: int) -> tuple[Tensor, Tensor]:
         """Decoded with a divisor, and added to ones."""
         out, total = placed(torch.full((count,), torch.nan), offset), placed(torch.ones(count), offset)
-        quantiser.decode(self.message, quantiser.view(out), 3, SCRATCH)
-        quantiser.add(self.message, quantiser.view(total), SCRATCH)
+        quantiser.read(self.message, quantiser.view(out), SCRATCH, 3, add=False)
+        quantiser.read(self.message, quantiser.view(total), SCRATCH, 1, add=True)
         return out, total
 
 
@@ -112,7 +112,7 @@ def test_onebit(groups: int, length: int, offset: int) -> None:
         torch.testing.assert_close(fast.pending, slow.pending, rtol=1e-5, atol=1e-5, equal_nan=True)
         if own is not None:
             decoded = torch.empty(values.numel())
-            quantiser.decode(fast.message, quantiser.view(decoded), 1, SCRATCH)
+            quantiser.read(fast.message, quantiser.view(decoded), SCRATCH, 1, add=False)
             assert same_bits(fast.pending, values + kept - decoded)
 
 
@@ -122,7 +122,7 @@ RULES = [Threshold(), Threshold(fixed=0.5), Threshold(factor=5.0, cap=1.0)]
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 70_001])
 def test_twobit(rule: Threshold, count: int) -> None:
-    quantiser = TernaryQuantiser(rule, CPU)
+    quantiser = TernaryQuantiser(rule)
     values, kept = torch.randn(count), torch.randn(count)
     for own, offset in ((None, 0), (kept, 0), (kept, 3)):
         fast, slow = compare(quantiser, values, own, offset)
@@ -130,7 +130,7 @@ def test_twobit(rule: Threshold, count: int) -> None:
         torch.testing.assert_close(*levels, rtol=1e-5, atol=0)
         if own is not None:
             decoded = torch.empty(count)
-            quantiser.decode(fast.message, decoded, 1, SCRATCH)
+            quantiser.read(fast.message, decoded, SCRATCH, 1, add=False)
             assert same_bits(fast.pending, values + kept - decoded)
         if rule.fixed is not None:
             assert torch.equal(fast.message, slow.message)
@@ -142,7 +142,7 @@ def test_twobit(rule: Threshold, count: int) -> None:
 def test_mxnets_golden_vector_by_kernel() -> None:
     gradient = torch.tensor([-6.0, -2, 3, 1, 10, 5, -3, 2, -8, 0])
     kept = torch.tensor([-3.0, 1, -1, 5, -2, 2, 3, -7, -2, -100])
-    done = Done(TernaryQuantiser(Threshold(fixed=4.0), CPU), gradient, kept, 0, 1.0)
+    done = Done(TernaryQuantiser(Threshold(fixed=4.0)), gradient, kept, 0, 1.0)
     assert done.message[4:].tolist() == [0x83, 0xF2, 0xA0, 0]
     assert done.pending.tolist() == [-5, -1, 2, 2, 4, 3, 0, -1, -6, -96]
 
@@ -152,13 +152,13 @@ def test_mxnets_golden_vector_by_kernel() -> None:
 def test_qsgd(bits: int, count: int) -> None:
     def quantiser() -> LevelQuantiser:
         noise = Noise(TensorSpec("w", (count,)))
-        noise.begin()
+        noise.begin(0)
         return LevelQuantiser(2**bits - 1, noise)
 
     values = torch.randn(count)
     fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in BOTH]
     assert torch.equal(fast.message[:8], slow.message[:8])
-    fields = Fields.dense(count, 2 * (2**bits - 1))
+    fields = Fields.of(count, bits + 1)
     codes = []
     for one in (fast, slow):
         seen = torch.empty(count)
@@ -190,13 +190,13 @@ def test_special_values(kind: str) -> None:
     noise = Noise(TensorSpec("w", (100,)))
     for quantiser in (
         RowSigns((4, 25)),
-        TernaryQuantiser(Threshold(), CPU),
+        TernaryQuantiser(Threshold()),
         LevelQuantiser(15, noise),
     ):
         for _ in BOTH:
-            noise.begin()
+            noise.begin(0)
             out = torch.empty(100)
-            quantiser.decode(Done(quantiser, values, None, 0, 1.0).message, quantiser.view(out), 1, SCRATCH)
+            quantiser.read(Done(quantiser, values, None, 0, 1.0).message, quantiser.view(out), SCRATCH, 1, add=False)
             if kind == "zeros":
                 assert out.tolist() == [0.0] * 100
             elif kind == "inf" and isinstance(quantiser, RowSigns):
@@ -209,9 +209,9 @@ def test_special_values(kind: str) -> None:
 
 
 def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> None:
-    five, some = torch.randn(5, 8), KeptResidual.zeros(64, CPU)
+    five, some = torch.randn(5, 8), Residual.zeros(64, CPU)
     assert not kernels.powersgd_left(torch.randn(8, 8), some, five, five.clone())
-    assert not kernels.powersgd_left(torch.randn(8, 8), Residual(), five[:2], five[2:4].clone())
+    assert not kernels.powersgd_left(torch.randn(8, 8), Memory(), five[:2], five[2:4].clone())
     assert not kernels.powersgd_product(five, five, torch.empty(8, 8), 1.0)
     if isinstance(kernels.table(), kernels.CpuKernels):
         with pytest.raises(AssertionError):
@@ -221,17 +221,15 @@ def test_powersgd_goes_the_other_way_for_more_rows_and_without_feedback() -> Non
 def test_other_layouts_and_devices_go_the_other_way() -> None:
     every_other = torch.randn(8, 64)[:, ::2]
     levels, packed = torch.empty(8), torch.empty(32, dtype=torch.uint8)
-    assert not kernels.onebit_encode(every_other.contiguous().double(), Residual(), levels, levels, packed, SCRATCH)
-    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Residual(), levels, levels, packed, SCRATCH)
-    assert kernels.onebit_encode(every_other.contiguous(), Residual(), levels, levels.clone(), packed, SCRATCH)
+    assert not kernels.onebit_encode(every_other.contiguous().double(), Memory(), levels, levels, packed, SCRATCH)
+    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Memory(), levels, levels, packed, SCRATCH)
+    assert kernels.onebit_encode(every_other.contiguous(), Memory(), levels, levels.clone(), packed, SCRATCH)
 
 
 def test_sizes_are_checked_before_addresses_are_used() -> None:
     levels = torch.empty(8)
     with pytest.raises(AssertionError):
-        kernels.onebit_encode(
-            torch.randn(8, 32), Residual(), levels, levels, torch.empty(31, dtype=torch.uint8), SCRATCH
-        )
+        kernels.onebit_encode(torch.randn(8, 32), Memory(), levels, levels, torch.empty(31, dtype=torch.uint8), SCRATCH)
     with pytest.raises(AssertionError):
         kernels.twobit_read(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), 1, add=False)
 

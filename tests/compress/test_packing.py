@@ -1,4 +1,4 @@
-"""Tests packing of bits, pairs and fields into bytes, with and without NumPy.
+"""Tests packing of bits and fields into bytes, with and without NumPy.
 
 One wrong bit is a wrong gradient that no error reports.
 """
@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridpar.compress import packing
-from hybridpar.compress.codec import CHUNK, Scratch
-from hybridpar.compress.packing import Fields, bits_size, pack_bits, pack_pairs, pair_table, pairs_size, unpack_bits
+from hybridpar.compress.memory import Scratch
+from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
 
 CPU = torch.device("cpu")
 
@@ -51,15 +50,6 @@ class _Device(str):
         return super().__new__(cls, "cpu")
 
     type = "elsewhere"
-
-
-@given(st.lists(st.sampled_from([-1, 0, 1]), max_size=70))
-def test_pairs_come_back(values: list[int]) -> None:
-    codes, scratch = torch.tensor(values), Scratch(CPU)
-    out = torch.empty(pairs_size(len(values)), dtype=torch.uint8)
-    pack_pairs(codes != 0, codes > 0, out, scratch)
-    found = packing.unpack_pairs(out, len(values), pair_table(CPU), scratch)
-    assert found.tolist() == [float(value) for value in values]
 
 
 def packed(fields: Fields, codes: Tensor) -> Tensor:
@@ -101,23 +91,6 @@ def test_sums_do_not_carry_into_the_next_field(count: int, largest: int, workers
         words += packed(fields, row)
     assert (words >= 0).all(), "a signed word overflowed"
     assert torch.equal(unpacked(fields, words).long(), codes.sum(0))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 200), st.integers(1, 10_000), st.integers(0, 2**30))
-def test_what_nobody_adds_wastes_no_bit(count: int, largest: int, seed: int) -> None:
-    fields = Fields.dense(count, largest)
-    codes = torch.randint(0, largest + 1, (count,), generator=torch.Generator().manual_seed(seed))
-    codes[: count // 2] = largest
-    assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
-    assert fields.bytes <= -(-count // 8) * largest.bit_length()
-
-
-def test_planes_longer_than_a_chunk() -> None:
-    fields = Fields.dense(8 * CHUNK + 77, 30)
-    codes = torch.randint(0, 31, (fields.count,))
-    assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
-    assert 8 * fields.bytes / fields.count == pytest.approx(5, rel=1e-4)
 
 
 def test_fields_must_fit_into_a_word() -> None:

@@ -14,7 +14,7 @@ from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import OneBit
 from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.received import Factors, Received, Sgd, Sum, functions
-from hybridpar.compress.together import run_together
+from tests.compress.team import run_together
 
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1, "momentum": 0.0},
@@ -49,7 +49,7 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
     outs = [torch.empty_like(one) for one in gradients]
     exchanges = [Exchange([coder]) for coder in coders]
     run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
-    return coders[-1].received(), outs[-1]
+    return exchanges[-1].received(0), outs[-1]
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor, scale: float) -> Received:

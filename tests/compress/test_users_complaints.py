@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar.comm.world import World
-from hybridpar.compress import CODECS, ErrorFeedback, parse_codec, run_together
+from hybridpar.compress import CODECS, ErrorFeedback, parse_codec
 from tests.compress.hang_hunt import for_small
-from tests.compress.team import Team, equal, same_bits
+from tests.compress.team import Team, equal, run_together, same_bits
 from tests.compress.test_ddp import batch, make, net, weights
 from tests.ranks import run_ranks
 

@@ -50,7 +50,8 @@ def test_the_server_decodes_what_the_worker_meant(text):
             gradient = torch.randn(stripe.count, generator=torch.Generator().manual_seed(seed))
             meant, got = send(encoder, decoder, gradient)
             assert same_bits(meant, got)
-            encoder.rollback() if seed % 3 == 1 else encoder.commit()
+            if seed % 3 != 1:  # else the step does not count
+                encoder.commit()
 
 
 def test_rules_by_name_hold_for_parts_of_a_parameter_too():

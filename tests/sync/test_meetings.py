@@ -15,10 +15,10 @@ from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, read_policy
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.together import run_together
 from hybridpar.sync import reducer
 from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, SharedMeeting
 from hybridpar.train.trainer import Trainer
+from tests.compress.team import run_together
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 from tests.sync.test_reducer import Net, make_config, make_data, state_of
@@ -195,7 +195,7 @@ def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -
             exchange.take(0, gradient)
             gradient.fill_(math.nan)
             exchange.carry(SocketGroup(0, {}, 1.0))
-            coder.received().write(out)
+            exchange.received(0).write(out)
         else:
             run_together([exchange], [[gradient]], [[out]])
         outs.append(out)

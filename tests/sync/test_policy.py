@@ -166,7 +166,9 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
             doing = f"beginning of {step}"
             engine.step([batch(world.rank, step)], 16)
         before = list(reads)
-        residuals = {name: one["residuals"]["worker"] for name, one in _parameters(engine).items() if one}
+        residuals = {
+            name: one["residuals"]["worker"] for name, one in _parameters(engine).items() if "residuals" in one
+        }
         engine.close()
     return before, residuals
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec, as_inner
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.errors import UsageError, check_choice
 
 #: What floating-point messages can be cast to, by name.
@@ -53,12 +52,6 @@ class Cast(Codec):
     cast: str
     name = "cast"
 
-    biased: ClassVar[bool] = as_inner("biased")
-    at_once: ClassVar[bool] = as_inner("at_once")
-    stateful: ClassVar[bool] = as_inner("stateful")
-    feedback: ClassVar[bool] = as_inner("feedback")
-    refuses_momentum: ClassVar[bool] = as_inner("refuses_momentum")
-
     def __post_init__(self) -> None:
         check_choice("cast", self.cast, WIRE_TYPES, "It names a 16-bit type.")
         if not self.inner.castable:
@@ -67,6 +60,16 @@ class Cast(Codec):
                 "Its messages are not floating-point numbers, so there is nothing to cast.",
                 "Leave out the cast.",
             )
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.biased
+
+    @property
+    def at_once(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.at_once
 
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""

@@ -22,17 +22,17 @@ so that bytes follow from the shape; instead the filters closest to their deadli
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Codec, Coder, Collective, Residual, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
+from hybridpar.compress.memory import WORKER
 from hybridpar.compress.sparse import check_rate
-from hybridpar.errors import CheckpointError, check
+from hybridpar.errors import check
 
 
 @CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
@@ -57,7 +57,6 @@ class Hylo(Codec):
     cap: float = 0.5
     name = "hylo"
     biased = True
-    stateful = True
     reads_state = True
     feedback = True
     castable = True
@@ -92,69 +91,38 @@ class FilterCoder(Coder):
     """Sends the filters that all workers together find most important, and knows how long the others have waited."""
 
     def __init__(self, spec: TensorSpec, sent: int, delay: int) -> None:
-        super().__init__(spec)
-        self._filters, self._delay, self._sent = spec.shape[0], delay, sent
-        self._length = spec.count // self._filters
-        self.residuals = {WORKER: spec.count}
-        self._waited = torch.zeros(self._filters, dtype=torch.int64, device=spec.device)
+        filters, self._delay, self._sent = spec.shape[0], delay, sent
+        self._shape = filters, spec.count // filters
+        scores = Round(Collective.SUM, torch.float64, (filters,))
+        super().__init__(spec, [scores, Round(Collective.SUM, spec.wire, (sent * self._shape[1],))])
+        self.residuals = {WORKER: range(spec.count)}
+        self._waited = self.register_state("waited", torch.zeros(filters, dtype=torch.int64, device=spec.device))
         self._values = self._chosen = torch.empty(0)
-        self._rounds = (
-            Round(Collective.SUM, torch.float64, (self._filters,)),
-            Round(Collective.SUM, spec.wire, (sent * self._length,)),
-        )
-        self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._values = self._residual.take(gradient.view(self._filters, self._length), 0)
+    def begin(self, gradient: Tensor) -> None:
+        self._values = self.memory[WORKER].take(gradient.view(self._shape))
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
-        if index == 0:
-            out.copy_(self._scores())
+        if index == 0:  # mean squares in float64, which are finite exactly where the filter is
+            norms: Tensor = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
+            torch.div(norms.square_(), self._shape[1], out=out)
             return
-        rows = out.view(self._sent, self._length)
-        if self.spec.wire == torch.float32:
-            torch.index_select(self._values, 0, self._chosen, out=rows)
-            if self._residual.keeps:
-                self._values.index_fill_(0, self._chosen, 0.0)
-            return
-        torch.mul(self._values.index_select(0, self._chosen), self._share, out=rows)
-        if self._residual.keeps:
-            self._values.index_add_(0, self._chosen, rows.float(), alpha=-1 / self._share)
+        rows = out.view(self._sent, -1)
+        torch.mul(self._values.index_select(0, self._chosen), self.spec.share, out=rows)
+        if self.memory[WORKER].keeps:
+            self._values.index_add_(0, self._chosen, rows.float(), alpha=-1 / self.spec.share)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        if index == 0:
-            self._chosen = choose(parts[0], self._waited, self._sent, self._delay)
         super().read(index, parts)
+        if index == 0:
+            self._chosen = choose(parts[0], self._waited.now, self._sent, self._delay)
+            torch.add(self._waited.now, 1, out=self._waited.next).index_fill_(0, self._chosen, 0)
 
     def finish(self, out: Tensor) -> None:
-        rows = self._received[0].to(torch.float32).view(self._sent, self._length)
+        rows = self._received[0].to(torch.float32).view(self._sent, -1)
         out.zero_()
-        out.view(self._filters, self._length).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self._share))
-
-    def commit(self) -> None:
-        self._waited += 1
-        self._waited.index_fill_(0, self._chosen, 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many steps each filter has waited."""
-        return {"waited": self._waited.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        waited: Tensor = state["waited"]
-        if waited.shape != self._waited.shape or int(waited.max()) > self._delay:
-            raise CheckpointError(
-                f"the filters of {self.spec.name!r} have waited {tuple(waited.shape)}, up to {int(waited.max())} steps",
-                f"There are {self._filters} filters, and none waits more than {self._delay} steps.",
-                "Resume with the delay of the run that wrote the checkpoint.",
-            )
-        self._waited.copy_(waited)
-
-    def _scores(self) -> Tensor:
-        """Mean square of each filter, float64, in which it is finite exactly where the filter is."""
-        norms: Tensor = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
-        return norms.square_().div_(self._length)
+        out.view(self._shape).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self.spec.share))
 
 
 def choose(scores: Tensor, waited: Tensor, count: int, delay: int) -> Tensor:

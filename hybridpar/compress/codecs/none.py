@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.codec import Full as Full
+from hybridpar.compress.codec import CODECS, Codec, Full, TensorSpec
 
 
 @CODECS.register("none", "full precision; every codec falls back to it where it does not fit")

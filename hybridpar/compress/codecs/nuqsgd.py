@@ -18,11 +18,27 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS
-from hybridpar.compress.codecs.qsgd import BucketQuantiser, Qsgd
-from hybridpar.compress.noise import Noise
+from hybridpar.compress.codecs.qsgd import Qsgd
+from hybridpar.compress.levels import LevelQuantiser
 
 #: Bits of the fraction of a float32, and what its exponent is stored with.
 _FRACTION, _BIAS = 23, 127
+
+
+class PowerQuantiser(LevelQuantiser):
+    """Levels 0, 2**(1 - s), ..., 1/2, 1."""
+
+    def position(self, ratios: Tensor) -> Tensor:
+        # The bits of a float32 (1 + f) 2**e, as a whole number, are 2**23 (e + 127 + f): linear between powers of two.
+        magnitudes = ratios.abs()
+        bits = magnitudes.view(torch.int32) - (_BIAS - self._steps << _FRACTION)
+        positions = bits.to(torch.float32).mul_(2.0**-_FRACTION)
+        positions = torch.where(positions >= 1, positions, magnitudes.mul_(2.0 ** (self._steps - 1)))
+        return torch.copysign(positions, ratios, out=ratios)
+
+    def level(self, codes: Tensor, divisor: int) -> Tensor:
+        exponents = codes.abs().add_(_BIAS - self._steps).to(torch.int32)
+        return codes.sign_().mul_(exponents.bitwise_left_shift_(_FRACTION).view(torch.float32)).div_(divisor)
 
 
 @CODECS.register("nuqsgd", "NUQSGD: unbiased rounding to powers of two of the Euclidean norm of each bucket")
@@ -31,20 +47,4 @@ class Nuqsgd(Qsgd):
     """Stochastic rounding to powers of two, with the options of `qsgd`."""
 
     name = "nuqsgd"
-
-    def quantiser(self, noise: Noise) -> BucketQuantiser:
-        return PowerLevels(2 ** (self.bits - 1) - 1, self.bucket, noise)
-
-
-class PowerLevels(BucketQuantiser):
-    """Levels 0, 2**(1 - s), ..., 1/2, 1."""
-
-    def place(self, ratios: Tensor) -> None:
-        # The bits of a float32 (1 + f) 2**e, as a whole number, are 2**23 (e + 127 + f): linear between powers of two.
-        bits = ratios.view(torch.int32) - (_BIAS - self._steps << _FRACTION)
-        places = bits.to(torch.float32).mul_(2.0**-_FRACTION)
-        torch.where(places >= 1, places, ratios * 2.0 ** (self._steps - 1), out=ratios)
-
-    def level(self, codes: Tensor) -> None:
-        exponents = codes.abs().add_(_BIAS - self._steps).to(torch.int32)
-        torch.mul(codes.sign(), exponents.bitwise_left_shift_(_FRACTION).view(torch.float32), out=codes)
+    quantiser = PowerQuantiser

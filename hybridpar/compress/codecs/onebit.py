@@ -12,22 +12,19 @@ zeros. Per group 64 bits of levels are sent beside the bits: groups of n values 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
-from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
-from hybridpar.compress.quantised import Messages, Quantiser, check_meet, put, quantised_coder
+from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.memory import Memory, Scratch
+from hybridpar.compress.packing import bits_size, pack_bits, unpack_bits
+from hybridpar.compress.quantised import Messages, QuantisedCoder, Quantiser, check_meet, put
 from hybridpar.compress.received import Received, SignGroups, Signs
 from hybridpar.errors import check
-
-#: Elements that torch works on at a time, 2 MB of float32: of its twenty calls for a chunk each costs more than what
-#: lies in a core's own cache saves over what lies in the shared one.
-_CHUNK = 1 << 19
 
 
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
@@ -58,8 +55,8 @@ class OneBit(Codec):
         """Whether there are groups, long enough to pay for their levels."""
         return len(shape) > 1 and math.prod(shape) > 0 and math.prod(shape[1:]) >= self.least
 
-    def bind(self, spec: TensorSpec) -> Coder:
-        return quantised_coder(spec, RowSigns(spec.shape), self.meet)
+    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+        return QuantisedCoder(spec, RowSigns(spec.shape), self.meet)
 
 
 class RowSigns(Quantiser):
@@ -80,59 +77,27 @@ class RowSigns(Quantiser):
     def received(self, plain: Received, messages: Messages) -> Received:
         return Signs(plain, [SignGroups(start, stop - start, self._length, parts) for start, stop, parts in messages])
 
-    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        groups, length = values.shape
-        lower, upper, packed = _parts(out, groups)
-        if kernels.onebit_encode(values, residual, lower, upper, packed, scratch):
+    def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
+        lower, upper, packed = _parts(out, len(values))
+        if kernels.onebit_encode(values, memory, lower, upper, packed, scratch):
             return
-        for first, last in _chunks(groups, length):
-            size = (last - first) * length
-            v = residual.take(values[first:last], first * length)
-            bits = scratch.take("bits", size, torch.bool).view(v.shape)
-            half = scratch.take("half", size).view(v.shape)
-            a0, a1 = lower[first:last], upper[first:last]
-            at_least(v, 0.0, bits)
-            start = first * length // 8
-            own = packed[start : start + bits_size(size)]
-            pack_bits(bits.view(-1), own)
-            ones = count_ones(bits, own)
-            torch.sum(torch.clamp(v, max=0, out=half), 1, out=a0)
-            torch.sum(torch.clamp(v, min=0, out=half), 1, out=a1)
-            a0.div_((length - ones).clamp_(min=1))
-            a1.div_(ones.clamp_(min=1))
-            if residual.keeps:
-                select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
-                v.sub_(half)
+        v = memory.take(values)
+        bits = v >= 0
+        pack_bits(bits, packed)
+        ones = bits.sum(1)
+        torch.div(v.clamp(max=0).sum(1), (bits.shape[1] - ones).clamp_(min=1), out=lower)
+        torch.div(v.clamp(min=0).sum(1), ones.clamp_(min=1), out=upper)
+        if memory.keeps:
+            v.sub_(torch.where(bits, upper.unsqueeze(1), lower.unsqueeze(1)))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        groups, length = out.shape
-        lower, upper, packed = _parts(message, groups)
-        if kernels.onebit_read(lower, upper, packed, out, divisor, add=add):
-            return
-        a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
-        for first, last in _chunks(groups, length):
-            bits = _bits(packed, first, last, length)
-            decoded = scratch.take("half", bits.numel()).view(bits.shape)
-            select(bits, a1[first:last], a0[first:last], decoded)
-            put(decoded, out[first:last], add=add)
+        lower, upper, packed = _parts(message, len(out))
+        if not kernels.onebit_read(lower, upper, packed, out, divisor, add=add):
+            bits = unpack_bits(packed, out.numel()).view(out.shape)
+            put(torch.where(bits, (upper / divisor).unsqueeze(1), (lower / divisor).unsqueeze(1)), out, add=add)
 
 
 def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lower levels, upper levels and packed bits of a message."""
     levels = message[: 8 * groups].view(torch.float32)
     return levels[:groups], levels[groups:], message[8 * groups :]
-
-
-def _bits(packed: Tensor, first: int, last: int, length: int) -> Tensor:
-    """The bits of some groups, one group per row."""
-    count = (last - first) * length
-    start = first * length // 8
-    return unpack_bits(packed[start : start + bits_size(count)], count).view(-1, length)
-
-
-def _chunks(groups: int, length: int) -> Iterator[tuple[int, int]]:
-    """Ranges of groups that fit in a shared cache, each beginning at a whole byte of bits."""
-    whole = 8 // math.gcd(length, 8)
-    step = max(_CHUNK // length // whole, 1) * whole
-    for first in range(0, groups, step):
-        yield first, min(first + step, groups)

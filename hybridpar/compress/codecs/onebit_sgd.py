@@ -45,10 +45,8 @@ class OneBitSgd(Codec):
     least: int = 32
     name = "onebit_sgd"
     biased = True
-    stateful = True
     feedback = True
     kernels = ("cpu", "cuda")
-    refuses_momentum = True
     gives_sums = False
 
     def __post_init__(self) -> None:
@@ -59,7 +57,8 @@ class OneBitSgd(Codec):
         OneBit(self.least)  # checks it
 
     @property
-    def keeps_momentum(self) -> bool:
+    def keeps_momentum(self) -> bool:  # type: ignore[override]
+        """Owners have it, unless it is 0."""
         return self.momentum > 0
 
     def fits(self, shape: Sequence[int]) -> bool:

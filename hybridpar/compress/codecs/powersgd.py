@@ -29,28 +29,18 @@ rows of a few numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import (
-    CODECS,
-    NO_RESIDUAL,
-    WORKER,
-    Codec,
-    Coder,
-    Collective,
-    Residual,
-    Round,
-    TensorSpec,
-)
-from hybridpar.compress.feedback import lay_together, stacked
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.memory import WORKER, lay_together, stacked
 from hybridpar.compress.received import Factors, Received
-from hybridpar.errors import CheckpointError, check
+from hybridpar.errors import check
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
 _FEW = 8
@@ -91,7 +81,6 @@ class PowerSgd(Codec):
     gain: float = 2.0
     name = "powersgd"
     biased = True
-    stateful = True
     feedback = True
     castable = True
     kernels = ("cpu",)
@@ -120,57 +109,54 @@ class LowRank(Coder):
         self._rank = min(rank, self._rows, self._columns)
         sides = self._rows, self._columns  # of P and of Q
         super().__init__(spec, [Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in sides])
-        self.residuals = {WORKER: spec.count}
-        # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
+        self.residuals = {WORKER: range(spec.count)}
         self._scale = spec.workers / spec.divisor
-        self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
         first = torch.randn(self._columns, self._rank, generator=draw, dtype=torch.float32, device="cpu")
-        # All factors are transposed. Q is kept as the mean that came, and is made orthonormal when it is used.
-        self._q = self._next_q = first.t().contiguous().to(spec.device)
+        # All factors are transposed. Q is stored as the mean that came, and is made orthonormal when it is used.
+        self._q = self.register_state("q", first.t().contiguous().to(spec.device))
         self._p, self._is_orthonormal = torch.empty(0), False
         self._outline = torch.empty(self._rows, self._columns, device="meta")
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient.contiguous().view(self._rows, self._columns), residuals)
-
-    def release(self) -> None:
-        """M is in the residual; where there is none, it is the gradient, of which a copy is kept."""
-        self._gradient = self._outline if self._residual.keeps else self._gradient.clone()
+    def begin(self, gradient: Tensor) -> None:
+        super().begin(gradient.contiguous().view(self._rows, self._columns))
+        self._memory = self.memory[WORKER]
+        # M will be in the residual; where there is none, it is the gradient, of which a copy is made.
+        self._values = self._outline if self._memory.keeps else self._gradient.clone()
 
     def received(self) -> Received:
-        return Factors(super().received(), self._p, self._next_q, self._scale)
+        return Factors(super().received(), self._p, self._q.next, self._scale)
 
     @property
     def _matrix(self) -> Tensor:
         """M, once it has been taken."""
-        return self._residual.again(self._gradient, 0)
+        return self._memory.again(self._values)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         self.write_together([self], index, [parts])
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        factors = orthonormal([coder._p if index else coder._q for coder in coders])
+        factors = orthonormal([coder._p if index else coder._q.now for coder in coders])
         for numbers in _by_shape(coders):
-            group, own = [coders[n] for n in numbers], [factors[n] for n in numbers]
+            group, mine = [coders[n] for n in numbers], [factors[n] for n in numbers]
             messages = [parts[n][0].view(coder._rank, -1) for n, coder in zip(numbers, group, strict=True)]
-            for coder, factor in zip(group, own, strict=True) if index else ():
+            for coder, factor in zip(group, mine, strict=True) if index else ():
                 coder._p, coder._is_orthonormal = factor, True
             if len(group) > 1:
-                _multiply_together(group, index, own, messages)
+                _multiply_together(group, index, mine, messages)
             else:
-                group[0]._multiply(index, own[0], messages[0])
+                group[0]._multiply(index, mine[0], messages[0])
 
     def _multiply(self, index: int, factor: Tensor, message: Tensor) -> None:
         """Write Q^T M^T, and make M before, or P^T M."""
-        left = factor if self._share == 1 else factor * self._share
+        left = factor if self.spec.share == 1 else factor * self.spec.share
         out = message if message.dtype == torch.float32 else torch.empty_like(message, dtype=torch.float32)
         if index:
-            if not kernels.powersgd_right(self._residual, left, out):
+            if not kernels.powersgd_right(self._memory, left, out):
                 torch.mm(left, self._matrix, out=out)
-        elif not kernels.powersgd_left(self._gradient, self._residual, left, out):
-            torch.mm(left, self._residual.take(self._gradient, 0).t(), out=out)
+        elif not kernels.powersgd_left(self._gradient, self._memory, left, out):
+            torch.mm(left, self._memory.take(self._gradient).t(), out=out)
         if out is not message:
             message.copy_(out)
 
@@ -181,34 +167,17 @@ class LowRank(Coder):
         else:
             if not self._is_orthonormal:  # this coder has written nothing
                 (self._p,) = orthonormal([self._p])
-            self._next_q = factor / (self._share * self.spec.workers)
-            self._residual.owe(FactorProduct(self._p, self._next_q))
+            self._q.next = factor / (self.spec.share * self.spec.workers)
+            self._memory.owe(FactorProduct(self._p, self._q.next))
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
         # A product that is written to memory of other strides may be rounded otherwise.
         product = result if out.is_contiguous() else result.new_empty(result.shape)
-        if not kernels.powersgd_product(self._p, self._next_q, product, self._scale):
-            product.addmm_(self._p.t(), self._next_q, beta=0, alpha=self._scale)
+        if not kernels.powersgd_product(self._p, self._q.next, product, self._scale):
+            product.addmm_(self._p.t(), self._q.next, beta=0, alpha=self._scale)
         if product is not result:
             result.copy_(product)
-
-    def commit(self) -> None:
-        self._q = self._next_q
-
-    def state_dict(self) -> dict[str, Any]:
-        """The factor with which the next step starts, one row per column of the matrix."""
-        return {"q": self._q.t().contiguous().clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        saved: Tensor = state["q"].t()
-        if saved.shape != self._q.shape:
-            raise CheckpointError(
-                f"the factor of {self.spec.name!r} has shape {tuple(saved.t().shape)}, not {tuple(self._q.t().shape)}",
-                "It depends on the parameter's shape and on the rank.",
-                "Resume with the rank of the run that wrote the checkpoint.",
-            )
-        self._q = saved.to(self.spec.device, torch.float32).contiguous().clone()
 
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
@@ -265,9 +234,9 @@ def _multiply_together(
 ) -> None:
     """What `LowRank._multiply` does, for coders of one shape."""
     if index == 0:
-        lay_together([coder._residual for coder in group])
+        lay_together([coder._memory for coder in group])
         for coder in group:
-            coder._residual.take(coder._gradient, 0)
+            coder._memory.take(coder._gradient)
     matrices = stacked([coder._matrix for coder in group])
     if matrices is None:  # gradients themselves, which lie where they lie
         products = [
@@ -275,6 +244,6 @@ def _multiply_together(
         ]
     else:
         products = list(torch.stack(list(factors)) @ (matrices if index else matrices.mT))
-    if group[0]._share != 1:
-        torch._foreach_mul_(products, group[0]._share)
+    if group[0].spec.share != 1:
+        torch._foreach_mul_(products, group[0].spec.share)
     torch._foreach_copy_(list(messages), products)

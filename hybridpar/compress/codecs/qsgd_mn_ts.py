@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridpar.compress.agreed import GridsCoder
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
-from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder
 from hybridpar.errors import check
 
 
@@ -36,7 +36,6 @@ class QsgdTwoScale(LargeTensorCodec):
     least: int = 1000
     name = "qsgd_mn_ts"
     biased = False
-    stateful = True
 
     def __post_init__(self) -> None:
         check(1 <= self.bits <= 8, f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CHUNK, CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, level_and_bits, pack_bits, unpack_bits
-from hybridpar.compress.quantised import cut_stripes
+from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
+from hybridpar.compress.memory import Memory, Scratch
+from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
 from hybridpar.errors import check_choice
 
 _LEVELS = ("mean", "one")
@@ -48,57 +49,55 @@ class SignSgd(LargeTensorCodec):
         super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
-        return MajorityCoder(spec, self.level == "one")
+        return MajorityCoder(spec, SignQuantiser(self.level == "one", spec.workers), "shard")
 
 
-class MajorityCoder(Coder):
-    """Votes on signs, stripe by stripe. A message is [level][bits]."""
+class SignQuantiser(Quantiser):
+    """A stripe as [level][bits]."""
 
-    def __init__(self, spec: TensorSpec, plain: bool) -> None:
-        self._plain = plain
-        self._stripes = cut_stripes(spec.count, 8, spec.workers)
-        sizes = tuple(aligned(ALIGN + bits_size(stop - start)) for start, stop in self._stripes)
-        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, sizes)])
+    unit = 8
 
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        for (start, stop), out in zip(self._stripes, parts, strict=True):
-            values = self._gradient[start:stop]
-            level, packed = level_and_bits(out, values.numel())
-            sums = []
-            for first, last in _chunks(values.numel()):
-                chunk = values[first:last]
-                bits = self._scratch.take("bits", chunk.numel(), torch.bool)
-                at_least(chunk, 0.0, bits)
-                pack_bits(bits, packed[first // 8 : first // 8 + bits_size(chunk.numel())])
-                sums.append(torch.abs(chunk, out=self._scratch.take("half", chunk.numel())).sum(dtype=torch.float64))
-            if sums:
-                mean = torch.stack(sums).sum() / values.numel()
-                level.copy_(torch.where(mean > 0, 1.0, mean) + 0 * mean if self._plain else mean)
+    def __init__(self, plain: bool, workers: int) -> None:
+        self.plain, self._workers = plain, workers
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Level and bits."""
+        return ALIGN + bits_size(shape[0])
+
+    def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
+        mean = values.abs().sum(dtype=torch.float64) / values.numel()
+        self.write(values, torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean, out)
+
+    def write(self, values: Tensor, level: Tensor, out: Tensor) -> None:
+        """Write the signs of values, and a level."""
+        out[:ALIGN].zero_()
+        out[:4].view(torch.float32).copy_(level)
+        pack_bits(values >= 0, out[ALIGN:])
+
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
+        """What arrives is already the mean."""
+        put(self.signs(message, out.numel()) * (self.level(message) * (self._workers / divisor)), out, add=add)
+
+    def signs(self, message: Tensor, count: int) -> Tensor:
+        """Plus or minus 1 for each value."""
+        return unpack_bits(message[ALIGN:], count).float().mul_(2).sub_(1)
+
+    def level(self, message: Tensor) -> Tensor:
+        """What signs are multiplied with, a single element."""
+        return message[:4].view(torch.float32)
+
+
+class MajorityCoder(QuantisedCoder):
+    """Votes on signs, stripe by stripe."""
+
+    quantiser: SignQuantiser
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        start, stop = self._stripes[self.spec.rank]
-        count = stop - start
-        level, packed = level_and_bits(out, count)
-        levels = torch.cat([level_and_bits(message, count)[0] for message in received])
-        level.copy_(levels.max() if self._plain else levels.mean())
-        for first, last in _chunks(count):
-            votes = self._scratch.take("half", last - first).zero_()
-            for message in received:
-                mine = level_and_bits(message, count)[1][first // 8 : first // 8 + bits_size(last - first)]
-                votes.add_(unpack_bits(mine, last - first))
-            bits = self._scratch.take("bits", last - first, torch.bool)
-            at_least(votes, len(received) / 2, bits)
-            pack_bits(bits, packed[first // 8 : first // 8 + bits_size(last - first)])
-
-    def finish(self, out: Tensor) -> None:
-        for (start, stop), message in zip(self._stripes, self._received, strict=True):
-            level, packed = level_and_bits(message, stop - start)
-            step = level * (self.spec.workers / self.spec.divisor)
-            for first, last in _chunks(stop - start):
-                bits = unpack_bits(packed[first // 8 : first // 8 + bits_size(last - first)], last - first)
-                signs = self._scratch.take("half", last - first).copy_(bits).mul_(2).sub_(1)
-                torch.mul(signs, step, out=out[start + first : start + last])
-
-
-def _chunks(count: int) -> list[tuple[int, int]]:
-    return [(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
+        size = self._sizes[self.spec.rank]
+        if not size:
+            return
+        messages = [message[:size] for message in received]
+        votes = torch.stack([self.quantiser.signs(message, len(self._total)) for message in messages]).sum(0)
+        levels = torch.cat([self.quantiser.level(message) for message in messages])
+        self.quantiser.write(votes, levels.max() if self.quantiser.plain else levels.mean(), out[:size])
+        out[size:].zero_()

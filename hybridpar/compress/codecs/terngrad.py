@@ -5,8 +5,8 @@ Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed
 
     t_i = sign(g_i) with probability |g_i| / w, else 0        mean gradient = w / K * sum over workers of t_i
 
-Workers send 2 bits per element to the owner of a stripe. It sends the sum, a whole number from -K to K, in as many bits
-as that takes: nothing is rounded again. Drawing adds no bias. Before it a layer's gradient is clipped to `clip` times
+That is `qsgd_mn:bits=1`, whose codes are added in as many bits as their sum takes: nothing is rounded again. Drawing
+adds no bias. Before it a layer's gradient is clipped to `clip` times
 its root mean square, as in the paper, which makes w smaller and the result less noisy, but biased; `clip=0` is not.
 """
 
@@ -19,14 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CHUNK, CODECS, Collective, LargeTensorCodec, Round, TensorSpec
-from hybridpar.compress.packing import Fields, aligned, pack_pairs, pair_table, pairs_size, unpack_pairs
-from hybridpar.compress.quantised import cut_stripes
-from hybridpar.compress.scaled import ScaledCoder
+from hybridpar.compress.agreed import GridsCoder
+from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.errors import UsageError
-
-#: Codes of 2 bits that fill a word; chunks begin at multiples of it.
-_UNIT = 16
 
 
 @CODECS.register(
@@ -45,7 +40,7 @@ class TernGrad(LargeTensorCodec):
     clip: float = 2.5
     least: int = 1000
     name = "terngrad"
-    stateful = True
+    kernels = ("cpu", "cuda")
     takes_feedback = False
 
     @property
@@ -62,47 +57,18 @@ class TernGrad(LargeTensorCodec):
         return TernaryCoder(spec, self.clip)
 
 
-class TernaryCoder(ScaledCoder):
-    """Agrees on a scale, then adds codes at the owners of stripes."""
+class TernaryCoder(GridsCoder):
+    """A grid with a single step, of a scale that clipping has made smaller."""
 
     def __init__(self, spec: TensorSpec, clip: float) -> None:
-        self._stripes = cut_stripes(spec.count, _UNIT, spec.workers)
-        self._sums = [Fields.dense(stop - start, 2 * spec.workers) for start, stop in self._stripes]
-        codes = tuple(aligned(pairs_size(stop - start)) for start, stop in self._stripes)
-        merged = tuple(aligned(fields.bytes) for fields in self._sums)
-        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, codes, merged)])
+        super().__init__(spec, (1,))
         self._clip = clip
-        self._table = pair_table(spec.device)
 
-    def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._noise.draw(self.spec.count, self._scratch)
-        for (start, stop), out in zip(self._stripes, parts, strict=True):
-            for first in range(start, stop, CHUNK):
-                values = self._values[first : min(first + CHUNK, stop)]
-                at = (first - start) // 4
-                self._encode(values, out[at : at + pairs_size(values.numel())])
-
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        fields = self._sums[self.spec.rank]
-
-        def total(start: int, stop: int, into: Tensor) -> None:
-            into.fill_(self.spec.workers)
-            whole = start // _UNIT * _UNIT
-            for message in received:
-                codes = unpack_pairs(message[whole // 4 :], stop - whole, self._table, self._scratch)
-                into.add_(codes[start - whole :])
-
-        fields.pack(out[: fields.bytes].view(fields.word), total, self._scratch)
-
-    def finish(self, out: Tensor) -> None:
-        for (begin, end), fields, message in zip(self._stripes, self._sums, self._received, strict=True):
-            stripe = out[begin:end]
-
-            def put(start: int, stop: int, sums: Tensor, stripe: Tensor = stripe) -> None:
-                sums.sub_(self.spec.workers).div_(self.spec.divisor)
-                torch.mul(sums, self._scale, out=stripe[start:stop])
-
-            fields.unpack(message[: fields.bytes].view(fields.word), put, self._scratch)
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """What is larger than the scale is sent as the scale, for certain."""
+        super().read(index, parts)
+        if index == 0 and self._clip:
+            self._values = torch.clamp(self._values, -self._scale, self._scale)
 
     def _write_scale(self, out: Tensor) -> None:
         """The largest magnitude after clipping; infinite where a value is not finite."""
@@ -111,13 +77,3 @@ class TernaryCoder(ScaledCoder):
             square = torch.linalg.vector_norm(self._values, dtype=torch.float64).square() / self.spec.count
             limit = (self._clip * square.sqrt()).to(out.dtype)
             out.copy_(torch.where(out.isfinite(), torch.minimum(out, limit), out))
-
-    def _encode(self, values: Tensor, out: Tensor) -> None:
-        """Draw codes and pack them. A clipped value is at least as large as the scale, and is sent for certain."""
-        count = values.numel()
-        magnitudes = torch.div(values, self._divisor, out=self._scratch.take("half", count)).abs_()
-        sent = self._scratch.take("sent", count, torch.bool)
-        positive = self._scratch.take("positive", count, torch.bool)
-        torch.gt(magnitudes, self._noise.take(count), out=sent)
-        torch.gt(values, 0.0, out=positive)
-        pack_pairs(sent, positive.logical_and_(sent), out, self._scratch)

@@ -13,16 +13,16 @@ elements of any layers, so that bytes do not depend on gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Coder, LargeTensorCodec, Residual, TensorSpec
+from hybridpar.compress.codec import CODECS, Coder, LargeTensorCodec, TensorSpec
+from hybridpar.compress.memory import WORKER
 from hybridpar.compress.sparse import Picks, check_rate, largest
 from hybridpar.errors import check_choice
 
@@ -63,26 +63,25 @@ class LargestCoder(Coder):
     """Sends the largest elements of v."""
 
     def __init__(self, spec: TensorSpec, picks: Picks) -> None:
-        self._picks = picks
         super().__init__(spec, [picks.round])
-        self.residuals = {WORKER: spec.count}
+        self._picks = picks
+        self.residuals = {WORKER: range(spec.count)}
         self._values = torch.empty(0)
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        super().begin(gradient, residuals)
-        self._values = self._residual.take(gradient, 0)
+    def begin(self, gradient: Tensor) -> None:
+        self._values = self.memory[WORKER].take(gradient)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        places = largest(self._values, self._picks.picked, self._scratch)
-        values = self._values.index_select(0, places)
-        self._leave(places, values, self._picks.write(values, places, parts[0]))
+        indices = largest(self._values, self._picks.picked, self._scratch)
+        values = self._values.index_select(0, indices)
+        self._leave(indices, values - self._picks.write(values, indices, parts[0]))
 
     def finish(self, out: Tensor) -> None:
         self._picks.read(self._received, out, self.spec.divisor)
 
-    def _leave(self, places: Tensor, values: Tensor, sent: Tensor) -> None:
-        if self._residual.keeps:
-            self._values.index_copy_(0, places, values - sent)
+    def _leave(self, indices: Tensor, left: Tensor) -> None:
+        if self.memory[WORKER].keeps:
+            self._values.index_copy_(0, indices, left)
 
 
 class LargestOfBucketCoder(LargestCoder):
@@ -93,55 +92,52 @@ class LargestOfBucketCoder(LargestCoder):
 
     def __init__(self, spec: TensorSpec, picks: Picks) -> None:
         super().__init__(spec, picks)
-        self._team, self._start = _Team(()), 0
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        self.write_together([self], index, [parts])
+        self._bucket: _Bucket | None = None
+        self._part = slice(0)
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
-        written = list(zip(coders, parts, strict=True))
-        for coder, own in written:
+        together = []
+        for coder, mine in zip(coders, parts, strict=True):
             if coder._picks.dense:
-                LargestCoder.write(coder, index, own)
-        written = [(coder, own) for coder, own in written if not coder._picks.dense]
-        if not written:
+                coder.write(index, mine)
+            else:
+                together.append((coder, mine[0]))
+        if not together:
             return
-        first, team = written[0][0], _Team([coder for coder, _ in written])
-        ends = list(accumulate(coder.spec.count for coder, _ in written))
-        every = torch.cat([coder._values for coder, _ in written], out=first._scratch.take("bucket", ends[-1]))
-        places = largest(every, sum(coder._picks.picked for coder, _ in written), first._scratch)
-        values, sent, taken = every.index_select(0, places), torch.empty_like(places, dtype=torch.float32), 0
-        for coder, (out,) in written:  # any elements, not those of the coder alone
-            room = slice(taken, taken := taken + coder._picks.picked)
-            sent[room] = coder._picks.write(values[room], places[room], out)
-        limits = torch.searchsorted(places, torch.tensor([0, *ends], device=places.device)).tolist()
-        for (coder, _), end, mine in zip(written, ends, map(slice, limits, limits[1:]), strict=False):
-            coder._team, coder._start = team, end - coder.spec.count
-            coder._leave(places[mine] - coder._start, values[mine], sent[mine])
+        members = [coder for coder, _ in together]
+        bucket = _Bucket(members)
+        v = torch.cat([coder._values for coder in members])
+        indices = largest(v, sum(coder._picks.picked for coder in members), members[0]._scratch)
+        values, sent, end, stop = v.index_select(0, indices), [], 0, 0
+        for coder, out in together:  # a message has any elements, not those of its coder alone
+            room = slice(stop, stop := stop + coder._picks.picked)
+            sent.append(coder._picks.write(values[room], indices[room], out))
+            coder._bucket, coder._part = bucket, slice(end, end := end + coder.spec.count)
+        v.index_copy_(0, indices, values - torch.cat(sent))
+        for coder in members:
+            if coder.memory[WORKER].keeps:
+                coder._values.copy_(v[coder._part])
 
     def finish(self, out: Tensor) -> None:
-        if self._picks.dense:
+        if self._bucket is None:
             super().finish(out)
-            return
-        out.zero_()
-        limits = torch.tensor([self._start, self._start + self.spec.count], device=out.device)
-        for values, places in self._team.received:
-            start, stop = torch.searchsorted(places, limits).tolist()
-            out.index_add_(0, places[start:stop] - self._start, values[start:stop] / self.spec.divisor)
+        else:
+            out.copy_(self._bucket.result[self._part])
 
 
-class _Team:
-    """Coders that wrote together in a step."""
+class _Bucket:
+    """The coders that wrote together in a step."""
 
     def __init__(self, coders: Sequence[LargestOfBucketCoder]) -> None:
         self._coders = coders
 
     @cached_property
-    def received(self) -> list[tuple[Tensor, Tensor]]:
-        """Values, float32, and their places in the bucket, ascending, of each worker by rank."""
-        found = []
-        for messages in zip(*(coder._received for coder in self._coders), strict=True):
-            pairs = [coder._picks.parts(one) for coder, one in zip(self._coders, messages, strict=True)]
-            found.append((torch.cat([one.float() for one, _ in pairs]), torch.cat([one.long() for _, one in pairs])))
-        return found
+    def result(self) -> Tensor:
+        """What came of all of them, 1-D."""
+        spec = self._coders[0].spec
+        out = torch.zeros(sum(coder.spec.count for coder in self._coders), dtype=torch.float32, device=spec.device)
+        for messages in zip(*(coder._received for coder in self._coders), strict=True):  # by rank
+            for coder, message in zip(self._coders, messages, strict=True):
+                coder._picks.add_to(message, out, spec.divisor)
+        return out

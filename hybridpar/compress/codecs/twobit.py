@@ -17,16 +17,17 @@ residual that it causes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CHUNK, CODECS, Coder, LargeTensorCodec, Residual, Scratch, TensorSpec
-from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
-from hybridpar.compress.quantised import Quantiser, ShardedCoder, check_meet, quantised_coder
+from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
+from hybridpar.compress.memory import Memory, Scratch
+from hybridpar.compress.packing import bits_size, magnitude, pack_bits, unpack_bits
+from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser, check_meet, put
 from hybridpar.errors import UsageError, check, check_choice
 
 _PULLS = ("codes", "full")
@@ -92,88 +93,56 @@ class TwoBit(LargeTensorCodec):
             raise UsageError("pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
         self._rule()
 
-    def bind(self, spec: TensorSpec) -> Coder:
-        quantiser = TernaryQuantiser(self._rule(), spec.device)
+    def bind(self, spec: TensorSpec) -> QuantisedCoder:
+        quantiser = TernaryQuantiser(self._rule())
         if self.pull == "full":
-            return ShardedCoder(spec, quantiser, requantise=False)
-        return quantised_coder(spec, quantiser, self.meet)
+            return QuantisedCoder(spec, quantiser, "shard", Plain())
+        return QuantisedCoder(spec, quantiser, self.meet)
 
     def _rule(self) -> Threshold:
         return Threshold(self.threshold, self.factor, self.cap)
 
 
 class TernaryQuantiser(Quantiser):
-    """A stripe as [level][codes]."""
+    """A stripe as [level][codes]: 10 is minus, 11 is plus, 00 is nothing, padded to words of 32 bits."""
 
-    def __init__(self, rule: Threshold, device: torch.device) -> None:
+    #: What fills a word.
+    unit = 16
+
+    def __init__(self, rule: Threshold) -> None:
         self._rule = rule
-        self._table = pair_table(device)
-
-    @property
-    def unit(self) -> int:
-        """What fills a word of 32 bits."""
-        return 16
 
     def size(self, shape: Sequence[int]) -> int:
         """Level and codes."""
-        return _HEAD + pairs_size(shape[0])
+        return _HEAD + -(-shape[0] // self.unit) * 4
 
-    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+    def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         """Where a value is not finite the level is NaN, and so is all that is decoded."""
-        rule, level = self._rule, out[:_HEAD].view(torch.float32)
+        rule, level, codes = self._rule, out[:_HEAD].view(torch.float32), out[_HEAD:]
         numbers = rule.fixed or 0.0, rule.factor, rule.cap
-        if kernels.twobit_encode(values, residual, numbers, level, out[_HEAD:], scratch):
+        if kernels.twobit_encode(values, memory, numbers, level, codes, scratch):
             return
-        mean, largest = self._magnitudes(values, residual, scratch)
+        v = memory.take(values)
+        magnitudes, largest = v.abs(), magnitude(v)
+        threshold = torch.minimum(rule.factor * magnitudes.mean(), rule.cap * largest)
         if rule.fixed is not None:
-            threshold = torch.full_like(mean, rule.fixed)
-        else:
-            threshold = torch.minimum(rule.factor * mean, rule.cap * largest)
+            threshold.fill_(rule.fixed)
         level.copy_(threshold).masked_fill_(~largest.isfinite(), torch.nan)
-        for start, stop in _chunks(values.numel()):
-            v = residual.again(values[start:stop], start)
-            positive, sent = self._select(v, threshold, scratch)
-            at = _HEAD + start // 4
-            pack_pairs(sent, positive, out[at : at + pairs_size(stop - start)], scratch)
-            if residual.keeps:
-                sign = scratch.take("sign", stop - start)
-                # plus: 2 - 1, minus: 0 - 1, nothing: 0 - 0
-                sign.copy_(positive.view(torch.uint8)).mul_(2).sub_(sent.view(torch.uint8))
-                v.sub_(sign.mul_(level))
+        positive, sent = v >= threshold, magnitudes >= threshold
+        pairs = torch.stack((sent, positive), 1).view(-1)
+        codes.zero_()
+        pack_bits(pairs, codes[: bits_size(pairs.numel())])
+        if memory.keeps:
+            v.sub_(_signs(sent, positive) * level)
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        level = message[:_HEAD].view(torch.float32)
-        if kernels.twobit_read(level, message[_HEAD:], out, divisor, add=add):
-            return
-        level = level / divisor
-        for start, stop in _chunks(out.numel()):
-            values = self._values(message, start, stop, scratch)
-            if add:
-                out[start:stop].addcmul_(values, level)
-            else:
-                torch.mul(values, level, out=out[start:stop])
-
-    def _magnitudes(self, values: Tensor, residual: Residual, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Mean and largest magnitude of v, 0-d; this is where v is made."""
-        sums, tops = [], []
-        for start, stop in _chunks(values.numel()):
-            v = residual.take(values[start:stop], start)
-            sums.append(torch.abs(v, out=scratch.take("sign", stop - start)).sum())
-            tops.append(magnitude(v))
-        return torch.stack(sums).sum() / values.numel(), torch.stack(tops).max()
-
-    def _select(self, v: Tensor, threshold: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Which values are decoded as positive, and which as not zero."""
-        positive = scratch.take("positive", v.numel(), torch.bool)
-        sent = scratch.take("sent", v.numel(), torch.bool)
-        torch.ge(v, threshold, out=positive)
-        torch.le(v, -threshold, out=sent)
-        return positive, sent.logical_or_(positive)
-
-    def _values(self, message: Tensor, start: int, stop: int, scratch: Scratch) -> Tensor:
-        return unpack_pairs(message[_HEAD + start // 4 :], stop - start, self._table, scratch)
+        level, codes = message[:_HEAD].view(torch.float32), message[_HEAD:]
+        if not kernels.twobit_read(level, codes, out, divisor, add=add):
+            bits = 2 * out.numel()
+            pairs = unpack_bits(codes[: bits_size(bits)], bits).view(-1, 2)
+            put(_signs(*pairs.unbind(1)) * (level / divisor), out, add=add)
 
 
-def _chunks(count: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, count, CHUNK):
-        yield start, min(start + CHUNK, count)
+def _signs(sent: Tensor, positive: Tensor) -> Tensor:
+    """Plus, nothing or minus 1: 2 - 1, 0 - 0 or 0 - 1."""
+    return 2 * positive.float() - sent.float()

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CHUNK, Residual, Scratch
-from hybridpar.compress.feedback import KeptResidual
+from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cuda import CudaKernels
 from hybridpar.compress.kernels.powersgd_source import RANKS
+from hybridpar.compress.memory import Memory, Residual, Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
@@ -85,25 +85,25 @@ def _load_aside() -> None:
 
 
 def onebit_encode(
-    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
+    values: Tensor, memory: Memory, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
 ) -> bool:
     """Encode groups, and leave what is not sent."""
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, *(() if _is_short(residual) else _halves(residual)))
-    if kernels is None or (_is_short(residual) and not isinstance(kernels, CpuKernels)):
+    kernels = _kernels(values, *(() if _is_short(memory) else _halves(memory)))
+    if kernels is None or (_is_short(memory) and not isinstance(kernels, CpuKernels)):
         return False
     _check_groups(values, lower, upper, packed)
-    _check_halves(values, residual)
+    _check_halves(values, memory)
     groups, length = values.shape
     made = lower.data_ptr(), upper.data_ptr(), packed.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("onebit_encode", values, residual, *made, groups, length, _streams(values))
+        kernels.encode("onebit_encode", values, memory, *made, groups, length, _streams(values))
         return True
     by_warps = length <= cuda.WARP_VALUES
     kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
     blocks = -(-groups // cuda.WARPS) if by_warps else groups
-    kept, pending, factor = cuda.halves(residual)
-    kernels.launch(kernel, blocks, values.data_ptr(), kept, pending, *made, groups, length, factor)
+    left, pending, factor = cuda.halves(memory)
+    kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, groups, length, factor)
     return True
 
 
@@ -115,18 +115,18 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divis
     _check_groups(out, lower, upper, packed)
     if add and divisor != 1:
         lower, upper, divisor = lower / divisor, upper / divisor, 1
-    places = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
+    addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
     if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*places, *out.shape, _streams(out), *_divisor(divisor, add))
+        kernels.functions[name](*addresses, *out.shape, _streams(out), *_divisor(divisor, add))
     else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), out.shape[1], float(divisor))
     return True
 
 
 def twobit_encode(
     values: Tensor,
-    residual: Residual,
+    memory: Memory,
     rule: tuple[float, float, float],
     level: Tensor,
     codes: Tensor,
@@ -134,19 +134,19 @@ def twobit_encode(
 ) -> bool:
     """Encode values, and leave what is not sent."""
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, *_halves(residual))
+    kernels = _kernels(values, *_halves(memory))
     if kernels is None:
         return False
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
-    _check_halves(values, residual)
+    _check_halves(values, memory)
     count = values.numel()
     made = level.data_ptr(), codes.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("twobit_encode", values, residual, *made, count, _streams(values), *rule)
+        kernels.encode("twobit_encode", values, memory, *made, count, _streams(values), *rule)
         return True
-    kept, pending, factor = cuda.halves(residual)
-    source = values.data_ptr(), kept
+    left, pending, factor = cuda.halves(memory)
+    source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
     kernels.launch("twobit_magnitudes", blocks, *source, parts, count, factor)
@@ -163,12 +163,12 @@ def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add:
     assert codes.numel() * 4 >= out.numel()
     if add and divisor != 1:
         level, divisor = level / divisor, 1
-    places = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
+    addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
     name = "twobit_add" if add else "twobit_decode"
     if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*places, _streams(out), *_divisor(divisor, add))
+        kernels.functions[name](*addresses, _streams(out), *_divisor(divisor, add))
     else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *places, float(divisor))
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, float(divisor))
     return True
 
 
@@ -178,12 +178,12 @@ def largest(values: Tensor, out: Tensor) -> bool:
     if kernels is None:
         return False
     assert out.numel() == 1
-    places = values.data_ptr(), out.data_ptr(), values.numel()
+    addresses = values.data_ptr(), out.data_ptr(), values.numel()
     if isinstance(kernels, CpuKernels):
-        kernels.functions["qsgd_scale"](*places)
+        kernels.functions["qsgd_scale"](*addresses)
     else:
         out.zero_()
-        kernels.launch("qsgd_scale", cuda.blocks_of(values.numel(), cuda.MOST_PARTS), *places)
+        kernels.launch("qsgd_scale", cuda.blocks_of(values.numel(), cuda.MOST_PARTS), *addresses)
     return True
 
 
@@ -193,86 +193,76 @@ def qsgd_encode(
     """Round values to codes of a grid, and pack them as code + steps."""
     values = _side_by_side(values, scratch)
     kernels = _kernels(values, scale)
-    if kernels is None or fields.in_words is None:
+    if kernels is None:
         return False
     assert values.numel() == fields.count
-    _check_words(words, fields)
-    # A run without values draws no place, as in torch, so that both ways round alike.
-    starts = [noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()]
-    if isinstance(kernels, CpuKernels):
-        (lies, own), at = _in_words(fields, words, scratch), torch.tensor(starts)
-        places = values.data_ptr(), scale.data_ptr(), own.data_ptr(), noise.ring.data_ptr(), at.data_ptr()
-        numbers = lies.count, lies.words, lies.width, lies.per_word, steps, CHUNK
-        kernels.functions[f"qsgd_encode{8 * own.itemsize}"](*places, *numbers)
-        if own is not words:
-            kernels.functions["qsgd_spread"](own.data_ptr(), words.data_ptr(), lies.words, lies.width)
-        return True
-    source = values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr()
+    assert words.numel() == fields.words
+    # A run without values draws no offset, as in torch, so that both ways round alike.
+    starts = [noise.offset(stop - start) if stop > start else 0 for start, stop in fields.runs()]
+    addresses = values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr()
     layout = fields.count, fields.words, fields.width, fields.per_word
+    bits = 8 * words.itemsize
+    if isinstance(kernels, CpuKernels):
+        at = torch.tensor(starts)
+        kernels.functions[f"qsgd_encode{bits}"](*addresses, at.data_ptr(), *layout, steps, CHUNK)
+        return True
     chunks = cuda.MOST_PLACES // fields.per_word  # a launch takes so many starts
     for first in range(0, fields.words, chunks * CHUNK):
         last = min(first + chunks * CHUNK, fields.words)
         run = first // CHUNK * fields.per_word
         part = starts[run : run + chunks * fields.per_word]
-        given = *layout, steps, CHUNK, first, last, struct.pack(f"{len(part)}I", *part)
-        kernels.launch(f"qsgd_encode_{cuda.memory_of(fields)}", cuda.word_blocks(last - first), *source, *given)
+        numbers = *layout, steps, CHUNK, first, last, struct.pack(f"{len(part)}I", *part)
+        kernels.launch(f"qsgd_encode_{bits}", cuda.word_blocks(last - first), *addresses, *numbers)
     return True
 
 
-def qsgd_read(
-    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch, *, add: bool
-) -> bool:
+def qsgd_read(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, *, add: bool) -> bool:
     """Set out = (code - zero) / unit * scale, or add that to it."""
     kernels = _kernels(scale, out)
-    if kernels is None or fields.in_words is None:
+    if kernels is None:
         return False
     assert out.numel() == fields.count
-    _check_words(words, fields)
-    name = "add" if add else "decode"
+    assert words.numel() == fields.words
+    addresses = words.data_ptr(), scale.data_ptr(), out.data_ptr()
+    numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
+    name, bits = f"qsgd_{'add' if add else 'decode'}", 8 * words.itemsize
     if isinstance(kernels, CpuKernels):
-        lies, own = _in_words(fields, words, scratch)
-        if own is not words:
-            kernels.functions["qsgd_collect"](words.data_ptr(), own.data_ptr(), lies.words, lies.width)
-        places = own.data_ptr(), scale.data_ptr(), out.data_ptr()
-        numbers = lies.count, lies.words, lies.width, lies.per_word, zero, float(unit)
-        kernels.functions[f"qsgd_{name}{8 * own.itemsize}"](*places, *numbers)
+        kernels.functions[f"{name}{bits}"](*addresses, *numbers)
     else:
-        places = words.data_ptr(), scale.data_ptr(), out.data_ptr()
-        numbers = fields.count, fields.words, fields.width, fields.per_word, zero, float(unit)
-        kernels.launch(f"qsgd_{name}_{cuda.memory_of(fields)}", cuda.word_blocks(fields.words), *places, *numbers)
+        kernels.launch(f"{name}_{bits}", cuda.word_blocks(fields.words), *addresses, *numbers)
     return True
 
 
-def powersgd_left(values: Tensor, residual: Residual, right: Tensor, out: Tensor) -> bool:
+def powersgd_left(values: Tensor, memory: Memory, right: Tensor, out: Tensor) -> bool:
     """Make v, leave it in the residual, and set out = right v^T; on a CPU alone, as all of PowerSGD's kernels."""
-    if not isinstance(residual, KeptResidual):
+    if not isinstance(memory, Residual):
         return False
-    kept, owed = residual.unsettled()
+    left, owed = memory.unsettled()
     factors = (right, out) if owed is None else (right, out, owed.left, owed.right)
-    kernels = _factor_kernels(*factors, values, kept, residual.pending)
+    kernels = _factor_kernels(*factors, values, left, memory.pending)
     if kernels is None:
         return False
     first, second = (torch.zeros_like(out), right) if owed is None else (owed.left, owed.right)
     _check_factors(out, right, values)
     _check_factors(first, second, values)
-    assert kept.numel() == residual.pending.numel() == values.numel()
-    places = values.data_ptr(), kept.data_ptr(), first.data_ptr(), second.data_ptr(), residual.pending.data_ptr()
+    assert left.numel() == memory.pending.numel() == values.numel()
+    addresses = values.data_ptr(), left.data_ptr(), first.data_ptr(), second.data_ptr(), memory.pending.data_ptr()
     numbers = right.data_ptr(), out.data_ptr(), *values.shape, _streams(values)
-    kernels.functions[f"powersgd_left{right.shape[0]}"](*places, *numbers, residual.factor)
+    kernels.functions[f"powersgd_left{right.shape[0]}"](*addresses, *numbers, memory.factor)
     return True
 
 
-def powersgd_right(residual: Residual, left: Tensor, out: Tensor) -> bool:
+def powersgd_right(memory: Memory, left: Tensor, out: Tensor) -> bool:
     """Set out = left v, of what `powersgd_left` has left."""
-    if not isinstance(residual, KeptResidual):
+    if not isinstance(memory, Residual):
         return False
-    kernels = _factor_kernels(left, out, residual.pending)
+    kernels = _factor_kernels(left, out, memory.pending)
     if kernels is None:
         return False
-    matrix = residual.pending.view(left.shape[1], out.shape[1])
+    matrix = memory.pending.view(left.shape[1], out.shape[1])
     _check_factors(left, out, matrix)
-    places = matrix.data_ptr(), left.data_ptr(), out.data_ptr()
-    kernels.functions[f"powersgd_right{left.shape[0]}"](*places, *matrix.shape)
+    addresses = matrix.data_ptr(), left.data_ptr(), out.data_ptr()
+    kernels.functions[f"powersgd_right{left.shape[0]}"](*addresses, *matrix.shape)
     return True
 
 
@@ -309,12 +299,12 @@ def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
     return kernels if isinstance(kernels, CpuKernels) else None
 
 
-def _halves(residual: Residual) -> tuple[Tensor, ...]:
-    return (residual.kept, residual.pending) if isinstance(residual, KeptResidual) else ()
+def _halves(memory: Memory) -> tuple[Tensor, ...]:
+    return (memory.left, memory.pending) if isinstance(memory, Residual) else ()
 
 
-def _is_short(residual: Residual) -> bool:
-    return isinstance(residual, KeptResidual) and residual.kept.dtype == torch.bfloat16
+def _is_short(memory: Memory) -> bool:
+    return isinstance(memory, Residual) and memory.pending.dtype == torch.bfloat16
 
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
@@ -340,8 +330,8 @@ def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) 
     assert lower.numel() == upper.numel() == groups
 
 
-def _check_halves(values: Tensor, residual: Residual) -> None:
-    assert all(half.numel() == values.numel() for half in _halves(residual))
+def _check_halves(values: Tensor, memory: Memory) -> None:
+    assert all(half.numel() == values.numel() for half in _halves(memory))
 
 
 def _streams(written: Tensor) -> int:
@@ -352,14 +342,3 @@ def _streams(written: Tensor) -> int:
 def _divisor(divisor: int, add: bool) -> tuple[float, ...]:
     """What a decoder of a CPU takes last, and one that adds does not."""
     return () if add else (float(divisor),)
-
-
-def _in_words(fields: Fields, words: Tensor, scratch: Scratch) -> tuple[Fields, Tensor]:
-    """How codes lie as kernels of a CPU have them, and memory for that: the message itself, unless it is in planes."""
-    lies = fields.in_words
-    assert lies is not None
-    return lies, words if lies is fields else scratch.take("plane words", lies.words, lies.word)
-
-
-def _check_words(words: Tensor, fields: Fields) -> None:
-    assert words.numel() * words.itemsize == fields.bytes

@@ -353,40 +353,15 @@ struct Layout {
 // Places of a word that a thread reads before it uses the first, as a value alone would keep no GPU busy.
 constexpr u32 BATCH = 4;
 
-// Words in memory as they are.
-template <typename Word>
-struct Whole {
-    Word* memory;
-
-    __device__ u64 load(const Layout&, u32 word) const { return memory[word]; }
-    __device__ void store(const Layout&, u32 word, u64 bits) const { memory[word] = Word(bits); }
-};
-
-// Words of 8 fields, so many bytes as fields have bits; byte p of all words lies in plane p.
-struct Planes {
-    u8* memory;
-
-    __device__ u64 load(const Layout& layout, u32 word) const {
-        u64 bits = 0;
-        for (u32 plane = 0; plane < layout.width; ++plane)
-            bits |= u64(memory[u64(plane) * layout.words + word]) << (8 * plane);
-        return bits;
-    }
-    __device__ void store(const Layout& layout, u32 word, u64 bits) const {
-        for (u32 plane = 0; plane < layout.width; ++plane)
-            memory[u64(plane) * layout.words + word] = u8(bits >> (8 * plane));
-    }
-};
-
 // Where in the ring the noise of each run begins; by value, so that nothing is copied to the device before a launch.
 struct Places {
     u32 at[MOST_PLACES];
 };
 
 // The arithmetic of a value is that of the torch code, operation by operation.
-template <typename Memory>
+template <typename Word>
 __device__ inline void qsgd_write(
-    Memory memory, const float* values, const float* scale, const float* ring, const Layout& layout, u32 steps,
+    Word* words, const float* values, const float* scale, const float* ring, const Layout& layout, u32 steps,
     u32 chunk, u32 from, u32 to, const Places& places) {
     const float divisor = *scale > 0 ? *scale : 1, most = float(steps);
     for (u32 word = from + blockIdx.x * THREADS + threadIdx.x; word < to; word += THREADS * gridDim.x) {
@@ -408,17 +383,17 @@ __device__ inline void qsgd_write(
                     bits |= u64(u32(code + int(steps))) << ((first + i) * layout.width);
                 }
         }
-        memory.store(layout, word, bits);
+        words[word] = Word(bits);
     }
 }
 
-template <bool ADD, typename Memory>
+template <bool ADD, typename Word>
 __device__ inline void qsgd_read(
-    Memory memory, const float* scale, float* out, const Layout& layout, u32 zero, float unit) {
+    const Word* words, const float* scale, float* out, const Layout& layout, u32 zero, float unit) {
     const float size = *scale, origin = float(zero);
     const u64 mask = (u64(1) << layout.width) - 1;
     for (u32 word = blockIdx.x * THREADS + threadIdx.x; word < layout.words; word += THREADS * gridDim.x) {
-        const u64 bits = memory.load(layout, word);
+        const u64 bits = words[word];
         for (u32 first = 0; first < layout.per_word; first += BATCH) {
             float before[BATCH];
 #pragma unroll
@@ -435,22 +410,21 @@ __device__ inline void qsgd_read(
     }
 }
 
-#define QSGD(NAME, MEMORY, WORD)                                                                                       \
+#define QSGD(NAME, WORD)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS) qsgd_encode_##NAME(                                          \
         const float* values, const float* scale, WORD* words, const float* ring, Layout layout, u32 steps, u32 chunk,  \
         u32 from, u32 to, const __grid_constant__ Places places) {                                                     \
-        qsgd_write(MEMORY{words}, values, scale, ring, layout, steps, chunk, from, to, places);                        \
+        qsgd_write(words, values, scale, ring, layout, steps, chunk, from, to, places);                                \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) qsgd_decode_##NAME(                                          \
         WORD* words, const float* scale, float* out, Layout layout, u32 zero, float unit) {                            \
-        qsgd_read<false>(MEMORY{words}, scale, out, layout, zero, unit);                                               \
+        qsgd_read<false>(words, scale, out, layout, zero, unit);                                                       \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS) qsgd_add_##NAME(                                             \
         WORD* words, const float* scale, float* out, Layout layout, u32 zero, float unit) {                            \
-        qsgd_read<true>(MEMORY{words}, scale, out, layout, zero, unit);                                                \
+        qsgd_read<true>(words, scale, out, layout, zero, unit);                                                        \
     }
 
-QSGD(8, Whole<u8>, u8)
-QSGD(32, Whole<u32>, u32)
-QSGD(64, Whole<u64>, u64)
-QSGD(planes, Planes, u8)
+QSGD(8, u8)
+QSGD(32, u32)
+QSGD(64, u64)

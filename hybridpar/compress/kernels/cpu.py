@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.codec import Residual
-from hybridpar.compress.feedback import KeptResidual
+from hybridpar.compress.memory import Memory, Residual
 
 _KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
@@ -31,13 +30,12 @@ class CpuKernels:
         functions = load_kernels("codec", _SOURCES)
         return cls(functions) if functions else None
 
-    def encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
-        """Call the one of several encoders that keeps what the residual does."""
-        if isinstance(residual, KeptResidual):
-            kept, pending = residual.halves()
-            way = "keep" if kept.dtype == torch.float32 else "short"
-            self.functions[f"{name}_{way}"](
-                values.data_ptr(), kept.data_ptr(), pending.data_ptr(), *arguments, residual.factor
-            )
+    def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
+        """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
+        if isinstance(memory, Residual):
+            left, pending = memory.halves()
+            way = "keep" if left.dtype == torch.float32 else "short"
+            addresses = values.data_ptr(), left.data_ptr(), pending.data_ptr()
+            self.functions[f"{name}_{way}"](*addresses, *arguments, memory.factor)
         else:
             self.functions[name](values.data_ptr(), 0, 0, *arguments)

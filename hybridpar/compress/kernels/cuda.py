@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.codec import Residual
-from hybridpar.compress.feedback import KeptResidual
-
-if TYPE_CHECKING:
-    from hybridpar.compress.packing import Fields
+from hybridpar.compress.memory import Memory, Residual
 
 #: The kernels' source.
 SOURCE = Path(__file__).with_name("codec.cu")
@@ -50,8 +46,8 @@ PARAMETERS = {
     "twobit_codes": "PPPPPPIIffff",
     **dict.fromkeys(("twobit_decode", "twobit_add"), "PPPIf"),
     "qsgd_scale": "PPI",
-    **{f"qsgd_encode_{kind}": _ENCODE for kind in ("8", "32", "64", "planes")},
-    **{f"qsgd_{name}_{kind}": _READ for name in ("decode", "add") for kind in ("8", "32", "64", "planes")},
+    **{f"qsgd_encode_{kind}": _ENCODE for kind in (8, 32, 64)},
+    **{f"qsgd_{name}_{kind}": _READ for name in ("decode", "add") for kind in (8, 32, 64)},
 }
 
 
@@ -85,10 +81,10 @@ class CudaKernels:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
 
 
-def halves(residual: Residual) -> tuple[int, int, float]:
-    """Addresses of what is kept and of what will be, and the factor of the former."""
-    if isinstance(residual, KeptResidual):
-        return residual.kept.data_ptr(), residual.pending.data_ptr(), residual.factor
+def halves(memory: Memory) -> tuple[int, int, float]:
+    """Addresses of what is left and of what will be, and the factor of the former."""
+    if isinstance(memory, Residual):
+        return memory.left.data_ptr(), memory.pending.data_ptr(), memory.factor
     return 0, 0, 1.0
 
 
@@ -100,8 +96,3 @@ def blocks_of(count: int, most: int | None = None) -> int:
 def word_blocks(words: int) -> int:
     """Blocks of threads that take a word each."""
     return min(-(-words // THREADS), MOST_BLOCKS)
-
-
-def memory_of(fields: Fields) -> str:
-    """What kernels for such words are called."""
-    return str(8 * fields.word.itemsize) if fields.in_words is fields else "planes"

@@ -25,8 +25,6 @@ _WORDS = {"uint8": 8, "int32": 32, "int64": 64}
 def define(w: Writer) -> dict[str, Any]:
     """The functions of this file by name."""
     functions = {"qsgd_scale": w.function("qsgd_scale", ("values", "out", "count"), (), _scale(w))}
-    for name, collect in (("qsgd_spread", False), ("qsgd_collect", True)):
-        functions[name] = w.function(name, ("source", "target", "total", "width"), (), _turn(w, collect))
     for dtype, bits in _WORDS.items():
         functions |= {
             f"qsgd_encode{bits}": w.function(f"qsgd_encode{bits}", ENCODE, (), _encode(w, dtype)),
@@ -73,37 +71,6 @@ def _vectors(w: Writer, count: Any, each: Callable[[Any, bool], None]) -> None:
         each(block * LANES, True)
     with w.t.serial(0, count % LANES) as step:
         each(count // LANES * LANES + step, False)
-
-
-def _turn(w: Writer, collect: bool) -> Callable[..., None]:
-    """Byte p of every 64-bit word from plane p, or to it; a block of words stays in the cache meanwhile."""
-    t = w.t
-
-    def body(source: Any, target: Any, total: Any, width: Any) -> None:
-        words = w.view(target if collect else source, "int64")
-        planes = w.view(source if collect else target, "uint8")
-
-        def move(place: Any, plane: Any, wide: bool) -> None:
-            word = w.at(place) if wide else place
-            byte = w.at(plane * total + place) if wide else plane * total + place
-            lanes, suffix = (w.lanes, f"x{LANES}") if wide else (_itself, "")
-            shift = lanes(plane * 8)
-            if collect:
-                before = t.Select(lanes(plane == 0), lanes(t.int64(0)), words[word])
-                w.store(words, word, before | (t.cast(planes[byte], f"int64{suffix}") << shift))
-            else:
-                w.store(planes, byte, t.cast(words[word] >> shift, f"uint8{suffix}"))
-
-        with t.serial(0, (total + BLOCK - 1) // BLOCK) as block:
-            first = w.keep(block * BLOCK)
-            long = w.keep(t.min(t.int64(BLOCK), total - first))
-            with t.serial(0, width) as plane:
-                with t.serial(0, long // LANES) as step:
-                    move(first + step * LANES, plane, True)
-                with t.serial(0, long % LANES) as step:
-                    move(first + long // LANES * LANES + step, plane, False)
-
-    return body
 
 
 def _runs(w: Writer, count: Any, total: Any, per_word: Any, run: Callable[[Any, Any, Any], None]) -> None:

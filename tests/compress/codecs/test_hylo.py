@@ -98,7 +98,5 @@ def test_with_everything_sent_it_is_the_mean() -> None:
 def test_waiting_times_of_other_options_are_refused() -> None:
     spec = TensorSpec("w", CONV["w"])
     coder = FilterCoder(spec, 5, 9)
-    with pytest.raises(CheckpointError, match="waits more than 9 steps"):
-        coder.load_state_dict({"waited": torch.full((20,), 10)})
-    with pytest.raises(CheckpointError, match="20 filters"):
-        coder.load_state_dict({"waited": torch.zeros(19)})
+    with pytest.raises(CheckpointError, match=r"has shape \(19,\)"):
+        coder.load_state_dict({"waited": torch.zeros(19), "steps": 1})

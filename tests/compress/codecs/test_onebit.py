@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import parse_codec
-from hybridpar.compress.codec import Residual, Scratch
-from hybridpar.compress.codecs import onebit
 from hybridpar.compress.codecs.onebit import RowSigns
-from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.memory import Memory, Residual, Scratch
 from hybridpar.compress.packing import unpack_bits
 from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import Team, same_bits
@@ -33,16 +32,16 @@ SCRATCH = Scratch(torch.device("cpu"))
 GOLDEN = torch.tensor([[0.5, -0.25, 0.75, -0.75], [-1, 2, -3, 0.5], [0, 0, 0, 0]])
 
 
-def encoded(quantiser: Quantiser, values: Tensor, residual: Residual | None = None) -> Tensor:
+def encoded(quantiser: Quantiser, values: Tensor, residual: Memory | None = None) -> Tensor:
     shaped = quantiser.view(values)
     message = torch.empty(quantiser.size(shaped.shape), dtype=torch.uint8)
-    quantiser.encode(shaped, residual or Residual(), message, SCRATCH)
+    quantiser.encode(shaped, residual or Memory(), message, SCRATCH)
     return message
 
 
 def decoded(quantiser: Quantiser, message: Tensor, count: int) -> Tensor:
     out = torch.full((count,), torch.nan)
-    quantiser.decode(message, quantiser.view(out), 1, SCRATCH)
+    quantiser.read(message, quantiser.view(out), SCRATCH, 1, add=False)
     return out
 
 
@@ -96,18 +95,17 @@ def test_what_is_compressed() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 33, 64, 1024, 1109])
-def test_groups_of_any_length(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onebit, "_CHUNK", 1024)  # so that there are several
+def test_groups_of_any_length(length: int) -> None:
     groups = 5 if length > 1000 else 301
     values = torch.randn(groups * length)
     quantiser = RowSigns((groups, length))
-    residual = KeptResidual.zeros(values.numel(), torch.device("cpu"))
+    residual = Residual.zeros(values.numel(), torch.device("cpu"))
     message = encoded(quantiser, values, residual)
     found = decoded(quantiser, message, values.numel())
     torch.testing.assert_close(found + residual.pending, values)
     assert torch.equal(found >= 0, (values >= 0))
     total = torch.ones(groups, length)
-    quantiser.add(message, total, SCRATCH)
+    quantiser.read(message, total, SCRATCH, 1, add=True)
     torch.testing.assert_close(total.view(-1), found + 1)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from hybridpar.compress import check_optimizer, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
-from hybridpar.compress.owner import Kept, OwnerCoder, OwnerRule, adagrad_
+from hybridpar.compress.memory import State
+from hybridpar.compress.owner import OwnerCoder, OwnerRule, adagrad_
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from tests.compress.team import Team, equal
@@ -92,7 +93,7 @@ def _kept_values(team, name):
 
 
 def test_adagrad_by_hand():
-    squares = Kept(3, torch.device("cpu"))
+    squares = State(torch.zeros(3))
     first = adagrad_(torch.tensor([3.0, -4.0, 0.0]), squares, level=False)
     torch.testing.assert_close(first, torch.tensor([1.0, -1.0, 0.0]))
     squares.commit()
@@ -101,7 +102,7 @@ def test_adagrad_by_hand():
     # Both were divided by 5; made as long as before, they are what they were.
     levelled = adagrad_(torch.tensor([4.0, 3.0, 0.0]), squares)
     torch.testing.assert_close(levelled, torch.tensor([4.0, 3.0, 0.0]))
-    assert not adagrad_(torch.zeros(3), Kept(3, torch.device("cpu"))).any()
+    assert not adagrad_(torch.zeros(3), State(torch.zeros(3))).any()
 
 
 def test_worker_scales_before_it_quantises():
@@ -131,7 +132,7 @@ def test_first_steps_are_in_full_precision_and_momentum_goes_on():
 def test_momentum_per_sample():
     team = Team("onebit_sgd:adagrad=off,bits=off,momentum=0.81", {"bias": (4,)}, 2)
     for exchange in team.exchanges:
-        exchange.coders[0].set_batch_scale(0.5)
+        exchange.coders[0].samples = 0.5
     ones = [[torch.ones(4)], [torch.ones(4)]]
     team.step(ones)
     torch.testing.assert_close(team.step(ones)[0], torch.full((4,), 1.9))
@@ -149,5 +150,5 @@ def test_momentum_is_kept_once():
 def test_state_of_another_shape_is_refused():
     coder = coder_of(Team("onebit_sgd", {"matrix": (4, 40)}, 2), "matrix", 0)
     other = coder_of(Team("onebit_sgd", {"matrix": (8, 40)}, 2), "matrix", 0)
-    with pytest.raises(CheckpointError, match="elements"):
+    with pytest.raises(CheckpointError, match="has shape"):
         coder.load_state_dict(other.state_dict())

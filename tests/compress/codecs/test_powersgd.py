@@ -70,7 +70,7 @@ def test_it_is_powersgd_matrix_by_matrix(text: str) -> None:
     team = Team(f"{text},gain=1", LAYERS, 3)
     matrices = {name: (shape[0], -1) for name, shape in LAYERS.items() if len(shape) > 1}
     decay = 0.9 if "decay" in text else 1.0
-    plain = {name: Reference(team.coders(name)[0].state_dict()["inner"]["q"], 3, decay) for name in matrices}
+    plain = {name: Reference(team.coders(name)[0].state_dict()["inner"]["q"].t(), 3, decay) for name in matrices}
     for seed in range(6):
         gradients = team.gradients(seed, 1e-3)
         if seed == 3:  # of a step that does not count nothing is left
@@ -173,5 +173,5 @@ def test_the_first_factor_is_drawn_alike_by_all_and_apart_for_parameters() -> No
 
 def test_a_factor_of_another_rank_is_refused() -> None:
     spec = TensorSpec("w", (30, 40))
-    with pytest.raises(CheckpointError, match="rank of the run"):
+    with pytest.raises(CheckpointError, match="has shape"):
         LowRank(spec, 2).load_state_dict(LowRank(spec, 3).state_dict())

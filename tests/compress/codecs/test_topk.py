@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridpar.compress import Collective
-from hybridpar.compress.codec import Scratch
+from hybridpar.compress.memory import Scratch
 from hybridpar.compress.sparse import largest
 from tests.compress.team import Team, same_bits
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridpar.compress import parse_codec
-from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
-from hybridpar.compress.feedback import FeedbackCoder, KeptResidual
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.memory import Residual, Scratch
 from tests.compress.team import Team
 
 #: For tests/compress/test_every_codec.py: each option of the codec with another value than its own.
@@ -38,12 +39,12 @@ LEFT = [-5.0, -1, 2, 2, 4, 3, 0, -1, -6, -96]
 
 def coded(rule: Threshold, values: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Message, decoded values and what is left."""
-    quantiser = TernaryQuantiser(rule, CPU)
-    residual = KeptResidual(torch.zeros_like(values) if kept is None else kept, torch.zeros_like(values))
+    quantiser = TernaryQuantiser(rule)
+    residual = Residual(torch.zeros_like(values) if kept is None else kept, torch.zeros_like(values))
     message = torch.full((quantiser.size(values.shape),), 255, dtype=torch.uint8)
     quantiser.encode(values, residual, message, SCRATCH)
     out = torch.full_like(values, torch.nan)
-    quantiser.decode(message, out, 1, SCRATCH)
+    quantiser.read(message, out, SCRATCH, 1, add=False)
     return message, out, residual.pending
 
 

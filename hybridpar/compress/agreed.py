@@ -1,0 +1,138 @@
+"""Exchange of codes on a scale that all workers agree on before they send: such codes can be added on the way.
+
+QSGD-MaxNorm on a single grid or on several, TernGrad and GRandK-MN begin alike: a round in which the largest magnitude
+of all workers is reduced by maximum. Where there are several grids a round follows that says which elements are small
+on all workers. Then codes are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress import kernels
+from hybridpar.compress.codec import CHUNK, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.levels import write_scale
+from hybridpar.compress.memory import WORKER
+from hybridpar.compress.noise import Noise
+from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
+from hybridpar.errors import UsageError
+
+
+def read_levels(text: str) -> tuple[int, ...]:
+    """Steps of the grids that a text such as `4/8` names by their bits, coarsest first."""
+    try:
+        bits = [int(part) for part in text.split("/")]
+    except ValueError:
+        bits = []
+    ascending = all(left < right for left, right in pairwise(bits))
+    if not bits or not 1 <= bits[0] <= 8 or bits[-1] > 16 or not ascending or text != "/".join(map(str, bits)):
+        raise UsageError(
+            f"levels={text}", "Bits of grids, from coarse to fine: the first 1 to 8, the last up to 16.", "Use 4/8."
+        )
+    return tuple(2**width - 1 for width in bits)
+
+
+class GridsCoder(Coder):
+    """Agrees on a scale, then on a grid for each element, then adds codes.
+
+    Args:
+        spec: The parameter.
+        steps: From zero to the scale, of each grid, coarsest first.
+        rounding: How values are rounded, see `hybridpar.compress.noise`.
+        count: How many values are sent in a step; as many as the parameter has if it is not given.
+    """
+
+    def __init__(self, spec: TensorSpec, steps: Sequence[int], rounding: str = "random", count: int = 0) -> None:
+        self._count = count or spec.count
+        self._coarse, self._finer = steps[0], tuple(steps[1:])
+        self._gains = [right - left for left, right in pairwise(steps)]
+        self._fields = Fields.summable(self._count, 2 * self._coarse, spec.workers)
+        self._plane = bits_size(self._count)
+        agree = [Round(Collective.AND, torch.uint8, (len(self._finer) * self._plane,))] if self._finer else []
+        scale = Round(Collective.MAX, torch.float32, (1,))
+        super().__init__(spec, [scale, *agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))])
+        self.residuals = {WORKER: range(spec.count)}
+        self._noise = Noise(spec, rounding)
+        self._values = self._scale = self._divisor = self._planes = torch.empty(0)
+
+    def begin(self, gradient: Tensor) -> None:
+        super().begin(gradient)
+        self._noise.begin(self.steps)
+        self._memory = self.memory[WORKER]
+        self._values = self._memory.take(gradient)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        (out,) = parts
+        if index == 0:
+            self._write_scale(out)
+        elif index < len(self.rounds) - 1:
+            self._write_what_is_small(out)
+        else:
+            self._noise.draw(self._fields.words, self._scratch)
+            if not self._write_by_kernel(out):
+                self._fields.pack(out, self._code, self._scratch)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        if index == 0:
+            self._scale = parts[0]
+            # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
+            self._divisor = torch.where(self._scale > 0, self._scale, 1.0)
+        elif index < len(self.rounds) - 1:
+            self._planes = parts[0]
+        else:
+            super().read(index, parts)
+
+    def finish(self, out: Tensor) -> None:
+        zero, unit = self.spec.workers * self._coarse, self.spec.divisor * self._coarse
+        (words,) = self._received
+        if not self._finer and kernels.qsgd_read(words, self._scale, self._fields, zero, unit, out, add=False):
+            return
+
+        def use(start: int, stop: int, sums: Tensor) -> None:
+            sums.sub_(zero).div_(self._steps(start, stop).mul_(self.spec.divisor))
+            torch.mul(sums, self._scale, out=out[start:stop])
+
+        self._fields.unpack(words, use, self._scratch)
+
+    def _write_scale(self, out: Tensor) -> None:
+        """Write this worker's scale; infinite where a value is not finite."""
+        write_scale(self._values, out)
+
+    def _write_by_kernel(self, out: Tensor) -> bool:
+        """Write codes in one pass, on one grid, where nothing is left over; whether there is a kernel for that."""
+        if self._finer or self._memory.keeps or not self._noise.random:
+            return False
+        numbers = self._noise, self._coarse, self._fields
+        return kernels.qsgd_encode(self._values, self._scale, *numbers, out, self._scratch)
+
+    def _code(self, start: int, stop: int, into: Tensor) -> None:
+        values, steps = self._values[start:stop], self._steps(start, stop)
+        torch.div(values, self._divisor, out=into)
+        self._noise.round_(into.mul_(steps))
+        into.clamp_(max=self._coarse)
+        if self._memory.keeps:
+            values.sub_(torch.div(into, steps).mul_(self._scale))
+        into.add_(self._coarse)
+
+    def _write_what_is_small(self, out: Tensor) -> None:
+        for start in range(0, self._count, CHUNK):
+            ratios = self._values[start : start + CHUNK] / self._divisor
+            for grid, steps in enumerate(self._finer):
+                small = (ratios * steps).abs_() <= self._coarse
+                pack_bits(small, self._of_grid(out, grid)[start // 8 :][: bits_size(small.numel())])
+
+    def _steps(self, start: int, stop: int) -> Tensor:
+        """Steps of the grid that each element of a range uses, float32."""
+        steps = self._scratch.take("steps", stop - start).fill_(self._coarse)
+        first = start // 8 * 8
+        for grid, gain in enumerate(self._gains):
+            packed = self._of_grid(self._planes, grid)[first // 8 : bits_size(stop)]
+            steps.add_(unpack_bits(packed, stop - first)[start - first :], alpha=gain)
+        return steps
+
+    def _of_grid(self, planes: Tensor, grid: int) -> Tensor:
+        return planes[grid * self._plane : (grid + 1) * self._plane]

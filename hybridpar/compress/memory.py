@@ -1,0 +1,207 @@
+"""What coders remember from step to step, in two halves: a step reads what counts and writes what would count.
+
+`State` is a tensor of a codec. `Memory` is where a coder takes its values from and leaves what it did not send: the
+base class forgets that, and `Residual` adds it to the gradient of the next step. That is error feedback (Seide et al.,
+"1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019):
+
+    v = g + r        C(v) is sent        r' = v - C(v)
+
+The residual r is subtracted from v, not from g: what was left out twice is still there. So a step that is not committed
+leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.errors import CheckpointError
+
+#: Key of the residual of what this worker does not send.
+WORKER = "worker"
+#: Key of the residual of what this worker, as owner of a stripe, does not send on.
+OWNER = "owner"
+
+
+class Scratch:
+    """Tensors that are used again and again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, use: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A 1-D tensor with anything in it, valid until the same use is taken again."""
+        buffer = self._buffers.get((use, dtype))
+        if buffer is None or buffer.numel() < count:
+            self._buffers[use, dtype] = buffer = torch.empty(count, dtype=dtype, device=self._device)
+        return buffer[:count]
+
+
+class State:
+    """A tensor of which a step makes a new version, which counts from `commit` on."""
+
+    def __init__(self, now: Tensor) -> None:
+        self.now, self.next = now, torch.zeros_like(now)
+
+    def commit(self) -> None:
+        """What the step under way made counts."""
+        self.now, self.next = self.next, self.now
+
+    def load(self, saved: Tensor, name: str) -> None:
+        """Take over what was saved of a parameter."""
+        if saved.shape != self.now.shape:
+            raise CheckpointError(
+                f"the state of {name!r} has shape {tuple(saved.shape)}, and {tuple(self.now.shape)} is needed",
+                "It depends on the codec's options, the parameter's shape, the number of workers and the rank.",
+                "Resume with the options of the run that wrote the checkpoint.",
+            )
+        self.now = saved.to(self.now.device, self.now.dtype, copy=True)
+
+
+class Product(Protocol):
+    """A matrix that is left^T right, of two factors with a few rows each."""
+
+    @property
+    def left(self) -> Tensor:
+        """Its rows are as long as the matrix has rows."""
+
+    @property
+    def right(self) -> Tensor:
+        """Its rows are as long as those of the matrix."""
+
+    def subtract_from(self, values: Tensor) -> None:
+        """Subtract the matrix."""
+
+
+class Memory:
+    """No memory at all: v is the gradient, and what is not sent is lost.
+
+    `keeps` says whether a coder should leave v - C(v) in what `take` returns; here it must not touch it.
+    """
+
+    keeps = False
+
+    def part(self, start: int, stop: int) -> Memory:
+        """The memory of a range of elements."""
+        return self
+
+    def take(self, values: Tensor, start: int = 0) -> Tensor:
+        """Give v for a range of elements; to be called once in a step for each."""
+        return values
+
+    def again(self, values: Tensor, start: int = 0) -> Tensor:
+        """What `take` returned, or what has become of it since."""
+        return values
+
+    def owe(self, product: Product) -> None:
+        """Say that what is left of the step is v without a matrix. It is subtracted by who next reads what is left."""
+
+    def commit(self) -> None:
+        """The step counts."""
+
+
+class Residual(Memory):
+    """What was not sent, in float32 or bfloat16.
+
+    In bfloat16 half as much memory is read and written in a step, and what is left is rounded once more: the rounding
+    errors, up to 2^-8 of each value, are lost. v itself is always float32.
+    """
+
+    keeps = True
+
+    def __init__(self, left: Tensor, pending: Tensor, factor: float = 1.0) -> None:
+        self._left = left
+        #: What the step under way leaves.
+        self.pending = pending
+        #: What is left from before is multiplied with it.
+        self.factor = factor
+        # Where v is until the step counts, if that is not the pending half; shared with parts, which begin at `_start`.
+        self._wide: list[Tensor] = []
+        self._start, self._count = 0, left.numel()
+        self._owed: Product | None = None  # by what is left
+        self._owing: Product | None = None  # by the pending half
+
+    @property
+    def left(self) -> Tensor:
+        """What the last step that counted left; 1-D, not a copy."""
+        if self._owed is not None:
+            product, self._owed = self._owed, None
+            product.subtract_from(self._left)
+        return self._left
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Residual:
+        """Nothing is left yet."""
+        return cls(torch.zeros(count, dtype=dtype, device=device), torch.zeros(count, dtype=dtype, device=device))
+
+    def part(self, start: int, stop: int) -> Residual:
+        part = Residual(self.left[start:stop], self.pending[start:stop], self.factor)
+        part._wide, part._start, part._count = self._wide, self._start + start, self._count
+        return part
+
+    def take(self, values: Tensor, start: int = 0) -> Tensor:
+        """Give v = values + factor * left, in memory that may be changed."""
+        left = self.left[start : start + values.numel()].view(values.shape)
+        return torch.add(values, left, alpha=self.factor, out=self.again(values, start))
+
+    def again(self, values: Tensor, start: int = 0) -> Tensor:
+        if self.pending.dtype == torch.float32:
+            return self.pending[start : start + values.numel()].view(values.shape)
+        if not self._wide:
+            self._wide.append(torch.empty(self._count, dtype=torch.float32, device=self.pending.device))
+        start += self._start
+        return self._wide[0][start : start + values.numel()].view(values.shape)
+
+    def owe(self, product: Product) -> None:
+        self._owing = product
+
+    def unsettled(self) -> tuple[Tensor, Product | None]:
+        """What is left, for a kernel that reads all of it, and what has yet to be subtracted from it."""
+        return self._left, self._owed
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """What is left and what is pending, for a kernel that reads all of the former and writes all of the latter."""
+        self._wide.clear()
+        return self.left, self.pending
+
+    def commit(self) -> None:
+        owing, self._owing = self._owing, None
+        if self._wide:
+            wide = self._wide.pop()
+            if owing is not None:  # before it is rounded
+                owing.subtract_from(wide)
+                owing = None
+            self.pending.copy_(wide)
+        self._left, self.pending, self._owed = self.pending, self._left, owing
+
+
+def lay_together(memories: Sequence[Memory]) -> None:
+    """Move residuals of one size to where `stacked` finds them, unless they are there; before they are taken."""
+    residuals = [memory for memory in memories if isinstance(memory, Residual)]
+    if len(residuals) < max(len(memories), 2):
+        return
+    if stacked([one.left for one in residuals]) is None:
+        for one, half in zip(residuals, torch.stack([one.left for one in residuals]), strict=True):
+            one._left = half
+    if stacked([one.pending for one in residuals]) is None:
+        for one, half in zip(residuals, torch.stack([one.pending for one in residuals]), strict=True):
+            one.pending = half
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of one shape as one with a further dimension in front, which is not a copy."""
+    first, *others = tensors
+    starts = [tensor.storage_offset() for tensor in tensors]
+    distance = starts[1] - starts[0] if others else 0
+    for number, tensor in enumerate(others, 1):
+        if (
+            starts[number] != starts[0] + number * distance
+            or tensor.stride() != first.stride()
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (distance, *first.stride())) if distance >= 0 else None
