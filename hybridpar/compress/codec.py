@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -108,12 +109,12 @@ class TensorSpec:
     average: bool = True
     wire: torch.dtype = torch.float32
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def divisor(self) -> int:
         """What the sum over the workers is divided by."""
         return self.workers if self.average else 1

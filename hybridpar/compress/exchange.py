@@ -443,13 +443,9 @@ class Exchange:
             meeting.meet(group, timer)
             timer.end(Phase.DECODE)
 
-    def received(self, index: int) -> Received:
-        """What came of a parameter's gradients, once everything was carried.
-
-        Args:
-            index: Of its coder.
-        """
-        return self._working[index].received()
+    def received(self) -> list[Received]:
+        """What came of each parameter's gradients, once everything was carried."""
+        return [coder.received() for coder in self._working]
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.

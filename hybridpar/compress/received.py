@@ -25,7 +25,7 @@ _STREAM = 1 << 16
 
 @dataclass(frozen=True)
 class Sgd:
-    """Options of a step of SGD, as torch has them.
+    """A step of SGD on multiples of sums, with the options of torch.
 
     Attributes:
         lr: Learning rate.
@@ -33,6 +33,7 @@ class Sgd:
         weight_decay: What parameters are multiplied with and added to their gradients.
         nesterov: Use Nesterov's momentum.
         maximize: Step up the gradient.
+        factor: What sums are multiplied with.
     """
 
     lr: float
@@ -40,11 +41,37 @@ class Sgd:
     weight_decay: float
     nesterov: bool
     maximize: bool
+    factor: float = 1.0
 
     def step(self, part: Tensor, gradient: Tensor, buffer: Tensor | None) -> None:
-        """Step some elements."""
-        buffers = [] if buffer is None else [buffer]
-        torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, dampening=0.0, is_first_step=False)
+        """Step some elements, whose gradients have been multiplied."""
+        torch._fused_sgd_(
+            [part],
+            [gradient],
+            [] if buffer is None else [buffer],
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            maximize=self.maximize,
+            dampening=0.0,
+            is_first_step=False,
+        )
+
+    def kernel(self, name: str, weight: Tensor) -> Function | None:
+        """The compiled kernel of this step on sums of a kind, if there is one."""
+        return functions().get(f"{name}_{self._kind}") if weight.dtype == torch.float32 else None
+
+    @functools.cached_property
+    def _kind(self) -> str:
+        kind = "nesterov" if self.nesterov else "momentum" if self.momentum else "plain"
+        return f"{kind}_decay" if self.weight_decay else kind
+
+    @functools.cached_property
+    def rates(self) -> tuple[float, ...]:
+        """The last arguments of a kernel."""
+        factor = -self.factor if self.maximize else self.factor  # the decay still makes parameters smaller
+        return factor, -self.lr, self.weight_decay, self.momentum, 1.0
 
 
 class Received(ABC):
@@ -66,14 +93,13 @@ class Received(ABC):
     def is_finite(self) -> bool:
         """Whether all elements are finite."""
 
-    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         """Take a step of SGD on a multiple of the sum, in one pass; False where there is no kernel for it.
 
         Args:
             weight: The parameter, 1-D in memory order.
             momentum: Its momentum buffer, if it has one.
             options: Of the step.
-            factor: What the sum is multiplied with.
             squares: Where the sum of squares of the multiple goes, 0-d float64.
         """
         return False
@@ -99,19 +125,19 @@ class Sum(Received):
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(term).all()) for term in self._terms)
 
-    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
-        kernel, first = _kernel("sgd", weight, momentum, options), self._terms[0]
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
+        kernel, first = options.kernel("sgd", weight), self._terms[0]
         if kernel is None:
             return False
         count = weight.numel() // LANES * LANES
         apart = self._terms[1].data_ptr() - first.data_ptr() if len(self._terms) > 1 else 0
         addresses = weight.data_ptr(), _address(momentum), first.data_ptr(), squares.data_ptr()
         numbers = count, len(self._terms), apart // first.element_size()
-        kernel(*addresses, *numbers, *_rates(options, factor))
+        kernel(*addresses, *numbers, *options.rates)
         if count < weight.numel():  # elements that fill no vector
             rest = torch.empty_like(weight[count:])
             self.write(rest, count)
-            rest.mul_(factor)
+            rest.mul_(options.factor)
             squares += torch.dot(rest, rest)
             options.step(weight[count:], rest, None if momentum is None else momentum[count:])
         return True
@@ -169,22 +195,21 @@ class Signs(Received):
             for message in part.messages
         )
 
-    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         workers = len(self._parts[0].messages) if self._parts else 0
-        if workers not in (1, 2) or any(part.length % LANES for part in self._parts):
+        if workers not in (1, 2) or self._parts[0].length % LANES:
             return False
-        kernel = _kernel(f"signs{workers}", weight, momentum, options)
+        kernel = options.kernel(f"signs{workers}", weight)
         if kernel is None:
             return False
         squares.zero_()
         added = torch.zeros((), dtype=torch.float64)
-        rates = _rates(options, factor)
         for part in self._parts:
             start = part.first * part.length
             first, second = part.messages[0], part.messages[-1]
             addresses = weight[start:].data_ptr(), _address(None if momentum is None else momentum[start:])
             numbers = first.data_ptr(), second.data_ptr(), added.data_ptr(), part.groups, part.length
-            kernel(*addresses, *numbers, *rates)
+            kernel(*addresses, *numbers, *options.rates)
             squares += added
         return True
 
@@ -203,13 +228,13 @@ class Factors(Received):
         """No value is larger than the sum of those of the right factor. NaN in the left is in the right as well."""
         return bool(torch.isfinite(self._right.abs().sum()))
 
-    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         left, right = self._left, self._right
-        kernel = _kernel(f"product{left.shape[0]}", weight, momentum, options)
+        kernel = options.kernel(f"product{left.shape[0]}", weight)
         if kernel is None or right.shape[1] % LANES:
             return False
         addresses = weight.data_ptr(), _address(momentum), left.data_ptr(), right.data_ptr(), squares.data_ptr()
-        kernel(*addresses, left.shape[1], right.shape[1], self._scale, *_rates(options, factor))
+        kernel(*addresses, left.shape[1], right.shape[1], self._scale, *options.rates)
         return True
 
 
@@ -234,17 +259,5 @@ def functions() -> dict[str, Function]:
     return load_kernels("step", [Path(__file__).parent / "kernels" / "step_source.py"]) or {}
 
 
-def _kernel(name: str, weight: Tensor, momentum: Tensor | None, options: Sgd) -> Function | None:
-    kind = "nesterov" if options.nesterov else "plain" if momentum is None else "momentum"
-    if weight.dtype != torch.float32:
-        return None
-    return functions().get(f"{name}_{kind}_decay" if options.weight_decay else f"{name}_{kind}")
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
-    factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
-    return factor, -options.lr, options.weight_decay, options.momentum, 1.0

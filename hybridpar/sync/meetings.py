@@ -40,7 +40,7 @@ class Meeting(ABC):
     """Adds the gradients of one bucket over the workers.
 
     The calls of a step: `open`; `take` for each gradient, in the hook; `gather` when all are taken; `meet`, on a sync
-    lane; then `received` for each, and `squares`. What codecs keep is committed or rolled back for all buckets
+    lane; then `received` and `squares` are there. What codecs keep is committed or rolled back for all buckets
     together.
 
     Args:
@@ -51,6 +51,8 @@ class Meeting(ABC):
     drops = True
     #: What a sync lane works on, of other lanes.
     memory: Sequence[Tensor] = ()
+    #: What came of each parameter's gradients, once the bucket has met; nothing where the sums are in `.grad`.
+    received: Sequence[Received] = ()
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -78,14 +80,6 @@ class Meeting(ABC):
             group: The workers.
         """
 
-    @abstractmethod
-    def received(self, index: int) -> Received:
-        """What came of a parameter's gradients, once the bucket has met.
-
-        Args:
-            index: The parameter's place in the bucket.
-        """
-
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:
         """This worker's part of the sum of squares of the sums; not finite exactly where an element is not.
 
@@ -97,12 +91,10 @@ class Meeting(ABC):
         """
         if self.bucket.index % world.size != world.rank:
             return None
-        slots = self.bucket.slots
         if not exact:
-            return 0.0 if all(self.received(index).is_finite() for index in range(len(slots))) else float("inf")
-        return torch.stack(
-            [_squares_of(self.received(index), slot.parameter) for index, slot in enumerate(slots)]
-        ).sum()
+            return 0.0 if all(received.is_finite() for received in self.received) else float("inf")
+        slots = zip(self.received, self.bucket.slots, strict=True)
+        return torch.stack([_squares_of(received, slot.parameter) for received, slot in slots]).sum()
 
 
 class FlatMeeting(Meeting):
@@ -122,11 +114,6 @@ class FlatMeeting(Meeting):
 
     def meet(self, group: Group) -> BucketCost:
         return self._add(self.bucket, self.memory[0], group)
-
-    def received(self, index: int) -> Received:
-        gradient = self.bucket.slots[index].parameter.grad
-        assert gradient is not None
-        return Sum([flat_view(gradient)])
 
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:
         return sum_of_squares(self.memory[0]) if self.bucket.index % world.size == world.rank else None
@@ -157,12 +144,10 @@ class EncodedMeeting(Meeting):
     def meet(self, group: Group) -> BucketCost:
         encode_ms, self._encode_ms = self._encode_ms, 0.0
         done = self._exchange.carry(group)
+        self.received = self._exchange.received()
         if done.timer is not None:
             done.timer.add(Phase.ENCODE, encode_ms)
         return BucketCost(self._full, done.wire, done.timer)
-
-    def received(self, index: int) -> Received:
-        return self._exchange.received(index)
 
 
 class SharedGradients:
@@ -227,6 +212,7 @@ class SharedMeeting(Meeting):
         self._sent = all_reduce_bytes(bucket.bytes, shared.world.size)
         self._terms = [shared.slots[slot.name] for slot in bucket.slots]
         self._mine = [terms[shared.world.rank] for terms in self._terms]
+        self.received = [Sum(terms) for terms in self._terms]
         self._squares = torch.zeros(len(bucket.slots), dtype=torch.float64)
         self._into = self._squares.unbind()
 
@@ -244,15 +230,12 @@ class SharedMeeting(Meeting):
         timer.end(Phase.WIRE)
         return BucketCost(self._sent, self._sent, timer)
 
-    def received(self, index: int) -> Received:
-        return Sum(self._terms[index])
-
     def squares(self, world: World, *, exact: bool) -> Tensor | float | None:
         """With `exact` those of the sums of every K-th parameter; else of this worker's gradients 0 or infinity."""
         if exact:
             order = sorted(range(len(self._terms)), key=lambda index: self._terms[index][0].numel())
             mine = [
-                _squares_of(self.received(index), self.bucket.slots[index].parameter)
+                _squares_of(self.received[index], self.bucket.slots[index].parameter)
                 for index in order[world.rank :: world.size]
             ]
             return torch.stack(mine).sum() if mine else 0.0

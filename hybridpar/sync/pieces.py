@@ -128,9 +128,12 @@ def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tenso
     return flat_view(state[name])
 
 
+_SGD_OPTIONS = ("lr", "momentum", "weight_decay", "nesterov", "maximize")
+
+
 def _sgd(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
-    options = Sgd(*[group[name] for name in Sgd.__dataclass_fields__])
     factor = 1.0 if gradients.factor is None else float(gradients.factor)
+    options = Sgd(**{name: group[name] for name in _SGD_OPTIONS}, factor=factor)
 
     def step(parameter: nn.Parameter, squares: Tensor) -> None:
         momentum = None
@@ -139,7 +142,7 @@ def _sgd(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gra
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             momentum = _as_laid(state, "momentum_buffer", parameter)
-        if gradients.received[parameter].sgd(flat_view(parameter), momentum, options, factor, squares):
+        if gradients.received[parameter].sgd(flat_view(parameter), momentum, options, squares):
             return
         if momentum is None:
             _go_through(parameter, gradients, squares, partial(options.step, buffer=None))

@@ -242,9 +242,9 @@ class Reducer:
             self._parameters[name].grad = None
         if self.takes:
             received = {
-                slot.parameter: meeting.received(index)
+                slot.parameter: received
                 for meeting in self._meetings
-                for index, slot in enumerate(meeting.bucket.slots)
+                for slot, received in zip(meeting.bucket.slots, meeting.received, strict=True)
                 if slot.name not in unused
             }
             self._gradients = Gradients(received, unmeasured=self._measure and not self._exact)

@@ -49,7 +49,7 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
     outs = [torch.empty_like(one) for one in gradients]
     exchanges = [Exchange([coder]) for coder in coders]
     run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
-    return exchanges[-1].received(0), outs[-1]
+    return exchanges[-1].received()[0], outs[-1]
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor, scale: float) -> Received:
@@ -60,12 +60,12 @@ def compare(options: dict[str, Any], gradient: Tensor, received: Received) -> No
     """Steps on half of what was received and on half of the gradient that it stands for are equal bit for bit."""
     if not functions():
         pytest.skip("no kernels on this machine")
-    sgd = Sgd(**{**NONE, **options})
+    sgd = Sgd(**{**NONE, **options}, factor=0.5)
     generator = torch.Generator().manual_seed(4)
     ours, momentum = (torch.randn(gradient.numel(), generator=generator) for _ in range(2))
     theirs, other = ours.clone(), momentum.clone()
     squares = torch.full((), 7.0, dtype=torch.float64)
-    assert received.sgd(ours, momentum if sgd.momentum else None, sgd, 0.5, squares)
+    assert received.sgd(ours, momentum if sgd.momentum else None, sgd, squares)
     gradient = gradient * 0.5
     sgd.step(theirs, gradient, other if sgd.momentum else None)
     assert torch.equal(ours, theirs)
@@ -89,7 +89,7 @@ def test_groups_that_fill_no_vectors_and_many_messages_are_left_to_torch() -> No
     for shape, workers in (((4, 33), 2), ((4, 32), 3)):
         signs, gradient = signs_of(shape, "gather", workers)
         ours = torch.zeros(gradient.numel())
-        assert not signs.sgd(ours, None, sgd, 1.0, torch.zeros((), dtype=torch.float64))
+        assert not signs.sgd(ours, None, sgd, torch.zeros((), dtype=torch.float64))
         assert not ours.any()
 
 
@@ -110,5 +110,5 @@ def test_factors_of_other_sizes_are_left_to_torch() -> None:
     sgd = Sgd(**{**NONE, **OPTIONS[0]})
     for rank, columns in ((5, 32), (2, 33)):
         ours, product = torch.zeros(8 * columns), product_of(torch.ones(rank, 8), torch.ones(rank, columns), 1.0)
-        assert not product.sgd(ours, None, sgd, 1.0, torch.zeros((), dtype=torch.float64))
+        assert not product.sgd(ours, None, sgd, torch.zeros((), dtype=torch.float64))
         assert not ours.any()
