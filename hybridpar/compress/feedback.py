@@ -101,7 +101,7 @@ class FeedbackCoder(WarmUpCoder):
         return {
             "steps": self.steps,
             "learning_rate": self._rate_before,
-            "residuals": {key: one.left.to(torch.float32, copy=True) for key, one in self._residuals.items()},
+            "residuals": {key: value.left.to(torch.float32, copy=True) for key, value in self._residuals.items()},
             "inner": self._later.state_dict(),
         }
 
