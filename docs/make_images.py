@@ -80,6 +80,9 @@ class Screen:
                 self._obey(token["command"], token["arguments"])
 
     def _put(self, character: str) -> None:
+        if self._column == COLUMNS:
+            self._row, self._column = self._row + 1, 0
+            self._reach()
         line = self.lines[self._row]
         line.extend([(" ", Style())] * (self._column + 1 - len(line)))
         line[self._column] = (character, self._style)

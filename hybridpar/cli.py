@@ -77,11 +77,13 @@ def help_text() -> str:
 
 
 def with_nested_options(arguments: Sequence[str]) -> list[str]:
-    """Join `--for` to its value, which begins with dashes itself and would be taken for an option."""
+    """Join `--for` to its value, which begins with dashes itself, and the numbers of a shape: `--input 3 32 32`."""
     joined: list[str] = []
     for argument in arguments:
         if joined and joined[-1] == "--for" and argument.startswith("-"):
             joined[-1] = f"--for={argument}"
+        elif joined[-2:-1] == ["--input"] and argument.isdecimal():
+            joined[-1] += f"x{argument}"
         else:
             joined.append(argument)
     return joined

@@ -10,71 +10,148 @@ A pair may train or be refused by one error; anything else is a fault. The exit 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import itertools
+import multiprocessing
 import os
 import random
 import re
-import subprocess
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch import nn
+
+from hybridpar import cli
+from hybridpar.machine import supervise
+
+#: Processes that begin as a copy of this one, which has imported what takes most of the time of such a run.
+FORKS = multiprocessing.get_context("fork")
+IMPORTED = "torchvision.transforms.v2", "hybridpar.run.run", "torch._inductor.compile_fx", "matplotlib.figure"
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Each option of `hybridpar train` that changes a step, with a value that is not its default.
-_LINES = """
-nesterov, compile, cuda-graph, deterministic, shard-optimizer, profile, no-guard, no-hierarchy, resume, amp bf16,
-augment randaugment, batch-norm sync, bucket-mb 0.1, clip-norm 1, compress onebit, cutmix 0.5, double-buffer half,
-drop-rate 0.1, freeze stem*, kernels auto, label-smoothing 0.1, layer-decay 0.8, loss bce, lr 0.02,
-lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last, micro-batches 2, mixup 0.2, model-ema 0.9,
-optimizer adamw, plan auto, recipe onebit-sgd, recompute 0, offload 0, replicas 2, schedule gpipe, select-batch 1,
-shares 2,1, stages 2, stop-early 1, sync outer:2, timeline t.json, sync-lanes 1, warm-start-steps 1, weights none
-"""
-OPTIONS = {name: value for name, *value in (part.split() for part in re.split(r",\s", _LINES))}
+#: Options of `hybridpar train` that change a step, with values that are not their defaults, and with what they need.
+OPTIONS = re.split(
+    r",\s+",
+    """\
+compile, cuda-graph, deterministic, nesterov, no-guard, no-hierarchy, profile, shard-optimizer, amp bf16, amp fp16,
+augment ra:2,9, batch-norm frozen, batch-norm local, batch-norm sync, batch-size 5, betas 0.8 0.9 --optimizer adamw,
+bucket-mb 0.1, checkpoint-every 1, clip-mode agc --clip-norm 1, clip-norm 1, color-jitter 0.4, compress auto,
+compress onebit, compress powersgd:rank=2, cutmix 0.5, double-buffer delay, double-buffer half, drop-rate 0.1,
+freeze 0*, head-lr-scale 2, keep-best test_loss:2, kernels auto, label-smoothing 0.1, layer-decay 0.8,
+loader-workers 1, loss bce, lr 0.02, lr-per-sample 0.001, lr-schedule plateau, memory-format channels_last,
+micro-batches 2, mixup 0.2, model-ema 0.9, momentum 0, offload 0 --stages 2, optimizer adafactor, optimizer adamw,
+placement loop --stages 4, plan auto --epochs 9999 --stop-early 1, random-erasing 0.5, recipe onebit-sgd,
+recompute 0 --stages 2, repeats 2, replicas 2, schedule gpipe --stages 2,
+select-batch 1 --epochs 2 --synthetic-samples 512, shares 2,1, shares auto, stages 2, stop-early 1, sync local:2,
+sync outer:2, sync ps, sync ps-async, sync-lanes 1, test-image-size 12, timeline t.json,
+warm-start-steps 1 --sync outer:1, weights none, resume --epochs 3""",
+)
 
-BASE = ("examples.user_model:small_net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
-BASE += ("--batch-size", "16", "--log", "none")
+BASE = ("scripts.option_pairs:net", "--data", "synthetic", "--synthetic-samples", "32", "--image-size", "8")
+BASE += ("--batch-size", "16", "--epochs", "1", "--plan", "none", "--log", "none")
 
 
-def fault(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
+def net(num_classes: int = 10, drop_rate: float = 0.0) -> nn.Module:
+    """A small residual network with dropout."""
+    from examples.user_model import small_net  # the path is set by `main`
+
+    layers = list(small_net(num_classes).children())
+    return nn.Sequential(*layers[:-1], nn.Dropout(drop_rate), layers[-1])
+
+
+class Fork(FORKS.Process):
+    """What takes the place of `subprocess.Popen` for workers: a fork has torch imported already."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **_: object) -> None:
+        super().__init__(target=_run, args=(command[command.index("train") :], env))
+        self.start()
+
+    def poll(self) -> int | None:
+        """The exit code, or None."""
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The exit code, once the process has ended."""
+        self.join(timeout)
+        return self.exitcode
+
+    returncode = property(poll)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+
+def trained(pair: Sequence[str], workers: int, timeout: float = 300.0) -> str:
     """What is wrong with how a run with these options ends; empty where nothing is."""
-    words = [word for option in pair for word in (f"--{option}", *OPTIONS[option])]
-    words += [] if "steps" in pair or "select-batch" in pair else ["--steps", "2"]
-    words += ["--epochs", "1"] if "select-batch" in pair else []
-    words += [] if "plan" in pair else ["--plan", "none"]
+    fresh = [option for option in pair if not option.startswith("resume")]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hybridpar", "train", *BASE, *words, "--workers", str(workers)]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end after {timeout:.0f} s"
-    if "Traceback" in done.stderr:
-        return done.stderr.strip().splitlines()[-1]
-    refused = done.returncode == 2 and done.stderr.count("error: ") == 1
-    return "" if done.returncode == 0 or refused else f"ended with {done.returncode}: {done.stderr.strip()[-200:]}"
+        for options in (fresh, pair) if len(fresh) < len(pair) else (pair,):
+            words = [word for option in options for word in f"--{option}".split()]
+            message = _ended(["train", *BASE, *words, "--workers", str(workers)], folder, timeout)
+            if message:
+                return message
+    return ""
+
+
+def _ended(arguments: Sequence[str], folder: str, timeout: float) -> str:
+    """What is wrong with how a command ends that a fork runs in a folder."""
+    run = FORKS.Process(target=_run, args=(arguments, {}, folder))
+    run.start()
+    run.join(timeout)
+    code = run.exitcode
+    run.kill()
+    with contextlib.suppress(ProcessLookupError):  # what it started and left behind
+        os.killpg(run.pid or 0, signal.SIGKILL)
+    run.join()
+    return fault(code, Path(folder, "stderr").read_text())
+
+
+def fault(code: int | None, error: str) -> str:
+    """What is wrong with an exit code, None where the time was over, and with what was said on standard error."""
+    if "Traceback" in error:
+        return error.strip().splitlines()[-1]
+    refused = code == 2 and error.count("error: ") == 1
+    return "" if code == 0 or refused else f"ended with {code}: {error.strip()[-200:]}"
+
+
+def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: str = "") -> None:
+    """Run a command in this process, a fork, and have files in a folder take what it prints."""
+    os.setsid()
+    os.environ.update(environment)
+    if folder:
+        os.chdir(folder)
+        for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+            with open(name, "wb") as file:
+                os.dup2(file.fileno(), descriptor)
+    sys.exit(cli.main(arguments))
 
 
 def main() -> int:
     """Run the pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], help="only pairs of these options")
+    parser.add_argument("options", nargs="*", help="only pairs of these options")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--count", type=int, default=0, help="how many pairs are drawn; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    pairs = list(itertools.combinations(given.options or OPTIONS, 2))
+    sys.path.insert(0, str(ROOT))  # for the model
+    os.environ["PYTHONPATH"] = str(ROOT)  # and in workers
+    vars(supervise)["subprocess"] = types.SimpleNamespace(Popen=Fork)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    names = {option: option.split()[0] for option in OPTIONS}
+    wanted = [option for option in OPTIONS if names[option] in given.options or not given.options]
+    pairs = [pair for pair in itertools.combinations(wanted, 2) if names[pair[0]] != names[pair[1]]]
     random.Random(given.seed).shuffle(pairs)
     faults = 0
     for pair in pairs[: given.count or None]:
-        message = fault(pair, given.workers)
+        message = trained(pair, given.workers)
         faults += bool(message)
         print(f"{' + '.join(pair)}: {message or 'fine'}", flush=True)
     print(f"{faults} faults")

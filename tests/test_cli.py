@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import socket
@@ -14,11 +15,14 @@ from dataclasses import fields
 import pytest
 from PIL import Image
 
-from hybridpar.cli import main
+from hybridpar.cli import main, with_nested_options
 from hybridpar.commands import COMMANDS, HELP_ALL, find_command, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.train.checkpoint_files import list_checkpoints
+from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank
 
@@ -100,6 +104,13 @@ def test_none_unsets_what_a_preset_sets():
     assert parse("train", ["m", "--weights", "none", "--drop_rate=none", "--compress", "none"]) == Train(model="m")
 
 
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_the_shape_of_an_image_may_be_three_numbers(command):
+    options = ["--input", "3", "32", "64", "resnet18", "--batch", "2"]
+    read = find_command(command).parse(command, with_nested_options(options))
+    assert (read.input, read.model, read.batch) == ("3x32x64", "resnet18", 2)
+
+
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["doctor"]])
 def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
     """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
@@ -165,19 +176,48 @@ def test_missing_data_exits_with_2(call, tmp_path, data):
     assert not list(tmp_path.iterdir())
 
 
-def test_damaged_images_are_named_and_end_nothing(call, tmp_path, caplog):
+@pytest.fixture
+def photos(tmp_path):
+    """Four images of each of two classes, for training and for testing."""
     for part in ("train", "test"):
         for label in ("cat", "dog"):
             folder = tmp_path / "photos" / part / label
             folder.mkdir(parents=True)
             for number in range(4):
                 Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_a_killed_loader_process_of_the_only_worker_exits_with_1_and_resumes(call, tmp_path, photos, monkeypatch):
+    arguments = small_arguments(tmp_path / "run", "--data=folder", f"--data-root={photos}", "--batch-size=2")
+    arguments += ["--loader-workers=1", "--checkpoint-every=1"]
+    step, others = Trainer.step, multiprocessing.active_children()
+
+    def killing(trainer, *given, **options):
+        if trainer.steps_done == 4:  # the second epoch begins
+            for process in set(multiprocessing.active_children()) - set(others):
+                process.kill()
+                process.join()
+        return step(trainer, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", killing)
+        code, error = call(*arguments)
+    assert code == 1
+    assert_one_error(error, "a loader process died", "--loader-workers", "--resume")
+    saved = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert max(saved) == read_metrics(tmp_path / "run").steps["step"][-1] >= 5
+    assert call(*arguments, "--resume")[0] == 0
+    check_run(tmp_path / "run", steps=8)
+
+
+def test_damaged_images_are_named_and_end_nothing(call, tmp_path, photos, caplog):
     for part in ("train", "test"):
-        (tmp_path / "photos" / part / "dog" / "2.png").write_bytes(b"\x89PNG, or not")
+        (photos / part / "dog" / "2.png").write_bytes(b"\x89PNG, or not")
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         code, _ = call(
-            *small_arguments(tmp_path / "run", "--data=folder", f"--data-root={tmp_path / 'photos'}"),
+            *small_arguments(tmp_path / "run", "--data=folder", f"--data-root={photos}"),
             *("--batch-size=4", "--loader-workers=1"),
         )
     assert code == 0
@@ -304,7 +344,11 @@ def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, 
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
         (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
         (["examples.user_model:smal_net"], "no factory 'smal_net'\nDid you mean small_net"),
-        (["resnet18", "--data", "folder", "--data-root", "nowhere"], "nowhere: there is no such folder"),
+        (
+            ["resnet18", "--data", "folder", "--data-root", "nowhere"],
+            "directory that holds train/CLASS/ and test/CLASS/",
+        ),
+        (["resnet18", "--data", "csv", "--data-root", "nowhere"], "a table, as FILE.csv, or the directory that holds"),
     ],
 )
 def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):

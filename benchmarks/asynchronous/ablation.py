@@ -24,9 +24,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from benchmarks.outer.emulated import run_together
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.command import run_command
+from benchmarks.rig.in_process import run_together
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.optim.adagrad_sgd import AdaGradSGD

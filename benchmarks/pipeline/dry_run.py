@@ -92,7 +92,7 @@ class DryRun:
             times.setdefault((stage, kind), []).append((time.perf_counter() - begin) * 1e3)
 
         for stage in self._stages.values():
-            stage.start(self._step, stage.gradients.new_flight())
+            stage.start(self._step, stage.gradients.new_step())
         for action in self._actions:
             index, micro_batch = action.stage, action.index
             assert micro_batch is not None
@@ -209,8 +209,8 @@ def probe_channel(grid: Grid, world: World, sizes: list[int], rounds: int = 8) -
     hop, submit = _hand_over()
     begin = time.perf_counter()
     for _ in range(50):
-        if world.control_sum is not None:
-            world.control_sum.all_reduce(torch.zeros(5, dtype=torch.float64))
+        if world.control_group is not None:
+            world.control_group.all_reduce(torch.zeros(5, dtype=torch.float64))
     agree = (time.perf_counter() - begin) * 1e3 / 50
     mine = (samples, cpu["send"] / moved, cpu["receive"] / moved, hop, submit, agree)
     gathered: list[Any] = world.gather(mine)

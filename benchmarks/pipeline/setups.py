@@ -126,7 +126,7 @@ def optimizer_step(stage: nn.Module) -> OptimizerStep | None:
     if not any(True for _ in stage.parameters()):
         return None
     optimizer = optimizer_of(stage)
-    return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+    return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
 
 def optimizer_of(*modules: nn.Module) -> torch.optim.Optimizer:

@@ -13,7 +13,6 @@ from benchmarks.rig import load
 from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.comm.world import World
 from hybridpar.commands.plan.trials import Trial, random_batch
-from hybridpar.compress import Group
 from hybridpar.config import TrainConfig
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
@@ -134,12 +133,6 @@ def planner_inputs(
     rates = measure_rates(tuple(codecs), found.parameters, world.size, world.device, world=world)
     overhead = world.from_main(lambda: measure_hand_over(world.device))
     took = measure_rehearsal(model, images, world, cluster) or ()
-    if not isinstance(world.lane_sums[0], Group):
-        # Plans with a codec are measured over process groups, so they are rehearsed over some.
-        groups = World.join(lanes=2, timeout=world.timeout, device=world.device, shared_memory=False)
-        coded = measure_rehearsal(model, images, groups, cluster) or ()
-        took += tuple(one for one in coded if one.codec != "none")
-        groups.close()
     most = max(1, min(32, setting.batch // (2 * world.size)))  # as in a run: each part of a step has two samples
     inputs = PlannerInputs(
         *(found, cluster, setting.batch, fidelity, rates),

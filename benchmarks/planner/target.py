@@ -127,7 +127,7 @@ class _Planned:
             setting.optimizer,
             nn.CrossEntropyLoss(),
             config,
-            world=place.world(run.sync.groups, shared_memory=config.shares_memory(run.sync.codec)),
+            world=place.world(run.sync.groups),
             plan=PlannedRun(run),
             example=torch.zeros(config.batch_size // (replicas * parts), 3, setting.side, setting.side),
         )

@@ -32,7 +32,7 @@ import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.outer.emulated import run_together
+from benchmarks.rig.in_process import run_together
 from benchmarks.rig.records import append_dicts, read_records
 from benchmarks.rig.rows import commit, device
 from hybridpar.comm.world import all_reduce_bytes

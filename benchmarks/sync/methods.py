@@ -94,14 +94,13 @@ class Workplace:
     rank: int
     ranks: int
     peers: Path | None = None
-    _worlds: dict[tuple[int, bool], World] = field(default_factory=dict)
+    _worlds: dict[int, World] = field(default_factory=dict)
 
-    def world(self, lanes: int, shared_memory: bool) -> World:
+    def world(self, lanes: int) -> World:
         """The workers with so many sync lanes; methods never run at the same time, so they can share it."""
-        key = lanes, shared_memory
-        if key not in self._worlds:
-            self._worlds[key] = World.join(lanes=lanes, shared_memory=shared_memory)
-        return self._worlds[key]
+        if lanes not in self._worlds:
+            self._worlds[lanes] = World.join(lanes=lanes)
+        return self._worlds[lanes]
 
     def close(self) -> None:
         """Leave all worlds."""
@@ -281,7 +280,7 @@ class _Own(Method):
         if name == "auto" and fidelity:
             options = {"compress": name, "fidelity": fidelity}
         config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
-        world = place.world(lanes, shared_memory=not config.may_compress(config.compress))
+        world = place.world(lanes)
         self.model = setting.build()
         # As in `hybridpar train`, what backward hides of the sync does not count for auto.
         example = torch.zeros(setting.batch, 3, setting.side, setting.side) if name == "auto" else None

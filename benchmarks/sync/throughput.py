@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.outer.emulated import run_together
 from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.rig.in_process import run_together
 from hybridpar.compress import (
     Codec,
     Coder,

@@ -18,8 +18,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self.names_ranges = False
+        self._outside = ""  # what `outside` was given
         self._memory: bytearray | mmap.mmap = bytearray(_BYTES)
         self._path: Path | None = None
         self._facts: dict[str, Any] = {}
@@ -93,6 +95,16 @@ class FlightRecorder:
     def noted(self, doing: str, channel: int = 0) -> _Noted:
         """Context of something that the current thread does."""
         return _Noted(self, doing, channel)
+
+    @contextlib.contextmanager
+    def outside(self, doing: str) -> Iterator[None]:
+        """Context of something that the process does outside of a step, for which others may have to wait."""
+        self._outside = doing
+        try:
+            with self.noted(doing):
+                yield
+        finally:
+            self._outside = ""
 
     def open(self, directory: Path, rank: int, size: int) -> None:
         """Move the notes to `directory/rank-N`. Where that cannot be written they stay in memory."""
@@ -152,13 +164,13 @@ class FlightRecorder:
             _END.pack_into(self._memory, offset + _END_AT, time.time())
 
     def busy_with(self) -> str | None:
-        """What this process does, as far as notes say it; None where one of its lanes waits for other workers."""
+        """What this process does outside of a step; None in a step, or where one of its lanes waits for others."""
         channels = [None, *self._channels]
         notes = [note for lane in range(len(self._lanes)) for note in _notes(self._memory, lane, channels)]
         begun = [note for note in notes if note.end is None]
         if any(note.channel is not None for note in begun):
             return None
-        return max(begun, key=lambda note: note.begin).doing if begun else "outside of a step"
+        return self._outside or (None if begun else "outside of a step")
 
     def _enter_lane(self) -> _LaneNotes | None:
         """The notes of the current thread, which go on where an earlier thread of the same name has left them."""
@@ -206,6 +218,7 @@ class _Noted:
 #: Of this process.
 FLIGHT = FlightRecorder()
 noted = FLIGHT.noted
+outside = FLIGHT.outside
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -308,4 +321,4 @@ def _notes(data: bytes | bytearray | mmap.mmap, place: int, channels: Sequence[C
         if number and channel < len(channels):
             doing = text.rstrip(b"\0").decode(errors="replace")
             notes.append(Note(number, order, begin, end or None, channels[channel], doing))
-    return tuple(sorted(notes, key=lambda note: note.number))
+    return tuple(sorted(notes, key=attrgetter("number")))

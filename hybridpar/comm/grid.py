@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridpar.comm.group import TorchGroup, open_group
 from hybridpar.comm.shared_channel import Offer, take_offer
-from hybridpar.comm.transport import BackendReceive, BackendSend, MessagePart, ReceiveEnd, SendEnd
+from hybridpar.comm.transport import GroupReceive, GroupSend, MessagePart, ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
-from hybridpar.compress.group import open_group
 from hybridpar.errors import SyncError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -171,12 +171,12 @@ class Grid:
             self._groups.append(group)
             # Ranks in a group follow the ranks in the job.
             if self.world.rank == source:
-                sender = BackendSend(group, int(source < target), device)
+                sender = GroupSend(TorchGroup(group), int(source < target), device)
                 sender.send([torch.zeros(first.shape, device=device)])
                 sender.bytes_sent = 0
                 self.senders[self.ranks.index(target)] = sender
             else:
-                receiver = BackendReceive(group, int(target < source), device)
+                receiver = GroupReceive(TorchGroup(group), int(target < source), device)
                 receiver.receive([first])
                 self.receivers[self.ranks.index(source)] = receiver
 

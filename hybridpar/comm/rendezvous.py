@@ -243,7 +243,7 @@ class RollCall:
     The store is asked only then. All workers that wait for a stopped one notice at about the same time: their
     time-outs began within one step, and the first that gives up closes its connections.
 
-    Each worker writes a sign of life every `beat` seconds, with what it does where it waits for no other worker. So a
+    Each worker writes a sign of life every `beat` seconds, with what it does where that is no part of a step. So a
     worker that tests, or writes to a slow disk, for longer than the time-out is not taken for dead (`is_busy`).
     """
 
@@ -270,7 +270,7 @@ class RollCall:
         return closed.set
 
     def is_busy(self) -> bool:
-        """Whether some other worker is alive and waits for nobody. One worker then logs which, and what it does."""
+        """Whether some other worker is alive outside of a step. One worker then logs which, and what it does."""
         busy: dict[int, str] = {}
         self._within(5 * self._beat, lambda: self._watch(busy))
         with self._lock:

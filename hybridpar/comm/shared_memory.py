@@ -1,8 +1,8 @@
-"""All-reduce (sum) over CPU workers of one machine through shared memory.
+"""Collectives of CPU workers of one machine through shared memory.
 
-Over TCP on the loopback device a reduced byte is copied some eight times, by the same cores that compute. Here workers
-add through shared memory: each hands the others the parts that they add up, adds its own part, and hands the sum back.
-Work is cut into chunks that stay in the cache between writer and reader.
+Over TCP on the loopback device a reduced byte is copied some eight times, by the same cores that compute. Here each
+worker writes into slots that all of them read. Work is cut into chunks that stay in the cache between writer and
+reader.
 
 Workers wait for each other on Unix sockets, one byte per phase, so a worker that dies is noticed at once by its closed
 socket, and waiting costs no CPU time. The segment is unlinked as soon as everybody has mapped it, so a killed job
@@ -17,18 +17,27 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Group, Reduction, reduce_rows, split
+
 #: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
 #: twice per chunk costs little.
 CHUNK_BYTES = 2 << 20
 
+#: Sums of at most so many bytes are added up by every worker: they meet once instead of twice.
+_SMALL = 1 << 15
+
+#: Bytes of a piece of a message between two: the receiver copies a piece while the sender writes the next.
+_PIECE_BYTES = CHUNK_BYTES // 2
+
 _SHARED = Path("/dev/shm")
+_RANK = struct.Struct("I")
 
 _T = TypeVar("_T")
 
@@ -138,7 +147,7 @@ class SharedSegment:
         self._timeout = timeout
         self._wait_on = wait_on
         self._count = count
-        self._peers: list[Bell] = []
+        self._peers: dict[int, Bell] = {}
         self._map: mmap.mmap | None = None
         with contextlib.ExitStack() as stack:
             # Rank 0's directory holds the segment and everybody's socket until all are connected. Each step is
@@ -162,9 +171,9 @@ class SharedSegment:
 
     def close(self) -> None:
         """Close the sockets and let go of the memory. Safe to call twice."""
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.close()
-        self._peers = []
+        self._peers = {}
         self._map = None  # unmapped when the last tensor over it is gone
 
     def view(self, dtype: torch.dtype) -> Tensor:
@@ -175,12 +184,12 @@ class SharedSegment:
 
     def ring(self, doing: str) -> None:
         """Tell every peer that something is there or gone."""
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.ring(doing)
 
     def wait(self, doing: str) -> None:
         """Wait until every peer has rung once more."""
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.wait(doing)
 
     # ------------------------------------------------------------------- set-up
@@ -196,81 +205,137 @@ class SharedSegment:
     def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
         """Every pair connects once: the higher rank calls, the lower answers."""
         for lower in range(self.rank):
-            self._add_peer(call(place / str(lower), self._timeout))
+            connection = call(place / str(lower), self._timeout)
+            connection.sendall(_RANK.pack(self.rank))
+            self._peers[lower] = Bell(connection, self._timeout, self._wait_on)
         for _ in range(self.size - 1 - self.rank):
-            self._add_peer(self._door.accept()[0])
+            connection = self._door.accept()[0]
+            (caller,) = _RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))
+            self._peers[caller] = Bell(connection, self._timeout, self._wait_on)
 
-    def _add_peer(self, connection: socket.socket) -> None:
-        self._peers.append(Bell(connection, self._timeout, self._wait_on))
 
+class SharedMemoryGroup(SharedSegment, Group):
+    """CPU workers of one machine.
 
-class SharedMemorySum(SharedSegment):
-    """Sums CPU tensors over the workers of one machine, in place.
+    All workers get the same bits, because each element is reduced in the order of ranks, wherever that happens.
 
-    With K workers a chunk is divided into K stripes, and worker r adds up stripe r. All workers get the same bits,
-    because each stripe is added once, by one worker, in a fixed order. Calls must come in the same order with the same
-    shapes on all workers, as for any collective.
+    Two sets of slots take turns. A worker that writes chunk j + 2 has met all peers in chunk j + 1, so these have taken
+    everything from chunk j, whose slots it now overwrites.
     """
 
     def __init__(self, rank: int, size: int, gather: Gather, timeout: float, wait_on: WaitOn = never) -> None:
         self._turn = 0
         self._views: dict[torch.dtype, Tensor] = {}
-        super().__init__(rank, size, gather, timeout, 2 * size * CHUNK_BYTES, wait_on)
+        self._others = [other for other in range(size) if other != rank]
+        super().__init__(rank, size, gather, timeout, 2 * size * (CHUNK_BYTES + 8), wait_on)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a dense 1-D (or contiguous) CPU tensor over the workers, in place."""
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         flat = tensor.detach().view(-1)
         step = CHUNK_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
-            self._reduce_chunk(flat[start : start + step])
+            chunk = flat[start : start + step]
+            if chunk.nbytes <= _SMALL:
+                slots = self._next_slots(chunk.dtype)[:, : chunk.numel()]
+                slots[self.rank] = chunk
+                self._meet("handing out tensors")
+                reduce_rows(slots, chunk, reduction)
+            else:
+                self._reduce_chunk(chunk, reduction)
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        sent, received = split(inp, in_sizes), split(out, out_sizes)
+        received[self.rank].copy_(sent[self.rank])
+        step = CHUNK_BYTES // inp.element_size() // self.size
+        start, most = 0, max(in_sizes)
+        while start == 0 or start < most:
+            slots = self._next_slots(inp.dtype)
+            lengths = self._lengths[self._turn]
+            lengths[self.rank] = most
+            for other in self._others:
+                part = sent[other][start : start + step]
+                slots[self.rank, other * step : other * step + part.numel()] = part
+            self._meet("handing out tensors")
+            most = int(lengths.max())  # all workers meet as often
+            for other in self._others:
+                part = received[other][start : start + step]
+                part.copy_(slots[other, self.rank * step : self.rank * step + part.numel()])
+            start += step
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank."""
         rows, step = out.view(self.size, -1), CHUNK_BYTES // inp.element_size()
         for start in range(0, inp.numel(), step):
             part = inp[start : start + step]
-            slots = self._slots(inp.dtype)[self._turn]
-            self._turn = 1 - self._turn  # as in `_reduce_chunk`
-            slots[self.rank, : part.numel()] = part
+            slots = self._next_slots(inp.dtype)[:, : part.numel()]
+            slots[self.rank] = part
             self._meet("handing out tensors")
-            rows[:, start : start + step] = slots[:, : part.numel()]
+            rows[:, start : start + step] = slots
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        slots, bell, doing = self._pieces(self.rank), self._peers[rank], f"sending to worker {rank} of the group"
+        pieces = _pieces_of(tensor.view(torch.uint8))
+        for number, piece in enumerate(pieces):
+            if number >= len(slots):
+                bell.wait(doing)
+            slots[number % len(slots)][: piece.numel()] = piece
+            bell.ring(doing)
+        for _ in range(min(len(slots), len(pieces))):
+            bell.wait(doing)
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        slots, bell, doing = self._pieces(rank), self._peers[rank], f"receiving from worker {rank} of the group"
+        for number, piece in enumerate(_pieces_of(tensor.view(torch.uint8))):
+            bell.wait(doing)
+            piece.copy_(slots[number % len(slots)][: piece.numel()])
+            bell.ring(doing)
 
     def close(self) -> None:
-        """Close the sockets and let go of the memory. Safe to call twice."""
         self._views.clear()
         super().close()
 
-    def _reduce_chunk(self, chunk: Tensor) -> None:
-        """One chunk in three phases: hand out, add, take back.
-
-        Two sets of slots take turns. A worker that starts chunk j + 2 has met all peers in chunk j + 1, so these have
-        taken everything from chunk j, whose slots it now overwrites.
-        """
-        slots = self._slots(chunk.dtype)[self._turn]
-        self._turn = 1 - self._turn
+    def _reduce_chunk(self, chunk: Tensor, reduction: Reduction) -> None:
+        """A chunk in three phases: each worker hands the others what they reduce, reduces its stripe, takes theirs."""
+        slots = self._next_slots(chunk.dtype)
         bounds = [chunk.numel() * part // self.size for part in range(self.size + 1)]
         stripes = [slice(bounds[part], bounds[part + 1]) for part in range(self.size)]
-        others = [rank for rank in range(self.size) if rank != self.rank]
         mine = stripes[self.rank]
-        for other in others:
+        for other in self._others:
             slots[self.rank, stripes[other]] = chunk[stripes[other]]
         self._meet("handing out gradients")
-        for other in others:
-            chunk[mine] += slots[other, mine]
-        slots[self.rank, mine] = chunk[mine]
+        rows = [chunk[mine] if rank == self.rank else slots[rank, mine] for rank in range(self.size)]
+        reduce_rows(rows, slots[self.rank, mine], reduction)
         self._meet("adding gradients")
-        for other in others:
-            chunk[stripes[other]] = slots[other, stripes[other]]
+        for rank in range(self.size):
+            chunk[stripes[rank]] = slots[rank, stripes[rank]]
 
     def _meet(self, doing: str) -> None:
         self.ring(doing)
         self.wait(doing)
 
+    def _next_slots(self, dtype: torch.dtype) -> Tensor:
+        """The slots of the next turn as (worker, element)."""
+        self._turn = 1 - self._turn
+        return self._slots(dtype)[self._turn]
+
+    def _pieces(self, rank: int) -> tuple[Tensor, ...]:
+        """A worker's slot of the next turn, which nobody reads any more, in pieces; the turn stays."""
+        return _pieces_of(self._slots(torch.uint8)[1 - self._turn, rank])
+
     def _slots(self, dtype: torch.dtype) -> Tensor:
-        """The segment as (turn, worker, element)."""
+        """The slots as (turn, worker, element)."""
         if dtype not in self._views:
-            self._views[dtype] = self.view(dtype).view(2, self.size, -1)
+            slots = self.view(torch.uint8)[: 2 * self.size * CHUNK_BYTES]
+            self._views[dtype] = slots.view(dtype).view(2, self.size, -1)
         return self._views[dtype]
+
+    @property
+    def _lengths(self) -> Tensor:
+        """What the longest piece of each worker's all-to-all has, as (turn, worker)."""
+        return self.view(torch.int64)[-2 * self.size :].view(2, self.size)
+
+
+def _pieces_of(memory: Tensor) -> tuple[Tensor, ...]:
+    pieces: tuple[Tensor, ...] = memory.split(_PIECE_BYTES)  # type: ignore[no-untyped-call]
+    return pieces
 
 
 def _problem_of(

@@ -5,21 +5,21 @@ is ever sent: no header, no handshake, no pickle. Every ordered pair of workers 
 end and a receive end. Both block (on a GPU: the current stream does), so a lane per end is all the concurrency there
 is, and messages arrive in the order in which they were sent.
 
-This file holds the contract and the channel over a backend of torch.distributed; workers of one host have a faster one
+This file holds the contract and the channel over a group; workers of one host have a faster one
 (`hybridpar.comm.shared_channel`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from hybridpar.comm.group import Group
 from hybridpar.errors import SyncError
 
 #: Tensors below this many bytes are sent together. Over TCP a transfer costs about as much as copying this much twice.
@@ -164,10 +164,10 @@ def _text(parts: Iterable[MessagePart]) -> str:
     return ", ".join(named) or "nothing"
 
 
-class _Backend:
-    """What both ends of a channel over torch.distributed share."""
+class _GroupEnd:
+    """What both ends of a channel over a group share."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         self.transport = "nccl" if device.type == "cuda" else "gloo"
         self._group = group
         self._peer = peer
@@ -176,28 +176,19 @@ class _Backend:
     def close(self) -> None:
         """Do nothing: the group belongs to its maker."""
 
-    def _divide(self, memory: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, tuple[Piece, ...]]:
+    def _divide(self, memory: Sequence[Tensor]) -> tuple[list[Tensor], Tensor, tuple[Piece, ...]]:
         """What is transferred as it lies, the buffer in which the rest is sent together, and its pieces."""
         small = tuple(one.numel() if one.numel() < FUSED_BYTES else 0 for one in memory)
         pieces = next(iter(cut(small)), ())
         if len(pieces) < 2:
-            return [one for one in memory if one.numel()], None, ()
+            return list(memory), torch.empty(0), ()
         last = pieces[-1]
         buffer = torch.empty(last.place + last.stop, dtype=torch.uint8, device=self._device)
         return [one for one in memory if one.numel() >= FUSED_BYTES], buffer, pieces
 
-    def _transfer(self, kind: Callable[..., Any], alone: Sequence[Tensor], buffer: Tensor | None) -> None:
-        # Also a single transfer goes as a batch: outside of one, NCCL makes another communicator for every pair.
-        transfers = [
-            dist.P2POp(kind, one, group=self._group, group_peer=self._peer)
-            for one in (*alone, *(() if buffer is None else (buffer,)))
-        ]
-        for work in dist.batch_isend_irecv(transfers) if transfers else ():
-            work.wait()
 
-
-class BackendSend(_Backend):
-    """Send end over a process group."""
+class GroupSend(_GroupEnd):
+    """Send end over a group."""
 
     bytes_sent = 0
 
@@ -205,23 +196,23 @@ class BackendSend(_Backend):
         """Send a message; small tensors in one buffer."""
         memory = payload(tensors, parts)
         alone, buffer, pieces = self._divide(memory)
-        if buffer is not None:
-            for index, _, size, place in pieces:
-                buffer[place : place + size].copy_(memory[index])
-        self._transfer(dist.isend, alone, buffer)
+        for index, _, size, place in pieces:
+            buffer[place : place + size].copy_(memory[index])
+        for tensor in (*alone, buffer):
+            self._group.send(tensor, self._peer)
         self.bytes_sent += sum(one.numel() for one in memory)
 
 
-class BackendReceive(_Backend):
-    """Receive end over a process group."""
+class GroupReceive(_GroupEnd):
+    """Receive end over a group."""
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
         """Receive the next message."""
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]
         alone, buffer, pieces = self._divide(memory)
-        self._transfer(dist.irecv, alone, buffer)
-        if buffer is not None:
-            for index, _, size, place in pieces:
-                memory[index].copy_(buffer[place : place + size])
+        for tensor in (*alone, buffer):
+            self._group.recv(tensor, self._peer)
+        for index, _, size, place in pieces:
+            memory[index].copy_(buffer[place : place + size])
         return tensors

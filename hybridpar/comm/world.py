@@ -5,7 +5,7 @@ worker, and two threads (or streams) cannot promise that for a group they share.
 fixed order, because making them lazily is a collective whose order nobody controls.
 
 Not all workers hold the same parameters: in a pipeline only the replicas of a stage do. `World.split` makes a world of
-each such party, with sums of its own, so that whatever synchronises a world synchronises a part of the job unchanged.
+each such party, with its groups, so that whatever synchronises a world synchronises a part of the job unchanged.
 
 A process that ends without destroying its groups can abort inside the backend's threads; `World.close` is therefore
 part of every exit path.
@@ -18,19 +18,18 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.group import Group, TorchGroup, open_group
+from hybridpar.comm.items import gather_items, gather_on_first
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
-from hybridpar.comm.shared_memory import SharedMemorySum
-from hybridpar.compress.group import TorchGroup, open_group
-from hybridpar.compress.sockets import MOST_WORKERS, SocketGroup, open_sockets
+from hybridpar.comm.shared_memory import SharedMemoryGroup
+from hybridpar.comm.sockets import MOST_WORKERS, SocketGroup, open_sockets
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened
-from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -39,22 +38,6 @@ _T = TypeVar("_T")
 
 #: What a worker that leaves without an error says.
 GOOD_ORDER = "left in good order"
-
-
-class SumGroup(Protocol):
-    """Adds or gathers tensors of all workers. Calls come in the same order on all workers."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor, which is dense and 1-D, by its sum over the workers.
-
-        On a CPU this blocks until the sum is there, on a GPU it is enqueued on the current stream.
-        """
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every worker's `inp` into `out`, by rank; blocks as `all_reduce` does."""
-
-    def close(self) -> None:
-        """Leave the group. Safe to call twice."""
 
 
 #: Seconds that workers wait while rank 0 measures, which takes as long as the steps that it measures.
@@ -77,8 +60,8 @@ class World:
         size: Number of workers of this world.
         device: The device this worker computes on.
         timeout: Seconds after which a silent peer is an error.
-        lane_sums: What adds gradients, one for each sync lane.
-        control_sum: What adds control messages.
+        lane_groups: What exchanges gradients, one group for each sync lane.
+        control_group: What adds control messages.
         control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
         transport: What sends gradients: `sockets`, `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
@@ -90,8 +73,8 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 120.0
-    lane_sums: list[SumGroup] = field(default_factory=list)
-    control_sum: SumGroup | None = None
+    lane_groups: list[Group] = field(default_factory=list)
+    control_group: Group | None = None
     control: dist.ProcessGroup | None = None
     transport: str = "none"
     share_memory: bool = True
@@ -99,13 +82,14 @@ class World:
     job_size: int = 0
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _default: dist.ProcessGroup | None = None
-    _meeting: SocketGroup | None = None
+    _meeting: Group | None = None
     _roll_call: RollCall | None = None
     _end_life: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self.members = self.members or tuple(range(self.size))
         self.job_size = self.job_size or self.size
+        self._meet_over(self.control)
         self._channel = FLIGHT.channel(self.members)
 
     @classmethod
@@ -139,7 +123,7 @@ class World:
             world._open_control(world, [world.members])
             # Where hosts do not share the directory of a run that is resumed, worker 0 alone knows its options.
             lanes, world.share_memory = world.gather((lanes, shared_memory))[0]  # type: ignore[misc]
-            world._open_sums(world, [world.members], lanes)
+            world._open_groups(world, [world.members], lanes)
         except BaseException as error:
             world.close()
             if not isinstance(error, RuntimeError):
@@ -151,10 +135,10 @@ class World:
             ) from error
         return world
 
-    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2, *, shared_memory: bool | None = None) -> World:
+    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
-        The new world has its own sums and control group, and is closed apart from this one, which stays as it is. A
+        The new world has its groups, and is closed apart from this one, which stays as it is. A
         party can be divided further into single workers only, which need no groups.
         """
         divided = [tuple(sorted(party)) for party in parties]
@@ -179,14 +163,14 @@ class World:
             len(mine),
             self.device,
             self.timeout,
-            share_memory=self.share_memory if shared_memory is None else shared_memory,
+            share_memory=self.share_memory,
             members=mine,
             job_size=self.job_size,
             _roll_call=self._roll_call,
         )
         with self.named_errors("dividing the workers into parties"):
             world._open_control(self, divided)
-            world._open_sums(self, divided, lanes)
+            world._open_groups(self, divided, lanes)
         return world
 
     def memory_host(self) -> str | None:
@@ -203,11 +187,17 @@ class World:
             if group is not None:
                 self.control = group
                 self._groups.append(group)
+        self._meet_over(self.control)
         opened = self._connect(job, [party for party in parties if len(party) > 1], 1)
-        self._meeting = opened[0] if opened else None
+        if opened:
+            self._meeting = opened[0]
 
-    def _open_sums(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
-        """Give every party its sums: through shared memory, over sockets, or over groups that all workers make."""
+    def _meet_over(self, control: dist.ProcessGroup | None) -> None:
+        """Gather plain values over a process group."""
+        self._meeting = None if control is None else TorchGroup(control)
+
+    def _open_groups(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
+        """Give every party its groups: through shared memory, over sockets, or over groups that all workers make."""
         hosts = job.gather(self.memory_host())
         ours = {hosts[rank] for rank in self.members}
         shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
@@ -216,14 +206,14 @@ class World:
         groups = self._connect(job, apart, lanes + 1) if all(on_cpu for _, on_cpu in answers) else None
         if groups is not None:
             if groups:
-                self.control_sum, self.lane_sums, self.transport = groups[0], [*groups[1:]], "sockets"
+                self.control_group, self.lane_groups, self.transport = groups[0], [*groups[1:]], "sockets"
             return
         for party in apart:
             made = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
             self._groups += made
-            self.lane_sums += [TorchGroup(group) for group in made]
+            self.lane_groups += [TorchGroup(group) for group in made]
         if self.control is not None and not shared:
-            self.control_sum = TorchGroup(self.control)
+            self.control_group = TorchGroup(self.control)
             self.transport = "nccl" if self.device.type == "cuda" else "gloo"
 
     def _connect(self, job: World, parties: Sequence[tuple[int, ...]], count: int) -> list[SocketGroup] | None:
@@ -246,11 +236,11 @@ class World:
         """Set up shared memory for all lanes, on all workers or on none."""
         try:
             facts = self.rank, self.size, self.gather, self.timeout, self.wait_on
-            sums = [SharedMemorySum(*facts) for _ in range(lanes + 1)]
+            groups = [SharedMemoryGroup(*facts) for _ in range(lanes + 1)]
         except OSError as error:
             _log.warning("no shared memory between workers (%s); gradients travel over gloo", error)
             return False
-        self.control_sum, self.lane_sums = sums[0], [*sums[1:]]
+        self.control_group, self.lane_groups = groups[0], [*groups[1:]]
         self.transport = "shared memory"
         return True
 
@@ -270,17 +260,17 @@ class World:
 
     def gather(self, item: object) -> list[object]:
         """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step."""
-        if self.control is None:
+        if self._meeting is None:
             return [item]
         with self.named_errors("exchanging start-up or checkpoint facts"):
-            return gather_items(item, self.control, self._meeting)
+            return gather_items(item, self._meeting)
 
     def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
         """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers."""
-        if self.control is None:
+        if self._meeting is None:
             return [mine for _ in ranks]
         with self.named_errors("bringing state to worker 0"):
-            return gather_on_first(mine, ranks, self.control, self._meeting)
+            return gather_on_first(mine, ranks, self._meeting)
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
@@ -291,7 +281,7 @@ class World:
         if patience is not None and self.control is not None:
             with self.named_errors("connecting to wait for worker 0"):
                 self.control = open_group(self.members, patience, members_only=self.size < dist.get_world_size())
-                self._meeting = None
+                self._meet_over(self.control)
         try:
             decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
         finally:
@@ -362,7 +352,7 @@ class World:
             self._roll_call.leave(shortened(reason))
 
     def wait_on(self) -> bool:
-        """Whether to wait on for silent workers after a time-out: another one is alive, and waits for nobody."""
+        """Whether to wait on for silent workers after a time-out: another one is alive, outside of a step."""
         return self._roll_call is not None and self._roll_call.is_busy()
 
     def _missing(self, lost: bool) -> list[int]:
@@ -385,11 +375,11 @@ class World:
         """Destroy all process groups of this world. Safe to call twice."""
         if self._end_life is not None:
             self._end_life()
-        for one in [*self.lane_sums, self.control_sum, self._meeting]:
+        for one in [*self.lane_groups, self.control_group, self._meeting]:
             if one is not None:
                 one.close()
         groups, self._groups = self._groups, []
-        self.lane_sums, self.control_sum, self.control, self._meeting = [], None, None, None
+        self.lane_groups, self.control_group, self.control, self._meeting = [], None, None, None
         if dist.is_initialized():
             for group in groups:
                 dist.destroy_process_group(group)

@@ -183,14 +183,14 @@ def _layout_of(schedule: Schedule) -> Layout:
                 raise ScheduleError(
                     f"stage {action.stage} of {schedule.name!r} stands on lanes {lane_of[action.stage]} and {lane}",
                     "Every stage runs on one lane.",
-                    "Correct the file.",
+                    f"Move all its actions to the row of lane {lane_of[action.stage]}.",
                 )
     missing = [stage for stage in range(schedule.stages) if stage not in lane_of]
     if missing:
         raise ScheduleError(
             f"schedule {schedule.name!r} has no stage {missing[0]}",
             "Stages are numbered from 0 without gaps.",
-            "Correct the file.",
+            f"Add actions of stage {missing[0]}, or number the others anew.",
         )
     return Layout(
         tuple(lane_of[stage] for stage in range(schedule.stages)),

@@ -126,11 +126,12 @@ def _on_several_machines(command: Train, arguments: Sequence[str]) -> int:
     from hybridpar.machine.cluster import default_workers, gpu_count
     from hybridpar.machine.nodes import launch_by_ssh, read_hosts, slurm_script, torchrun_lines
 
-    if (command.hosts is None) == (command.slurm is None):
+    unnamed = command.hosts is None and command.launch != "print"
+    if unnamed or None not in (command.hosts, command.slurm):
         raise UsageError(
-            f"--launch {command.launch} without --hosts" if command.slurm is None else "--hosts with --slurm",
+            f"--launch {command.launch} without --hosts" if unnamed else "--hosts with --slurm",
             "A hosts file names the machines of a run; Slurm chooses them itself.",
-            "Name a file with --hosts, or leave --launch away." if command.slurm is None else "Leave one of them out.",
+            "Name a file with --hosts, or leave --launch away." if unnamed else "Leave one of them out.",
         )
     own = without_options(arguments, ("hosts", "launch", "slurm", "workers"))
     if command.slurm is not None:
@@ -198,7 +199,9 @@ def check_names(command: Train) -> None:
         raise UsageError(
             f"--data-root {command.data_root}: there is no such folder",
             f"--data {command.data} reads the images there.",
-            "Correct it.",
+            "Name the directory that holds train/CLASS/ and test/CLASS/ (or val/CLASS/)."
+            if command.data == "folder"
+            else "Name a table, as FILE.csv, or the directory that holds train.csv and test.csv.",
         )
     SaveRule.parse(command.checkpoint_every)
     keep_rule(command), stop_rule(command)
@@ -248,7 +251,7 @@ def _workers_of_plan(command: Train) -> int | None:
         raise UsageError(
             f"--plan {command.plan_file}: there is no such file",
             "It is `auto`, which searches, `none`, or the file of a plan.",
-            "Correct it, or write a plan: `hybridpar plan MODEL --explain -o plan.json`.",
+            "Name the file of a plan, or write it: `hybridpar plan MODEL --explain -o plan.json`.",
         )
     plan = read_plan(command.plan_file)
     placed = plan.placement is not None and not plan.placement.is_usual

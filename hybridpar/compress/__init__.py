@@ -9,11 +9,11 @@ A step of it::
     exchange.commit()                                  # only where the step counts
 """
 
+from hybridpar.comm.group import Group, TorchGroup
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.exchange import Exchange, Phase, PhaseTimer, PhaseTimes, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
-from hybridpar.compress.group import Group, TorchGroup
 from hybridpar.compress.policy import Policy, bind, check_optimizer, format_codec, parse_codec, read_policy
 
 __all__ = [

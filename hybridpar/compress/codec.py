@@ -23,7 +23,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Reduction
 from hybridpar.compress.memory import Memory, Scratch, State
+from hybridpar.compress.received import Decoded, Received, Sum
 from hybridpar.errors import check
 from hybridpar.registry import Registry
 
@@ -32,14 +34,11 @@ CHUNK = 1 << 16
 
 
 class Collective(enum.Enum):
-    """How messages are reduced across ranks."""
+    """How messages meet: in an all-reduce, whose reduction is the value, or in one of two other ways."""
 
-    #: Added element by element.
-    SUM = "sum"
-    #: The larger of each element. What happens to NaN is left open, so no message may hold one.
-    MAX = "max"
-    #: Bitwise and of integer words.
-    AND = "and"
+    SUM = Reduction.SUM
+    MAX = Reduction.MAX
+    AND = Reduction.AND
     #: Each worker sends stripe k to worker k, which merges what it receives; all workers receive all merged stripes.
     SHARD = "shard"
     #: All workers receive the messages of all workers, by rank.
@@ -265,11 +264,9 @@ class Coder(ABC):
         """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
         self._gradient = _NOTHING
 
-    def is_finite(self) -> bool:
-        """Whether all that came of the step is finite; asked once everything was read, on a CPU."""
-        out = torch.empty(self.spec.count, dtype=torch.float32, device=self.spec.device)
-        self.finish(out)
-        return bool(torch.isfinite(out).all())
+    def received(self) -> Received:
+        """What came of the step, once everything was read: the mean over the workers, or their sum, not yet written."""
+        return Decoded(self.finish, self.spec.count, self.spec.device)
 
     def commit(self) -> None:
         """The step counts."""
@@ -315,20 +312,16 @@ class Full(Coder):
         else:
             torch.mul(self._gradient, self.spec.share, out=parts[0])
 
-    @property
-    def received(self) -> Tensor:
-        """What came of the step, 1-D, in the type in which messages are sent."""
-        (reduced,) = self._received
-        return reduced
-
-    def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.received).all())
+    def received(self) -> Received:
+        as_it_is = self.spec.wire == torch.float32 and self.spec.divisor == 1
+        return Sum(self._received) if as_it_is else super().received()
 
     def finish(self, out: Tensor) -> None:
+        (reduced,) = self._received
         if self.spec.wire == torch.float32:
-            torch.div(self.received, self.spec.divisor, out=out)
+            torch.div(reduced, self.spec.divisor, out=out)
         else:
-            out.copy_(self.received).mul_(self.spec.workers / self.spec.divisor)
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
 
 
 class WarmUpCoder(Coder):

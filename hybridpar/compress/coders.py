@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import split
 from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.exchange import Exchange, split
+from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 

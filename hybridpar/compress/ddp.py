@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybridpar.comm.group import Group, TorchGroup, open_group, split, timeout_of
+from hybridpar.comm.items import gather_items, gather_on_first
+from hybridpar.comm.sockets import MOST_WORKERS, open_sockets
 from hybridpar.compress.codec import Codec
 from hybridpar.compress.coders import ParameterCoders, in_rows
-from hybridpar.compress.exchange import Exchange, Traffic, split
-from hybridpar.compress.group import Group, TorchGroup, open_group, timeout_of
+from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.sockets import MOST_WORKERS, open_sockets
 from hybridpar.errors import CheckpointError, SyncError, UsageError
-from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class CodecState(ParameterCoders):
             try:
                 with in_rows(flat, parameters):
                     if isinstance(exchange, NodeExchange):
-                        exchange.run(path.add, path.codec, flat)
+                        exchange.run(path.inside, path.codec, flat)
                     else:
                         assert path.codec is not None
                         exchange.run(path.codec, parts, parts)
@@ -207,7 +207,7 @@ class CodecState(ParameterCoders):
         For writing one file. Tensors are on the CPU.
         """
         ranks = range(dist.get_world_size(self._group))
-        return gather_on_first(_on_cpu(self.state_dict()), ranks, self._group) or []
+        return gather_on_first(_on_cpu(self.state_dict()), ranks, TorchGroup(self._group)) or []
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
@@ -359,11 +359,6 @@ class Paths:
     codec: Group | None
     inside: Group | None
 
-    def add(self, tensor: Tensor) -> None:
-        """Add over the node."""
-        if self.inside is not None:
-            self.inside.all_reduce(tensor)
-
     def close(self) -> None:
         """Leave both groups."""
         for one in (self.codec, self.inside):
@@ -387,7 +382,9 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
         own = dist.get_rank(group)
         members = next((party for party in parties if own in party), ())
         with contextlib.suppress(OSError):
-            groups = open_sockets(own, members or (own,), lambda item: gather_items(item, group), timeout, 1)
+            groups = open_sockets(
+                own, members or (own,), lambda item: gather_items(item, TorchGroup(group)), timeout, 1
+            )
             return groups[0] if members else None
     jobs = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     mine: Group | None = None
@@ -402,7 +399,7 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 
 def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:
     """All workers use the same codec; a collective."""
-    answers = gather_items((mine, host_identity()), group)
+    answers = gather_items((mine, host_identity()), TorchGroup(group))
     if len({own for own, _ in answers}) > 1:
         table = "; ".join(
             f"worker {rank}: {codec}, seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"

@@ -14,16 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Group, Reduction, split
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
-from hybridpar.compress.group import Group
 from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
+from hybridpar.compress.received import Received
 from hybridpar.errors import UsageError
 
 
@@ -199,14 +199,14 @@ class _Reduced(_Meeting):
         super().__init__(index, coders)
         rounds = [coder.rounds[index] for coder in coders]
         sizes = [entry.sizes[0] for entry in rounds]
-        self._collective = rounds[0].collective
+        self._reduction: Reduction = rounds[0].collective.value
         self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
         self.parts = [(view,) for view in split(self._buffer, sizes)]
         wire = 2 * self._buffer.nbytes * (workers - 1) // workers
         self.traffic = Traffic(self._buffer.nbytes, wire, wire // 2)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
-        group.all_reduce(self._buffer, self._collective)
+        group.all_reduce(self._buffer, self._reduction)
         timer.end(Phase.WIRE)
         self._read(self.parts)
 
@@ -279,11 +279,6 @@ _MEETINGS: dict[Collective, Callable[[int, Sequence[Coder], int], _Meeting]] = {
     Collective.GATHER: _Gathered,
     Collective.SHARD: _Sharded,
 }
-
-
-def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Pieces of these sizes from the start on; what is left over belongs to none."""
-    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
@@ -447,6 +442,14 @@ class Exchange:
                 timer.end(Phase.ENCODE)
             meeting.meet(group, timer)
             timer.end(Phase.DECODE)
+
+    def received(self, index: int) -> Received:
+        """What came of a parameter's gradients, once everything was carried.
+
+        Args:
+            index: Of its coder.
+        """
+        return self._working[index].received()
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.

@@ -12,17 +12,14 @@ stays where it is. Nodes may be of different sizes; as many workers lead as the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridpar.comm.group import Group
 from hybridpar.compress.codec import Coder
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.group import Group
-
-#: Replaces a 1-D tensor by its sum over the workers of the node, equal bit for bit on all of them.
-Add = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,10 @@ class NodeExchange:
         """Bytes that this worker sends to other nodes in the next step; those inside a node are not counted."""
         return self._exchange.traffic if self._exchange is not None else Traffic()
 
-    def run(self, add: Add, across: Group | None, flat: Tensor) -> Traffic:
-        """Do a step."""
-        add(flat)
+    def run(self, inside: Group | None, across: Group | None, flat: Tensor) -> Traffic:
+        """Do a step, over the node, where it has other workers, and over the leaders, where this worker leads."""
+        if inside is not None:
+            inside.all_reduce(flat)
         if self._share != 1:
             flat.mul_(self._share)
         parts: Sequence[Tensor] = flat.split(self._sizes)  # type: ignore[no-untyped-call]
@@ -134,7 +132,8 @@ class NodeExchange:
         for part, leads in zip(parts, self._leads, strict=True):
             if not leads:
                 part.zero_()
-        add(flat)
+        if inside is not None:
+            inside.all_reduce(flat)
         return traffic
 
     def commit(self, unused: Collection[str] = ()) -> None:

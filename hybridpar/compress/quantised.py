@@ -25,10 +25,14 @@ from torch import Tensor
 from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import OWNER, WORKER, Memory, Scratch
 from hybridpar.compress.packing import aligned
+from hybridpar.compress.received import Received
 from hybridpar.errors import check_choice
 
 #: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
 WAYS = ("auto", "shard", "gather")
+
+#: Ranges of `Quantiser.view`, each with the messages whose sum it is, by rank.
+Messages = list[tuple[int, int, list[Tensor]]]
 
 
 def check_meet(meet: str) -> None:
@@ -90,14 +94,14 @@ class Quantiser(ABC):
             add: Whether it is added.
         """
 
-    def is_finite(self, message: Tensor, shape: Sequence[int]) -> bool | None:
-        """Whether all that a message stands for is finite; None where only decoding it tells.
+    def received(self, plain: Received, messages: Messages) -> Received:
+        """What came of a step, where an optimizer can read messages as they are; here they must be decoded.
 
         Args:
-            message: What `encode` wrote, 1-D uint8.
-            shape: Of the stripe in `view`.
+            plain: What decodes the messages.
+            messages: What was received.
         """
-        return None
+        return plain
 
 
 class Plain(Quantiser):
@@ -198,8 +202,8 @@ class QuantisedCoder(Coder):
     def _process(self, total: Tensor) -> None:
         """What the owner of a stripe does to the sum, 1-D, before it is sent; nothing here."""
 
-    def messages(self) -> list[tuple[int, int, list[Tensor]]]:
-        """What came of the step: ranges of `Quantiser.view`, each with the messages whose sum it is, by rank."""
+    def messages(self) -> Messages:
+        """What came of the step."""
         stripes = list(zip(self._stripes, self._reply_sizes, strict=True))
         if self.rounds[0].collective is Collective.GATHER:
             ((start, stop), size), *_ = stripes
@@ -207,14 +211,8 @@ class QuantisedCoder(Coder):
         received = zip(stripes, self._received, strict=True)
         return [(start, stop, [message[:size]]) for ((start, stop), size), message in received if size]
 
-    def is_finite(self) -> bool:
-        row = self._shapes[0][1:]
-        known = [
-            self.reply.is_finite(message, (stop - start, *row))
-            for start, stop, messages in self.messages()
-            for message in messages
-        ]
-        return super().is_finite() if None in known else all(known)
+    def received(self) -> Received:
+        return self.reply.received(super().received(), self.messages())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridpar.comm.group import Group, Reduction, split
 from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
-from hybridpar.compress.exchange import Exchange, split
-from hybridpar.compress.group import Group
+from hybridpar.compress.exchange import Exchange
 from hybridpar.compress.policy import bind
 from hybridpar.machine.steady import halves_apart
 
@@ -87,7 +87,7 @@ def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
             group.all_gather(message.new_empty(message.numel() * group.size), message)
             return
         if kind[0] is not Collective.SHARD:
-            group.all_reduce(message, kind[0])
+            group.all_reduce(message, Reduction(kind[0].value))
             return
         stripe = message.numel() // group.size
         whole = message[: stripe * group.size]
@@ -116,13 +116,10 @@ def _median_ms(
 class _Alone(Group):
     """A group of which this worker is the first and the only one: whatever it sends comes back from all the others."""
 
-    rank = 0
-    size = 0
-
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.rank, self.size = 0, size
 
-    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
@@ -132,6 +129,12 @@ class _Alone(Group):
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Do nothing."""
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        """Leave the tensor as it is."""
 
     def close(self) -> None:
         """Do nothing."""

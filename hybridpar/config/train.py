@@ -302,14 +302,6 @@ class TrainConfig(
         said = codec.strip()
         return self.recipe != "none" or said not in ("none", "auto") or (said == "auto" and self.fidelity != "exact")
 
-    def shares_memory(self, codec: str) -> bool:
-        """Whether workers of one machine may add gradients through shared memory, which cannot compress.
-
-        Args:
-            codec: As of `may_compress`.
-        """
-        return codec.strip() == "auto" or not self.may_compress(codec)
-
     def check(self) -> None:
         """Check what can be checked without the data and the machine.
 

@@ -43,12 +43,14 @@ def _csv(config: DataConfig) -> ImageData:
     the images of each class are for training, always the same ones.
     """
     root = config.data_root.resolve()
+    ignored: list[str] = []
     if root.is_dir():
         if not (root / "train.csv").is_file():
             raise DataError(f"there is no file train.csv in {root}", _RULE, "Name it, or one table, with --data-root.")
         rows, classes = _read(root / "train.csv", "train")
-        for file in [file for name in ("test", "val") if (file := root / f"{name}.csv").is_file()][:1]:
-            rows += _read(file, "test")[0]
+        tests = [name for name in ("test.csv", "val.csv") if (root / name).is_file()]
+        rows += [row for name in tests[:1] for row in _read(root / name, "test")[0]]
+        ignored += [f"the table {name}" for name in tests[1:]]
     else:
         rows, classes = _read(root, "train")
         root = root.parent
@@ -67,13 +69,14 @@ def _csv(config: DataConfig) -> ImageData:
             fix = "Add some, with `test` in the column split."
             raise DataError(f"{config.data_root} lists no test images", fix=fix)
     paths = [[row.path for row in part] for part in parts]
-    unused = sum(row.split not in ("train", tested) for row in rows)
+    if unused := sum(row.split not in ("train", tested) for row in rows):
+        ignored.append(f"{unused:,} images of the split val")
     return decoded_data(
         "csv",
         names,
         config,
         lambda use: [FileImages(root, *part, **use) for part in zip(paths, targets, strict=True)],
-        ignored=(f"{unused:,} images of the split val",) if unused else (),
+        ignored=tuple(ignored),
     )
 
 

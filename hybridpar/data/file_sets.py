@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def _caltech101(config: DataConfig) -> ImageData:
 def _folder(config: DataConfig) -> ImageData:
     """The layout of torchvision's ImageFolder, without hidden files and directories.
 
-    Where there are both test/ and val/, test/ is used.
+    Where there are both test/ and val/, test/ is used. Folders beside those that are used are named.
     """
     root = config.data_root.resolve()
     train_root = root / "train"
@@ -86,11 +87,15 @@ def _folder(config: DataConfig) -> ImageData:
                 "Name the directory that holds train/ and test/ with --data-root.",
             )
     ignored = _Ignored()
+    with suppress(OSError):
+        for entry in os.scandir(root):
+            if entry.is_dir() and not entry.name.startswith(".") and Path(entry) not in (train_root, test_root):
+                ignored["beside", f"{entry.name}/"] += 1
     names, train_paths, train_labels = _scan(train_root, ignored)
     test_names, test_paths, test_labels = _scan(test_root, ignored)
     if extra := set(test_names) - set(names):
         raise DataError(
-            f"{test_root} has classes that {train_root} has not: {_some(extra)}",
+            f"{test_root} has classes that {train_root} has not: {some(extra)}",
             "The classes are those of the training images.",
             "Rename or remove the directories, or add training images of these classes.",
         )
@@ -103,6 +108,7 @@ def _folder(config: DataConfig) -> ImageData:
 
 #: What lies in a data set and is not used, in the order in which it is told.
 _IGNORED = {
+    "beside": ("directory that is not read", "directories that are not read"),
     "hidden": ("hidden directory", "hidden directories"),
     "hidden file": ("hidden file", "hidden files"),
     "file": ("file that is no image", "files that are no images"),
@@ -121,7 +127,7 @@ def _told(ignored: _Ignored) -> tuple[str, ...]:
         found = {name: count for (what, name), count in ignored.items() if what == kind}
         if count := sum(found.values()):
             names = [name for name in found if name]
-            told.append(f"{count:,} {words[count > 1]}" + (f" ({_some(names)})" if names else ""))
+            told.append(f"{count:,} {words[count > 1]}" + (f" ({some(names)})" if names else ""))
     return tuple(told)
 
 
@@ -142,7 +148,9 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
                 ignored[("outside", "") if _is_image(entry.name) else _no_image(entry.name)] += 1
             elif entry.name.startswith("."):
                 ignored["hidden", entry.name] += 1
-            elif entry.name not in excluded:
+            elif entry.name in excluded:
+                ignored["beside", f"{entry.name}/"] += 1
+            else:
                 before = _Ignored()
                 found = _images(entry.path, before)
                 if not found:
@@ -166,7 +174,7 @@ def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> t
     if empty:
         first, others = next(iter(empty.items()))
         raise DataError(
-            f"no images in {len(empty)} of the {len(names)} class directories of {directory}: {_some(empty)}",
+            f"no images in {len(empty)} of the {len(names)} class directories of {directory}: {some(empty)}",
             f"{first} holds {', '.join(others) or 'nothing'}; an image ends in {', '.join(IMG_EXTENSIONS)}.",
             "Add images of these classes, or remove the directories.",
         )
@@ -202,7 +210,8 @@ def _is_image(name: str) -> bool:
     return not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS)
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first names of many, and how many others there are."""
     every = sorted(names)
     shown = ", ".join(every[:5])
     return shown if len(every) <= 5 else f"{shown} and {len(every) - 5} more"

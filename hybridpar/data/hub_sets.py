@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from hybridpar.config import DataConfig
 from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
+from hybridpar.data.file_sets import some
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
@@ -54,11 +58,11 @@ def _hub(config: DataConfig) -> ImageData:
     name = config.data.removeprefix("hf/")
     if not name or name == config.data:
         raise UsageError(f"--data {config.data}", "The name of the data set follows: hf/NAME.", "Use --data hf/NAME.")
-    parts = _parts(name, config)
+    ignored: list[str] = []
+    parts = _parts(name, config, ignored)
     train = parts[0]
     image = _image_column(train, name)
     label = _label_column(train, name)
-    ignored: list[str] = []
     raw, cells = map(list, zip(*(_complete(part, image, label, ignored) for part in parts), strict=True))
     names, *targets = _numbered(train.features[label], cells, name)
     if len(raw) == 1:
@@ -75,8 +79,8 @@ def _hub(config: DataConfig) -> ImageData:
     )
 
 
-def _parts(name: str, config: DataConfig) -> list[Any]:
-    """The training part, and the test part where there is one."""
+def _parts(name: str, config: DataConfig, ignored: list[str]) -> list[Any]:
+    """The training part, and the test part where there is one; says which are left out."""
     try:
         import datasets
     except ImportError as error:
@@ -110,7 +114,9 @@ def _parts(name: str, config: DataConfig) -> list[Any]:
         return [found]
     if "train" not in found:
         raise DataError(f"{config.data} has no part train; it has {', '.join(found)}", "Training needs one.")
-    return [found["train"], *[found[part] for part in _TEST_PARTS if part in found][:1]]
+    used = ["train", *[part for part in _TEST_PARTS if part in found][:1]]
+    ignored += [f"{len(rows):,} rows of the part {part}" for part, rows in found.items() if part not in used]
+    return [found[part] for part in used]
 
 
 def _shards(root: Path) -> Any:
@@ -182,4 +188,19 @@ def _complete(part: Any, image: str, label: str, ignored: list[str]) -> tuple[An
     for kind, count in (("image", pictured.count(False)), ("label", cells.count(None))):
         if count:
             ignored.append(f"{count:,} of {len(cells):,} rows of {part.split} without {kind}")
+    if "__url__" in part.column_names:
+        names = _members(part.select(sorted({*range(len(cells))} - {*rows})))
+        ignored.append(f"{len(names):,} files in tar shards, in these rows ({some(names)})")
     return images.select(rows), [cells[row] for row in rows]
+
+
+def _members(rows: Any) -> list[str]:
+    """The names of the files that are in some rows of tar shards: a row is what has one name before the first dot."""
+    keys: dict[str, set[str]] = {}
+    for shard, key in zip(rows["__url__"], rows["__key__"], strict=True):
+        keys.setdefault(shard, set()).add(key)
+    names = []
+    for shard, left_out in keys.items():
+        with suppress(OSError, tarfile.TarError), tarfile.open(shard) as tar:  # datasets may have it in its cache alone
+            names += [name for name in tar.getnames() if re.sub(r"\.[^/]*$", "", name) in left_out]
+    return names

@@ -418,7 +418,8 @@ def _alive() -> Iterator[None]:
             raise  # The transforms' own.
         raise LaunchError(
             f"a loader process died: {error}",
-            fix="Free memory (shared memory too, /dev/shm), or use fewer --loader-workers; 0 needs none.",
+            fix="Free memory (shared memory too, /dev/shm), or use fewer --loader-workers; 0 needs none. "
+            "A run that ended goes on from its last checkpoint with --resume.",
         ) from error
     finally:
         if signal.getsignal(signal.SIGCHLD) is not before:

@@ -15,18 +15,17 @@ import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor
 
-from hybridpar.errors import HybridparError, SyncError
+from hybridpar.errors import HybridparError
 
 _PACKAGE = __name__.partition(".")[0]
 _LENGTH = struct.Struct("!Q")
-_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 def pack(item: Any) -> bytes:
@@ -45,10 +44,10 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
         tensors = []
         for shape, dtype in facts:
-            size = math.prod(shape) * _DTYPES[dtype].itemsize
+            size = math.prod(shape) * DTYPES[dtype].itemsize
             if min(shape, default=0) < 0 or begin + size > len(memory):
                 raise ValueError("a tensor that is not there")
-            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+            tensor = torch.empty(shape, dtype=DTYPES[dtype])
             if size:
                 bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
             tensors.append(tensor)
@@ -77,79 +76,6 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
 def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
     return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
-
-
-class Gathers(Protocol):
-    """Gathers CPU tensors of the members of a group."""
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """Receive every member's `inp` into `out`, by rank."""
-
-
-def gather_items(item: Any, group: dist.ProcessGroup | None, over: Gathers | None = None) -> list[Any]:
-    """The items of all members of a group, by rank; a collective. Bytes go over the group, or over `over`."""
-    device = _device_of(group) if over is None else torch.device("cpu")
-
-    def gather(tensor: Tensor) -> Tensor:
-        rows = torch.empty(dist.get_world_size(group), tensor.numel(), dtype=tensor.dtype, device=device)
-        if over is None:
-            dist.all_gather(list(rows), tensor.to(device), group=group)
-        else:
-            over.all_gather(rows.view(-1), tensor)
-        return rows.cpu()
-
-    mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
-    sizes = gather(torch.tensor([mine.numel()])).view(-1).tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    return [_read(row[:size], rank) for rank, (row, size) in enumerate(zip(gather(padded), sizes, strict=True))]
-
-
-def gather_on_first(
-    mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | None, over: Gathers | None = None
-) -> list[Any] | None:
-    """Something large of some members on rank 0 of a group; a collective of all of its members.
-
-    Tensors follow one by one, each into the memory where it stays; of one on the meta device only its form is told.
-    """
-    rank, device = dist.get_rank(group), _device_of(group)
-    text, tensors = take_apart(mine) if rank in ranks and rank else ("null", [])
-    told = gather_items((text, tensor_facts(tensors), [one.is_meta for one in tensors]), group, over)
-    if rank:
-        for one in tensors:
-            if one.numel() and not one.is_meta:
-                dist.send(bytes_of(one.to(device)), group_dst=0, group=group)
-        return None
-    found = []
-    for source in ranks:
-        if source == 0:
-            found.append(mine)
-            continue
-        text, facts, without = told[source]
-        came = []
-        for (shape, dtype), is_meta in zip(facts, without, strict=True):
-            if is_meta:
-                came.append(torch.empty(shape, dtype=_DTYPES[dtype], device="meta"))
-                continue
-            one = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
-            if one.numel():
-                dist.recv(bytes_of(one), group_src=source, group=group)
-            came.append(one.cpu())
-        found.append(put_together(text, came))
-    return found
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group's backend takes tensors."""
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-def _read(data: Tensor, rank: int) -> Any:
-    try:
-        return unpack(data.numpy().data)
-    except ValueError as error:
-        raise SyncError(f"worker {rank} sent {error}", "All workers run the same version of hybridpar.") from error
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -205,7 +131,7 @@ def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
     if kind in _COLLECTIONS:
         return _COLLECTIONS[kind](_item(one, tensors) for one in value)
     if kind in ("path", "dtype"):
-        return Path(value) if kind == "path" else _DTYPES[value]
+        return Path(value) if kind == "path" else DTYPES[value]
     found = _class_of(value[0])
     if kind == "fields" and dataclasses.is_dataclass(found):
         values = {name: _item(one, tensors) for name, one in value[1].items()}

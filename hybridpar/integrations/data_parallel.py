@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridpar.comm.group import TorchGroup, timeout_of
 from hybridpar.comm.world import World
-from hybridpar.compress import Policy, TorchGroup, read_policy
+from hybridpar.compress import Policy, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
-from hybridpar.compress.group import timeout_of
 from hybridpar.errors import CheckpointError, UsageError, nearest
 from hybridpar.sync.choice import Part, choose_policy
 from hybridpar.sync.policy import AUTO, agree_on_policy, is_auto
@@ -121,7 +121,7 @@ class DataParallel(DistributedDataParallel):
             size,
             next(self.module.parameters()).device,
             timeout_of(group),
-            lane_sums=[TorchGroup(group)] if size > 1 else [],
+            lane_groups=[TorchGroup(group)] if size > 1 else [],
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )

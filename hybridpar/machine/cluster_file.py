@@ -86,7 +86,7 @@ class _Part(BaseModel):
 
 
 #: What a way of using a link is like, where nobody said what it reaches itself.
-_LIKE = {"half_sum": "codec_sum", "integer_sum": "codec_sum", "codec_sum": "all_reduce"}
+_LIKE = {"half_sum": "all_reduce", "integer_sum": "all_reduce"}
 
 
 class _Ways(_Part):
@@ -103,9 +103,8 @@ class Efficiency(_Ways):
     all_to_all: _Share = 1.0
     all_gather: _Share = 1.0
     send: _Share = 1.0
-    codec_sum: _Share | None = Field(default=None, description="sums of a codec; without it, as `all_reduce`")
-    half_sum: _Share | None = Field(default=None, description="of 16-bit numbers; without it, as `codec_sum`")
-    integer_sum: _Share | None = Field(default=None, description="of integers; without it, as `codec_sum`")
+    half_sum: _Share | None = Field(default=None, description="of 16-bit numbers; without it, as `all_reduce`")
+    integer_sum: _Share | None = Field(default=None, description="of integers; without it, as `all_reduce`")
 
 
 _Use = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -119,7 +118,6 @@ class CoreUse(_Ways):
     all_gather: _Use = 0.0
     send: _Use = 0.0
     receive: _Use = 0.0
-    codec_sum: _Use | None = None
     half_sum: _Use | None = None
     integer_sum: _Use | None = None
 

@@ -44,11 +44,10 @@ class LiveProgress(Progress):
     """A bar with its figures at the bottom of the terminal; messages scroll above it."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._console = console
-        self._clock = clock
         self._painted = float("-inf")
         self._epochs = 0
-        self._figures = RunningFigures(0)
         self._live: Live | None = None
         self._preparing = False
 
@@ -74,7 +73,7 @@ class LiveProgress(Progress):
         """Print the run, and put the bar below it."""
         self._clear()
         self._epochs = info.epochs
-        self._figures = RunningFigures(info.steps_total, done)
+        self.figures = RunningFigures(info.steps_total, done)
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
@@ -91,13 +90,13 @@ class LiveProgress(Progress):
     def step(self, record: StepRecord) -> None:
         """Take note of a step, and repaint where the picture is old."""
         now = self._clock()
-        self._figures.add_step(record, now)
+        self.figures.add_step(record, now)
         if now - self._painted >= _REPAINT_SECONDS:
             self._paint(now)
 
     def epoch(self, record: EpochRecord) -> None:
         """Print a line about the epoch above the bar."""
-        self._figures.add_epoch(record)
+        self.figures.add_epoch(record)
         self.message(epoch_line(record, self._epochs))
         self._paint(self._clock())
 
@@ -125,7 +124,7 @@ class LiveProgress(Progress):
 
     def _frame(self) -> Text:
         # One Text, put together by hand: several times cheaper to paint than a table with a progress bar in it.
-        figures = self._figures
+        figures = self.figures
         width = min(self._console.width, MOST_COLUMNS)
         left = f"epoch {figures.epoch + 1}/{self._epochs}  step {figures.step:,}/{figures.steps_total:,} "
         seconds = figures.seconds_left
@@ -143,12 +142,12 @@ class LiveProgress(Progress):
         if width < _NARROWEST_BAR:
             return
         full, rest = ("#", "-") if self._console.options.ascii_only else ("━", "─")
-        filled = int(width * self._figures.fraction)
+        filled = int(width * self.figures.fraction)
         frame.append(full * filled, style="green")
         frame.append(rest * (width - filled), style="dim")
 
     def _numbers(self) -> list[tuple[str, str]]:
-        figures = self._figures
+        figures = self.figures
         if not figures.started:
             return [("waiting for the first step", "dim")]
         parts = [("loss ", "dim"), (f"{figures.loss:.4f}", "bold")]

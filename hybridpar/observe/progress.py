@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Self
 
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
@@ -20,7 +21,14 @@ class Progress:
     """What a run shows while it trains. This base class shows nothing.
 
     Used as a context manager, or closed, so that a terminal gets its cursor back.
+
+    Args:
+        clock: Seconds; tests bring another.
     """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.figures = RunningFigures(0)
 
     def prepare(self, text: str) -> None:
         """Show what is being done before training starts, until something else is shown.
@@ -43,6 +51,19 @@ class Progress:
         Args:
             record: The record.
         """
+
+    @contextmanager
+    def pause(self, text: str = "") -> Iterator[None]:
+        """Leave out of the time left what happens inside, where no step is run and which does not come again.
+
+        Args:
+            text: Announces a pause that takes long.
+        """
+        if text:
+            self.message(f"{text} ...")
+        began = self._clock()
+        yield
+        self.figures.leave_out(self._clock() - began)
 
     def epoch(self, record: EpochRecord) -> None:
         """Show the end of an epoch.
@@ -85,15 +106,14 @@ class PlainProgress(Progress):
 
     Args:
         stream: Where to; default: standard output.
-        clock: Seconds; tests bring their own.
+        clock: Seconds; tests bring another.
     """
 
     def __init__(self, stream: IO[str] | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = sys.stdout if stream is None else stream
-        self._clock = clock
+        super().__init__(clock)
         self._printed = clock()
         self._epochs = 0
-        self._figures = RunningFigures(0)
 
     def prepare(self, text: str) -> None:
         """Print a line."""
@@ -102,7 +122,7 @@ class PlainProgress(Progress):
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Print the run, a line per fact."""
         self._epochs = info.epochs
-        self._figures = RunningFigures(info.steps_total, done)
+        self.figures = RunningFigures(info.steps_total, done)
         for label, text in describe_run(info):
             self.message(f"{label:8} {text}")
         for note in info.notes:
@@ -114,14 +134,14 @@ class PlainProgress(Progress):
     def step(self, record: StepRecord) -> None:
         """Print a line where the last one is old."""
         now = self._clock()
-        self._figures.add_step(record, now)
+        self.figures.add_step(record, now)
         if now - self._printed >= _LINE_SECONDS:
             self._printed = now
             self.message(self._line())
 
     def epoch(self, record: EpochRecord) -> None:
         """Print a line about the epoch."""
-        self._figures.add_epoch(record)
+        self.figures.add_epoch(record)
         self.message(epoch_line(record, self._epochs))
         self._printed = self._clock()
 
@@ -135,7 +155,7 @@ class PlainProgress(Progress):
             return
 
     def _line(self) -> str:
-        figures = self._figures
+        figures = self.figures
         left = figures.seconds_left
         parts = [
             f"epoch {figures.epoch + 1}/{self._epochs}",

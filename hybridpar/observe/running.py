@@ -1,8 +1,8 @@
 """Running means and the remaining time of a run, for displays.
 
 A single step is too noisy to read, so loss and speed are exponential means over about the last twenty steps. The time
-left comes from wall time between steps, so evaluation and checkpoints count; the first steps, which allocate and
-compile, do not.
+left comes from wall time between steps, so evaluation and checkpoints, which come again, count; the first steps, which
+allocate and compile, and pauses do not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RunningFigures:
         self._step_ms = _RunningMean()
         self._seen = 0
         self._anchor: tuple[int, float] | None = None
-        self._latest = 0.0
+        self._latest = self._left_out = 0.0
 
     def add_step(self, record: StepRecord, now: float) -> None:
         """Take in a step that ended at `now`, in seconds of any clock."""
@@ -63,9 +63,13 @@ class RunningFigures:
         self._samples.add(record.samples)
         self._step_ms.add(record.step_ms)
         self._seen += 1
-        self._latest = now
+        self._latest = now - self._left_out
         if self._seen == WARM_UP_STEPS:
-            self._anchor = (record.step, now)
+            self._anchor = (record.step, self._latest)
+
+    def leave_out(self, seconds: float) -> None:
+        """Do not count a pause between steps."""
+        self._left_out += seconds
 
     def add_epoch(self, record: EpochRecord) -> None:
         """Take in the end of an epoch."""

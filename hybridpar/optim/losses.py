@@ -93,3 +93,10 @@ def as_sum(loss: Any) -> Any:
         type(loss).__name__,
     )
     return loss
+
+
+def ignored_label(loss: Any) -> int | None:
+    """The label that a loss of torch leaves out, though its mean over a micro-batch is weighed by all samples."""
+    loss = loss.loss if isinstance(loss, OutputLoss) else loss
+    weighed = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
+    return loss.ignore_index if weighed else None

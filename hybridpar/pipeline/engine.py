@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.grid import Grid
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError, SyncError
@@ -46,6 +45,7 @@ from hybridpar.pipeline.step import PipelineOptions as PipelineOptions
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.policy import agree_on_policy, is_auto
 from hybridpar.sync.reducer import SyncLanes, open_sync_lanes
 
@@ -170,7 +170,7 @@ class PipelineEngine:
         synced = options.sync.sync_batch_norm and replicas.size > 1
         sharded = options.sync.shard_optimizer and replicas.size > 1
         # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
-        sum_lanes = len(replicas.lane_sums) - synced - sharded if self.is_whole else options.sync_lanes
+        sum_lanes = len(replicas.lane_groups) - synced - sharded if self.is_whole else options.sync_lanes
         if (synced or sharded) and sum_lanes < 1:
             user = "BatchNorm over replicas" if synced else "the parameters that replicas hand round"
             raise SyncError(
@@ -215,7 +215,7 @@ class PipelineEngine:
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
-        spare = replicas.lane_sums[sum_lanes:]
+        spare = replicas.lane_groups[sum_lanes:]
         norms = dict(zip(compute, spare, strict=False)) if synced else {}
         shards = dict(zip(compute, spare[len(norms) :], strict=False)) if sharded else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(spare)) if replicas.size > 1 else []

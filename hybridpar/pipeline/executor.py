@@ -34,7 +34,7 @@ from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, PipelineOptions, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Edge, Kind
 from hybridpar.schedule.program import Program
-from hybridpar.sync.reducer import Flight
+from hybridpar.sync.reducer import StepGradients
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Executor:
         facts = [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
         idle = not facts
         self.program, issues = self._program(request, None if idle else facts[0])
-        flights = {index: stage.gradients.new_flight() for index, stage in self.stages.items()}
+        flights = {index: stage.gradients.new_step() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
         step = StepState(self.steps + 1, request, facts, flights, spans)
@@ -382,7 +382,7 @@ class Executor:
         lane.submit(lambda: gradients.measure(flight))
         step.backward_done[index] = lane.record()
 
-    def _note_sums(self, spans: SpanRecorder, stage: int, flight: Flight) -> None:
+    def _note_sums(self, spans: SpanRecorder, stage: int, flight: StepGradients) -> None:
         """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
         flight.
         """
@@ -479,8 +479,8 @@ class Executor:
             if values is not None:
                 stage.lane.keep(values)
                 values = values.to(stage.lane.device, non_blocking=True)
-            kept = [tensor for tensor in (sums, users, values) if tensor is not None]
-            stage.lane.keep(*kept, *flight.flats)
+            known = [tensor for tensor in (sums, users, values) if tensor is not None]
+            stage.lane.keep(*known, *stage.gradients.memory)
             used, costs = step.used[index], flight.costs
             bad = stage.apply(values, sums, users, used, factor, costs, on_device=self._on_device)
             if bad is not None:

@@ -14,7 +14,6 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
+from hybridpar.comm.group import Group
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.lanes.base import Constants, start_copy
@@ -33,22 +32,18 @@ from hybridpar.pipeline.step import COMMIT, SQUARES, StepRequest, StepState
 from hybridpar.schedule.actions import Kind
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback, ReplicaBuffers
 from hybridpar.sync.clipping import clip_each, clip_factor
-from hybridpar.sync.coded_reducer import CodedReducer
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
-from hybridpar.sync.direct_reducer import DirectReducer
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Pieces
-from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
+from hybridpar.sync.pieces import Gradients
+from hybridpar.sync.reducer import Reducer, StepGradients, SyncLanes
 from hybridpar.sync.shards import ParameterShards
-from hybridpar.sync.shared_reducer import SharedReducer
-
-_log = logging.getLogger(__name__)
 
 #: Steps an optimizer. It takes the rate factor (None where rates have been set), the commit flag where the decision is
 #: on the device, and the gradients where they are not in `.grad`. It returns their squared norm where it took that.
-OptimizerStep = Callable[[float | None, Tensor | None, Pieces | None], Tensor | None]
+OptimizerStep = Callable[[float | None, Tensor | None, Gradients | None], Tensor | None]
 
 #: Told the number of a step that counts, or may, and a 0-d tensor that is 0 where it does not.
 AfterStep = Callable[[int, bool | Tensor], None]
@@ -67,8 +62,8 @@ class LocalStage:
         options: SyncOptions,
         micro_batches: int,
         step_optimizer: OptimizerStep | None,
-        norm_group: SumGroup | None = None,
-        shard_group: SumGroup | None = None,
+        norm_group: Group | None = None,
+        shard_group: Group | None = None,
         nodes: NodeWorlds | None = None,
         after_step: AfterStep | None = None,
     ) -> None:
@@ -89,7 +84,7 @@ class LocalStage:
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
         self._shards = None if shard_group is None else ParameterShards(self.module, replicas, shard_group)
-        self.gradients: LocalGradients
+        self.gradients: Reducer
         self.batch_norm: BatchNormPool | None = None
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
@@ -111,42 +106,22 @@ class LocalStage:
         if self.batch_norm is not None:
             self.batch_norm.release()
 
-    def _make_gradients(self) -> LocalGradients:
+    def _make_gradients(self) -> Reducer:
         options = self.options
-        if self.replicas.size == 1:
-            return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
-        parameters, plain = dict(self.module.named_parameters()), options.policy.changes_nothing
-        place = (parameters, self.replicas, self._lanes, self.lane)
-        if self.lane.device.type == "cpu" and not options.delayed:  # a hook finds the gradient in the cache
-            # Stages know the norm of all of them only once they have added theirs up.
-            exact = options.global_norm is not None or self.lane is not self._lanes.caller
-            exact = exact or self._shards is not None  # each steps, and would measure, a part of them
-            if plain and self.replicas.transport == "shared memory" and SharedReducer.fits(parameters):
-                try:
-                    return SharedReducer(*place, self.measured, self._sync_lanes, exact=exact)
-                except OSError as error:  # on all workers
-                    if self.replicas.is_main:
-                        _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
-            elif not plain and self._nodes is None and options.policy.at_once and CodedReducer.fits(parameters):
-                return CodedReducer(
-                    *(*place, options.bucket_bytes, self.measured, self._sync_lanes),
-                    codec=options.policy,
-                    seed=options.seed,
-                    exact=exact,
-                )
-        kind = DelayedReducer if options.delayed else GradientReducer
+        # Stages know the norm of all of them only once they have added theirs up.
+        exact = options.global_norm is not None or self.lane is not self._lanes.caller
+        kind = DelayedReducer if options.delayed and self.replicas.size > 1 else Reducer
         return kind(
-            *place,
-            *(options.bucket_bytes, self.measured, self._sync_lanes),
-            codec=options.policy,
-            seed=options.seed,
+            *(dict(self.module.named_parameters()), self.replicas, self._lanes, self.lane, self._sync_lanes, options),
+            measure=self.measured,
+            exact=exact or self._shards is not None,  # each steps, and would measure, a part of them
             nodes=self._nodes,
         )
 
     @property
-    def reducer(self) -> GradientReducer | None:
+    def reducer(self) -> Reducer | None:
         """`gradients`, where there are replicas."""
-        return self.gradients if isinstance(self.gradients, GradientReducer) else None
+        return self.gradients if self.replicas.size > 1 else None
 
     @property
     def steps_done(self) -> int:
@@ -160,7 +135,7 @@ class LocalStage:
 
     # ---------------------------------------------------------------- the lane
 
-    def start(self, step: int, flight: Flight) -> None:
+    def start(self, step: int, gradients: StepGradients) -> None:
         """Begin a step."""
         if self.replicas.size > 1 and not self.replica_buffers.shared and any(self.run.buffers):
             name = next(name for held in self.run.buffers for name in held)
@@ -175,7 +150,7 @@ class LocalStage:
                 self._rollback.restore()
         self._step, self.is_open = step, True
         self.run.start_step(step)
-        self.gradients.start(flight)
+        self.gradients.start(gradients)
         if self.batch_norm is not None:
             self.batch_norm.discard()
         if self._rollback is not None:
@@ -200,10 +175,9 @@ class LocalStage:
         """Commit the step or roll it back."""
         if self.run.seen:
             self.run.put_back_buffers()
-        self.gradients.place_gradients()
         commit = self._decision(values, on_device)
-        unused = self.gradients.keep_used(users, used) if users is not None and used is not None else []
-        pieces, squares = self._clip(values)
+        unused = self.gradients.finish(users, used)
+        unwritten, squares = self._clip(values)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         bad = None
@@ -216,7 +190,7 @@ class LocalStage:
         else:
             where = commit if isinstance(commit, Tensor) else None
             if self._step_optimizer is not None:
-                stepped = self._step_optimizer(factor, where, pieces)
+                stepped = self._step_optimizer(factor, where, unwritten)
                 squares = stepped if squares is None else squares
                 if self._shards is not None:
                     updated = self._shards.exchange()
@@ -236,23 +210,21 @@ class LocalStage:
         self.is_open = False
         return bad
 
-    def _clip(self, values: Tensor | None) -> tuple[Pieces | None, Tensor | None]:
+    def _clip(self, values: Tensor | None) -> tuple[Gradients | None, Tensor | None]:
         """Clip the gradients of the stage, which are those of all replicas by now."""
-        options = self.options
-        pieces = self.gradients if isinstance(self.gradients, DirectReducer) else None
-        squares = None
+        options, unwritten, squares = self.options, self.gradients.unwritten, None
         if options.global_norm is not None and values is not None:
             shrink = clip_factor(values[SQUARES], options.global_norm)
             if shrink is not None:
                 self.gradients.scale(shrink)
         elif options.clip_norm is not None and options.clip_mode != "norm":
-            if pieces is not None:
-                squares, pieces = pieces.materialise(), None
+            if unwritten is not None:
+                squares, unwritten = unwritten.materialise(), None
             named = self.module.named_parameters()
             clip_each(
                 [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
             )
-        return pieces, squares
+        return unwritten, squares
 
     def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
         """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""
@@ -306,7 +278,7 @@ class Agreement:
         """Start to sum the samples of a step over the replicas."""
         # Each of them has one worker of every replica, so the sums are the same.
         parties = list({id(stage.replicas): stage.replicas for _, stage in sorted(self._stages.items())}.values())
-        if parties[0].control_sum is None:
+        if parties[0].control_group is None:
             return lambda: samples
         told = [samples, float(refusing)]
         sums = [torch.tensor(told, dtype=torch.float64, device=self._device) for _ in parties]
@@ -343,7 +315,7 @@ class Agreement:
             flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
 
         stage.lane.submit(report)
-        if stage.replicas.control_sum is not None:
+        if stage.replicas.control_group is not None:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
             flight.reported = self.lane.record()
@@ -359,7 +331,7 @@ class Agreement:
                 self.lane.wait(event)
         for index, stage in self._stages.items():
             self.lane.submit(lambda index=index: self._share_backward(step, index))  # type: ignore[misc]
-            if stage.replicas.control_sum is not None:
+            if stage.replicas.control_group is not None:
                 step.shared[index] = self.lane.record()
         self.lane.submit(lambda: self._decide(step))
         step.decided = self.lane.record()
@@ -369,7 +341,7 @@ class Agreement:
         flight, replicas = step.flights[index], self._stages[index].replicas
         self.lane.keep(flight.squares)
         step.squares[index] = self._stages[index].gradients.squares(flight)
-        if replicas.control_sum is not None:
+        if replicas.control_group is not None:
             message = backward_report(step.squares[index], step.used[index], self._constants)
             self._sum(message, f"exchanging who used the parameters of stage {index}", replicas, step)
             step.squares[index], step.users[index] = message[0], message[1:]
@@ -396,9 +368,9 @@ class Agreement:
 
     def _sum(self, message: Tensor, doing: str, workers: World, step: StepState | None = None) -> None:
         """On the lane: sum a message over some workers, in place, and note the bytes sent in a step."""
-        assert workers.control_sum is not None
+        assert workers.control_group is not None
         with workers.named_errors(doing):
-            workers.control_sum.all_reduce(message)
+            workers.control_group.all_reduce(message)
         if step is not None:
             step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
 

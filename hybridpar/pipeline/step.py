@@ -31,7 +31,7 @@ from hybridpar.schedule.spans import Span
 from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.reducer import Flight
+from hybridpar.sync.reducer import StepGradients
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda
@@ -219,7 +219,7 @@ class StepState:
     number: int
     request: StepRequest
     facts: list[BorderFacts]
-    flights: dict[int, Flight]
+    flights: dict[int, StepGradients]
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, Tensor] = field(default_factory=dict)

@@ -219,10 +219,7 @@ class BucketPrices:
             text = codec.codecs[one.name]
             rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
             kinds = [(entry.collective, entry.dtype) for entry in rounds]
-            if self._group.two_levels:
-                costs = self._network.between_hosts(kinds)
-            else:
-                costs = self._network.exchange(kinds, codec=True)
+            costs = self._network.between_hosts(kinds) if self._group.two_levels else self._network.exchange(kinds)
             writing, reading = self._rates[text].times(one.count)
             encode += writing / (share * self._throughput)
             decode += reading / (share * self._throughput)

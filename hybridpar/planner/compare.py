@@ -7,8 +7,9 @@ from hybridpar.plan import Plan, Ran, StepFigures
 #: Relative difference above which a prediction has failed.
 APART = 0.15
 
-#: Bytes that a process may grow by for other things than the model, such as code that is loaded when it first runs.
-LIBRARIES = 256 << 20
+#: Bytes that no prediction counts: messages by which workers agree on a step, with the sums of BatchNorm; and what a
+#: process grows by for other things than the model, such as code that is loaded when it first runs.
+UNCOUNTED = {"bytes_sent_per_step": 1 << 20, "memory_bytes": 256 << 20}
 
 #: Load of other programs, per core, above which the machine counts as busy.
 BUSY = 0.5
@@ -36,7 +37,7 @@ def prediction_warnings(plan: Plan, ran: Ran, load: float = 0.0) -> list[str]:
         wanted, found = getattr(predicted, name, None), getattr(ran, name)
         if not wanted or found is None:
             continue
-        if name == "memory_bytes" and found - wanted < LIBRARIES:
+        if abs(found - wanted) < UNCOUNTED[name] or (name == "memory_bytes" and found < wanted):
             continue  # nor is it a failure where less was needed than was feared
         missed = found / wanted - 1
         if abs(missed) > APART:

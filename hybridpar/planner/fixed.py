@@ -66,6 +66,8 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
         f"--sync {config.sync}": "sync" in named and config.outer is not None,
+        f"--double-buffer {config.double_buffer}": "double_buffer" in named and config.double_buffer != "off",
+        "--shares auto": "shares" in named and config.shares.strip() == "auto",
         "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
         "--shard-optimizer": "shard_optimizer" in named and config.shard_optimizer,
     }

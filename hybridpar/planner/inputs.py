@@ -91,7 +91,8 @@ class PlannerInputs:
             ("most_micro_batches", 1),
         ):
             if not getattr(self, name) >= least:
-                raise UsageError(f"{name} is {getattr(self, name)}", f"It is {least} or more.", "Correct it.")
+                value = getattr(self, name)
+                raise UsageError(f"{name} is {value}", f"It is {least} or more.", f"Use {name}={least}, for instance.")
 
     @property
     def workers(self) -> int:

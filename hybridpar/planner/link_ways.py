@@ -20,7 +20,6 @@ from torch import Tensor
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import World
-from hybridpar.compress import Collective, Group, TorchGroup
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
 from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.network import log_rounds
@@ -35,7 +34,7 @@ _SIDE = 384
 #: What every plan uses; that and what codecs use whose messages are stripes; that and what those use that are added.
 PLAIN_WAYS = ("send", "all_reduce")
 STRIPED_WAYS = (*PLAIN_WAYS, "all_to_all", "all_gather")
-WAYS = (*STRIPED_WAYS, "codec_sum", "half_sum", "integer_sum")
+WAYS = (*STRIPED_WAYS, "half_sum", "integer_sum")
 
 _Work = Callable[[Tensor], object]
 
@@ -69,10 +68,8 @@ def measure_level(
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
     try:
         mine: dict[str, Way | None] = {}
-        # All workers time the same ways, whatever adds in their own parties.
-        apart = any(world.gather(not all(isinstance(one, Group) for one in party.lane_sums)))
         for name, (work, factor) in _ways(party, grid, pair).items():
-            if name in ways and (name in PLAIN_WAYS or not slow) and (apart or name != "codec_sum"):
+            if name in ways and (name in PLAIN_WAYS or not slow):
                 mine[name], slow = _time(work, factor, world, seconds)
     finally:
         grid.close()
@@ -95,13 +92,11 @@ def measure_level(
 def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
     """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
 
-    None where it has no part in that, as a worker alone in its party has in no collective. Codecs do not only add, so
-    their messages are sent over a group even where sums go through shared memory. Messages between two are sent in both
-    directions at a time: one way alone would let a link with a token bucket fill the bucket again.
+    None where it has no part in that, as a worker alone in its party has in no collective. Messages between two are
+    sent in both directions at a time: one way alone would let a link with a token bucket fill the bucket again.
     """
     size, share = party.size, (party.size - 1) / party.size
-    adds = next(iter(party.lane_sums), None)
-    group = adds if adds is None or isinstance(adds, Group) else TorchGroup(party.control)
+    group = next(iter(party.lane_groups), None)
 
     def all_to_all(message: Tensor) -> None:
         assert group is not None
@@ -116,7 +111,7 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
 
     def sum_as(dtype: torch.dtype, message: Tensor) -> None:
         assert group is not None
-        group.all_reduce(message.view(dtype), Collective.SUM)
+        group.all_reduce(message.view(dtype))
 
     def send(message: Tensor) -> None:
         peer, part = pair[grid.world.rank == pair[0]], [MessagePart(tuple(message.shape))]
@@ -125,19 +120,14 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         grid.receivers[peer].receive(part)
         sending.join()
 
-    def all_reduce(message: Tensor) -> None:
-        assert adds is not None
-        adds.all_reduce(message)
-
     ways: dict[str, tuple[_Work, float]] = {
-        "all_reduce": (all_reduce, 2 * share),
+        "all_reduce": (partial(sum_as, torch.float32), 2 * share),
         "all_to_all": (all_to_all, share),
         "all_gather": (all_gather, share),
-        "codec_sum": (partial(sum_as, torch.float32), 2 * share),
         "half_sum": (partial(sum_as, torch.float16), 2 * share),
         "integer_sum": (partial(sum_as, torch.int32), 2 * share),
     }
-    own = {name: (None if adds is None else work, factor) for name, (work, factor) in ways.items()}
+    own = {name: (None if group is None else work, factor) for name, (work, factor) in ways.items()}
     return {"send": (send if grid.world.rank in pair else None, 1.0), **own}
 
 

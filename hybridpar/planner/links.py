@@ -196,7 +196,7 @@ def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
     # Of a length at which the link counts and not its latency.
     size = MOST_BYTES if MOST_BYTES / speed < 0.02 else LEAST_BYTES
     message = torch.zeros(size // 4, device=world.device)
-    took = most_of_all(statistics.median(laps_of(world.lane_sums[0].all_reduce, message, 3)), world)
+    took = most_of_all(statistics.median(laps_of(world.lane_groups[0].all_reduce, message, 3)), world)
     expected = share * size / speed
     expected += 2 * log_rounds(world.size) * level.latency_ms / 1e3
     return 1 / factor <= took / expected <= factor

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from hybridpar.comm.world import PATIENCE, World
-from hybridpar.compress import Group, parse_codec
+from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
@@ -224,15 +224,14 @@ def measure_inputs(
             store_measurement(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
     directory = measurements_directory() if cache else None
     trained = [one for one in model.parameters() if one.requires_grad]
-    alone = workers == 1 or not (cluster is not None or _carries_codecs(world) or asked.steps is None)
-    codecs = [] if alone else asked.codecs
+    codecs = _codecs(asked, world, cluster)
     took: Sequence[Rehearsal] = ()
     if cluster is not None:
         announce("timing codecs")
         rates = measure_rates(codecs, trained, workers, world.device, cache=directory)
     else:
         announce(f"planning: measuring the links between {workers} workers" if workers > 1 else "measuring the machine")
-        ways = WAYS if codecs else STRIPED_WAYS if _carries_codecs(world) else PLAIN_WAYS
+        ways = WAYS if codecs else STRIPED_WAYS if _tries_codec(codecs, world) else PLAIN_WAYS
         cluster = measure_cluster(world, ways=ways, fresh=not cache)
         whole = not is_deferred(model)  # else there is nothing to run on a worker: rank 0 measured unit by unit
         if asked.unequal and whole:
@@ -254,6 +253,7 @@ def measure_inputs(
                 bucket_bytes=asked.bucket_bytes,
                 memory_format=scope.formats[0],
                 compiled=asked.compiled,
+                codec=_tries_codec(codecs, world),
                 cache=directory,
                 note=asked.amp,
             )
@@ -365,7 +365,7 @@ def _measure(
     crowd: Mapping[int, float] = {}
     if here:
         if world.device.type == "cpu":
-            prepare_aside(map(parse_codec, _rated(asked.codecs if _carries_codecs(world) else [], world)))
+            prepare_aside(map(parse_codec, _rated(_codecs(asked, world, None), world)))
         if not is_deferred(model):
             with autocast(asked.amp, world.device):
                 crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)
@@ -402,13 +402,13 @@ def _exchange_seconds(model: nn.Module, world: World) -> float:
         return 0.0
     message = torch.zeros(min(size, _PROBE_BYTES) // 4, device=world.device)
     with world.named_errors("timing the link"):
-        (seconds,) = laps_of(world.lane_sums[0].all_reduce, message, 1)
+        (seconds,) = laps_of(world.lane_groups[0].all_reduce, message, 1)
     return most_of_all(seconds, world) * size / message.nbytes
 
 
 def _rated(codecs: Sequence[str], world: World) -> list[str]:
     """The codecs whose rates are measured: those that a plan may have, and the one that may be rehearsed."""
-    return sorted({*codecs, CODEC}) if _carries_codecs(world) else list(codecs)
+    return sorted({*codecs, CODEC}) if _tries_codec(codecs, world) else list(codecs)
 
 
 def _named(act: Callable[[], _T]) -> Callable[[], _T]:
@@ -489,9 +489,17 @@ def _sizes(model: nn.Module, asked: Question, workers: int, most: int | None) ->
     return sorted({max(2, whole // 16), max(2, whole // 4), whole})
 
 
-def _carries_codecs(world: World) -> bool:
-    """Whether gradients can be sent as a codec: groups carry it, shared memory only adds."""
-    return world.size > 1 and isinstance(world.lane_sums[0], Group)
+def _codecs(asked: Question, world: World, cluster: ClusterSpec | None) -> Sequence[str]:
+    """The codecs that plans may have. What a run adds in shared memory is never sent, and no codec is faster."""
+    if cluster is not None:
+        return asked.codecs if min(cluster.workers, asked.batch) > 1 else []
+    adds = world.transport == "shared memory" and asked.steps is not None
+    return [] if world.size == 1 or adds else asked.codecs
+
+
+def _tries_codec(codecs: Sequence[str], world: World) -> bool:
+    """Whether steps with a codec are rehearsed: a plan may have some, or those without may take too long for that."""
+    return world.size > 1 and (bool(codecs) or world.transport != "shared memory")
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor, form: str, *, compiled: bool = False) -> float:

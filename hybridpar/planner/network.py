@@ -124,7 +124,7 @@ class Network:
         inside, between = log_rounds(max(workers.values())), log_rounds(len(workers))
         return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
-    def exchange(self, kinds: Iterable[Kind], *, codec: bool = False) -> Mapping[Kind, LinkCost]:
+    def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
         """What messages take until they have met, where all workers of a group send their own.
 
         Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
@@ -134,12 +134,12 @@ class Network:
             return {kind: self._two_levels(kind) for kind in kinds}
         level = self._inside if group.hosts == 1 else self._between
         sharing = 1 if group.hosts == 1 else group.sharing
-        return {kind: _flat(kind, level, group.workers, sharing, codec) for kind in kinds}
+        return {kind: _flat(kind, level, group.workers, sharing) for kind in kinds}
 
     def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
         """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
         group = self.grouping
-        return {kind: _flat(kind, self._between, group.hosts, group.sharing, codec=True) for kind in kinds}
+        return {kind: _flat(kind, self._between, group.hosts, group.sharing) for kind in kinds}
 
     @property
     def bytes_per_ms(self) -> float | None:
@@ -156,7 +156,7 @@ class Network:
 
     def inside_core_use(self) -> float | None:
         """Cores that `inside_cost` keeps busy; None where that was not measured."""
-        return _core_use(PLAIN, self._inside, codec=False)
+        return _core_use(PLAIN, self._inside)
 
     def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
         """Cores of a worker that messages keep busy while they are on their way; None where that was not measured."""
@@ -164,7 +164,7 @@ class Network:
         levels = [self._inside] if group.hosts == 1 else [self._between]
         if group.two_levels and not codec:
             levels = [self._inside, self._between]
-        uses = [_core_use(kind, level, codec) for level in levels]
+        uses = [_core_use(kind, level) for level in levels]
         known = [use for use in uses if use is not None]
         if len(known) < len(uses):
             return None
@@ -185,7 +185,7 @@ class Network:
         return Link(level.latency_ms, speed)
 
 
-def _core_use(kind: Kind, level: LinkLevel, codec: bool) -> float | None:
+def _core_use(kind: Kind, level: LinkLevel) -> float | None:
     """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
     use, reached = level.cores, level.efficiency
     if use is None:
@@ -193,16 +193,14 @@ def _core_use(kind: Kind, level: LinkLevel, codec: bool) -> float | None:
     if kind[0] is Collective.SHARD:
         there, back = 1 / reached.all_to_all, 1 / reached.all_gather
         return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind, codec))
+    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind))
 
 
-def _sum_way(kind: Kind, codec: bool) -> str:
+def _sum_way(kind: Kind) -> str:
     """Which way of using a link a sum is."""
-    if not codec:
-        return "all_reduce"
     if not kind[1].is_floating_point:
         return "integer_sum"
-    return "half_sum" if kind[1].itemsize == 2 else "codec_sum"
+    return "half_sum" if kind[1].itemsize == 2 else "all_reduce"
 
 
 def log_rounds(workers: int) -> int:
@@ -210,7 +208,7 @@ def log_rounds(workers: int) -> int:
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 
-def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int, codec: bool = False) -> LinkCost:
+def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
     """One level; `sharing` groups use the link beside each other."""
     collective = kind[0]
     if workers == 1:
@@ -224,4 +222,4 @@ def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int, codec: bool 
         return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
     if collective is Collective.GATHER:
         return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind, codec))))
+    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind))))

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress import Group
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
@@ -283,9 +282,6 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
         return _unplanned(f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}")
     if "stages" in decided and config.stages != count:
         return _unplanned(f"--stages {config.stages} is not what the run's own plan says")
-    adds_only = world.size > 1 and not isinstance(world.lane_sums[0], Group)
-    if adds_only and plan.sync is not None and plan.sync.codec != "none":
-        return _unplanned("the run's own plan compresses gradients, and workers that share memory only add")
     if count > 1:
         from hybridpar.partition.planning import require_model
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress import Group
 from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec
@@ -89,6 +88,7 @@ def measure_rehearsal(
     compiled: bool = False,
     steps: int = STEPS,
     seconds: float = SECONDS,
+    codec: bool = True,
     cache: Path | None = None,
     note: str = "",
 ) -> tuple[Rehearsal, ...]:
@@ -99,12 +99,12 @@ def measure_rehearsal(
         **figures_key(model, example),
         "cluster": cluster.key,
         "transport": world.transport,
-        "how": [copies, bucket_bytes, memory_format, steps, seconds, note, *(["compiled"] if compiled else [])],
+        "how": [copies, bucket_bytes, memory_format, steps, seconds, codec, note, *(["compiled"] if compiled else [])],
     }
 
     def measure() -> dict[str, float]:
         whole = replace(WHOLE, compile=compiled, sync=SyncOptions(bucket_bytes=bucket_bytes))
-        return _step_times(model, example, world, cluster, copies, whole, memory_format, steps, seconds)
+        return _step_times(model, example, world, cluster, copies, whole, memory_format, steps, seconds, codec)
 
     found = remembered(KIND, key, cache, measure, world)
     return tuple(Rehearsal(codec, len(example), step_ms) for codec, step_ms in found.items())
@@ -120,6 +120,7 @@ def _step_times(
     memory_format: str,
     steps: int,
     seconds: float,
+    codec: bool,
 ) -> dict[str, float]:
     """Milliseconds of a step by codec, and the noise; a collective, so all workers know the same."""
     clock = Clock(example.device)
@@ -134,13 +135,13 @@ def _step_times(
             whole_step_ms(run, (example,), clock)
             told: list[float] = world.gather(whole_step_ms(run, (example,), clock))  # type: ignore[assignment]
             codecs = ["none"] if exchange <= max(told) else []
-            if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], Group):
+            if codec and exchange / _LESS <= max(told):
                 codecs.append(CODEC)
             found, noises = {}, [0.0]
-            for codec in codecs:
-                options = replace(whole, sync=replace(whole.sync, codec=codec))
+            for text in codecs:
+                options = replace(whole, sync=replace(whole.sync, codec=text))
                 optimizer = optimizer_like(model, copies)
-                found[codec], noise = _steps(model, example, world, options, optimizer, steps, seconds / len(codecs))
+                found[text], noise = _steps(model, example, world, options, optimizer, steps, seconds / len(codecs))
                 noises.append(noise)
         finally:
             model.to(memory_format=torch.contiguous_format)
@@ -162,7 +163,7 @@ def _steps(
         parameter.grad = None
 
     def step_of(_: nn.Module) -> OptimizerStep:
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)  # the rates are 0
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)  # the rates are 0
 
     with (
         Lanes(example.device) as lanes,

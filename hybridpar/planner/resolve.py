@@ -151,7 +151,7 @@ def join_workers(config: TrainConfig, given: Collection[str] = (), plan: Plan | 
         with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             plan = read_plan(config.plan_file)
     sync = resolve_sync(config, plan, decided_options(config, given))
-    return World.join(lanes=sync.groups, timeout=config.timeout, shared_memory=config.shares_memory(sync.codec))
+    return World.join(lanes=sync.groups, timeout=config.timeout)
 
 
 def _place(config: TrainConfig, workers: int, plan: Plan | None, decided: Collection[str], device: str) -> Placement:

@@ -79,7 +79,7 @@ def measure_step_costs(
         )
         try:
             for _ in range(steps + 1):
-                flight = stage.gradients.new_flight()
+                flight = stage.gradients.new_step()
                 stage.start(0, flight)  # frees the gradients of the step before
                 loss = any_loss(model(example))
                 pooling = clock.mark()

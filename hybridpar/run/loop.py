@@ -131,7 +131,8 @@ class RunLoop(ABC):
 
     def _opening_notes(self) -> list[str]:
         tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
-        return [*tuned, *self._changes]
+        compiled = ["compile  the first step compiles the model, which may take minutes"] if self.config.compile else []
+        return [*tuned, *compiled, *self._changes]
 
     def _begin_with(self, plan: Plan, device: str, **facts: Any) -> RunInfo:
         """What is known before the first step of a plan, which worker 0 writes."""

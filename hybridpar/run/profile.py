@@ -40,21 +40,21 @@ class StepProfile:
         #: What could not be written, for the end of the run.
         self.problem: str | None = None
 
-    def take(self, issued: int) -> str | None:
+    def take(self, issued: int, say: Callable[[str], object]) -> None:
         """Begin or end where that is due; called between two steps."""
         if self._over:
-            return None
+            return
         if self._profiler is None and self._after <= issued < self._until:
             self._begin()
         elif self._profiler is not None and issued >= self._until:
-            return self.finish()
-        return None
+            self.finish(say)
 
-    def finish(self) -> str | None:
+    def finish(self, say: Callable[[str], object]) -> None:
         """End a profile that is under way, at the end of a run that ended early."""
         profiler, self._profiler, self._over = self._profiler, None, True
         if profiler is None:
-            return None
+            return
+        say("writing the profile ...")
         self._settle()
         FLIGHT.names_ranges = False
         profiler.stop()
@@ -67,11 +67,11 @@ class StepProfile:
             replace_file(self._path, [gzip.compress(json.dumps(trace).encode(), 5)])
         except (OSError, RuntimeError, RunDirectoryError) as error:
             self.problem = f"there is no profile: {error}"
-            return None
+            return
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
-        return f"profile written to {self._path.parent}, a file per worker; open one in ui.perfetto.dev"
+        say(f"profile written to {self._path.parent}, a file per worker; open one in ui.perfetto.dev")
 
     def _begin(self) -> None:
         from torch._C._profiler import _ExperimentalConfig

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.flight import FLIGHT, noted
+from hybridpar.comm.flight import FLIGHT, noted, outside
 from hybridpar.comm.flight import FOLDER as FLIGHT_FOLDER
 from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
@@ -391,13 +391,14 @@ class Run(RunLoop):
             self._begin_epoch()
             first = at.epoch_step if epoch == at.epoch else 0
             if self.selector is not None and self.selector.is_due(epoch, first):
-                with self.clock.away():
+                with self.clock.away(), progress.pause("trying batch sizes"):
                     progress.message(self.selector.choose(epoch))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
+                progress.figures.steps_total = self.total
             for result, data_ms in self._steps_of(epoch, first, stop):
                 record, spans = self._record(result, epoch, data_ms)
                 self._note_step(record, "was skipped on all workers: a gradient was not finite")
-                with self.clock.away():
+                with self.clock.away(), progress.pause():
                     self.watch.take(result.step, spans, progress.message)
                 self._tune_shares(result, record)
                 if result.outcome.stop:
@@ -408,7 +409,7 @@ class Run(RunLoop):
             if self._stopping:
                 self._save()
                 break
-            with self.clock.away(), noted("testing"):
+            with self.clock.away(), outside("testing"):
                 evaluation = self.trainer.evaluate(self.test)
                 averaged = self._evaluate_average()
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
@@ -420,7 +421,7 @@ class Run(RunLoop):
         with self.clock.away():
             self.watch.finish(progress.message)
             if self.profile is not None:
-                self._say(self.profile.finish())
+                self.profile.finish(progress.message)
         return self._stopping
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
@@ -430,7 +431,7 @@ class Run(RunLoop):
         busy_ms = record.compute_ms + record.data_ms
         if self.world.device.type == "cuda" and (spans := result.outcome.spans).spans:
             busy_ms = spans.step_ms - spans.exposed_sync_ms
-        with self.clock.away():
+        with self.clock.away(), self.progress.pause():
             if (news := self.shares.note(busy_ms, record.samples)) is not None:
                 self._divide_by(self.shares.shares)
                 self.progress.message(news)
@@ -439,10 +440,6 @@ class Run(RunLoop):
         """Divide the steps to come, and the test set, by other shares."""
         self.batches.shares = shares
         self.test = self._make_test(shares)
-
-    def _say(self, line: str | None) -> None:
-        if line is not None:
-            self.progress.message(line)
 
     def _evaluate_average(self) -> Evaluation | None:
         """The result of the moving average (`--model-ema`), if one is kept."""
@@ -464,14 +461,14 @@ class Run(RunLoop):
             if divided != (self.batches, self.batches.shares):
                 batches, divided = iter(self.batches.epoch(epoch, done)), (self.batches, self.batches.shares)
             asked = time.perf_counter()
-            with noted("waiting for the next batch"):
+            with outside("waiting for the next batch"):
                 batch: Batch | None = next(batches, None)
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
             if self.profile is not None:
-                with self.clock.away():
-                    self._say(self.profile.take(self.trainer.steps_done))
+                with self.clock.away(), self.progress.pause():
+                    self.profile.take(self.trainer.steps_done, self.progress.message)
             with noted(f"step {self.trainer.steps_done + 1}"):
                 current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
@@ -521,7 +518,7 @@ class Run(RunLoop):
             extra["batch_sizes"] = self.selector.state()
         if self.shares is not None:
             extra["shares"] = self.shares.state()
-        with self.clock.away(), noted("saving a checkpoint"):
+        with self.clock.away(), outside("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
         self._note_saved(step)
 

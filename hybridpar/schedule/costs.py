@@ -126,7 +126,7 @@ class Costs:
         )
         for name, value, holds, rule in rules:
             if not holds:
-                raise ScheduleError(f"{name} is {value}", f"It is {rule}.", "Correct the cost.")
+                raise ScheduleError(f"{name} is {value}", f"It is {rule}.", f"Give another {name}.")
         counts = {name: len(value) for name in _PER_STAGE if (value := getattr(self, name)) is not None}
         if len(set(counts.values())) > 1:
             raise ScheduleError(

@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from hybridpar.comm.handshake import HandshakeError, ServerHandshake
 from hybridpar.errors import HybridparError
-from hybridpar.server.handshake import HandshakeError, ServerHandshake
 from hybridpar.server.wire import Connection, Frame, Garbled, frame_of
 
 _log = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridpar.comm.handshake import job_token
 from hybridpar.config import SyncConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
 from hybridpar.machine.addresses import address_towards
 from hybridpar.machine.supervise import new_token
-from hybridpar.server.handshake import job_token
 
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.errors import SyncError, UsageError
-from hybridpar.machine.supervise import TOKEN_VARIABLE
-from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.handshake import (
+from hybridpar.comm.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
     HandshakeError,
     WorkerHandshake,
 )
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.machine.supervise import TOKEN_VARIABLE
+from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.stripes import Stripe
 from hybridpar.server.wire import Garbled, bytes_of, frame_of, head_of, pack, read_exactly, read_head, tune, unpack
 

@@ -4,7 +4,7 @@ There is one socket per worker and shard; torch.distributed's store is only used
 once that its peer died and others are not affected, a new worker is one more connection, and one thread can wait for
 whichever worker sends first. A process group of gloo has none of that.
 
-A connection begins with a handshake (`hybridpar.server.handshake`). Then come frames: a header (magic, length of the
+A connection begins with a handshake (`hybridpar.comm.handshake`). Then come frames: a header (magic, length of the
 meta data, length of the payload), the meta data as JSON, and the payload. What a payload means follows from the kind
 that the meta data names. Objects are read by `hybridpar.formats.messages`, which runs no code.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.comm.handshake import REPLY_BYTES, ServerHandshake
 from hybridpar.formats import messages
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.machine.process import usable_memory
-from hybridpar.server.handshake import REPLY_BYTES, ServerHandshake
 
 _HEADER = struct.Struct("!4sIQ")
 _MAGIC = b"hyp1"

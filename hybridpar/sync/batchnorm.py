@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.world import SumGroup, World
+from hybridpar.comm.group import Group
+from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import Constants
 from hybridpar.sync.sync_batchnorm import normalise_over_replicas
@@ -46,7 +47,7 @@ class BatchNormPool:
     the mean is large.
     """
 
-    def __init__(self, model: nn.Module, group: SumGroup | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, model: nn.Module, group: Group | None = None, device: torch.device | None = None) -> None:
         self.group = group
         # The kernel writes moments in the dtype of a layer's statistics, so layers of one dtype lie together.
         self.layers: list[Any] = sorted(filter(_can_pool, model.modules()), key=_dtype_name)
@@ -267,7 +268,7 @@ class ReplicaBuffers:
 
     def exchange(self) -> None:
         """Receive the first replica's values, on a lane of control messages; a collective."""
-        latest, group = self._latest, self._replicas.control_sum
+        latest, group = self._latest, self._replicas.control_group
         assert latest is not None
         assert group is not None
         with self._replicas.named_errors("exchanging buffers"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress import Group, Policy, format_codec, parse_codec
+from hybridpar.compress import Policy, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, PROVEN, Layers, Prediction, candidates_of, choose, kinds_of, small_ends
-from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
+from hybridpar.compress.rates import CodecRate, LinkCost, measure_codec, measure_link, meet_over
 from hybridpar.sync.buckets import make_buckets
 
 
@@ -70,19 +70,14 @@ def choose_policy(
     if world.size == 1:
         lines = ("auto     none: there is one replica, and its gradients go nowhere",)
         return Choice(Policy.of(parse_codec("none")), lines)
-    group = world.lane_sums[0]
+    group = world.lane_groups[0]
     excuse = "" if codecs else f"fidelity {fidelity} allows nothing else"
-    if not all(job.gather(isinstance(group, Group))) and codecs:
-        codecs, excuse = {}, "workers that share memory only add"
+    if codecs and any(job.gather(world.transport == "shared memory")):
+        codecs, excuse = {}, "in shared memory gradients are added where they lie"
     plain_layers = [part.layers(world.size, bucket_bytes, sync_lanes) for part in parts]
     kinds = kinds_of(codecs, plain_layers)
-
-    def add(_: Kind, message: Tensor) -> None:
-        group.all_reduce(message)
-
     with world.named_errors("measuring the link"):
-        meet = meet_over(group) if isinstance(group, Group) else add
-        mine = measure_link(kinds, meet, world.device)
+        mine = measure_link(kinds, meet_over(group), world.device)
     links = job.gather(mine)  # of all stages, where there are several
 
     def decide() -> Choice:

@@ -13,29 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
+from hybridpar.comm.group import Group, split
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import (
     Coder,
     Exchange,
-    Group,
     Phase,
     PhaseTimer,
     Policy,
-    read_policy,
 )
 from hybridpar.compress.codec import Full
-from hybridpar.compress.codecs.onebit import RowSigns, Signs
-from hybridpar.compress.codecs.powersgd import FactorProduct, LowRank
 from hybridpar.compress.coders import ParameterCoders, in_rows
-from hybridpar.compress.exchange import split
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.hierarchy import NodeExchange
-from hybridpar.compress.quantised import QuantisedCoder
 from hybridpar.errors import SyncError
 from hybridpar.lanes.base import start_copy
-from hybridpar.sync.buckets import Bucket, Slot
+from hybridpar.sync.buckets import Bucket
 from hybridpar.sync.figures import BucketCost, SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +61,8 @@ class Decision:
 class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
-    The calls of a step: `add` for each bucket, on its sync lane; then `commit_or_rollback`, when it is known whether
+    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `commit_or_rollback`,
+    when it is known whether
     the step counts, or `commit_or_rollback_later`, where that is left on the device; in that case `catch_up` before the
     next step's first `add`.
     """
@@ -75,16 +71,10 @@ class Compression(ParameterCoders):
         self,
         policy: Policy,
         world: World,
-        groups: Sequence[SumGroup],
+        groups: Sequence[Group],
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        if not all(isinstance(group, Group) for group in groups):
-            raise SyncError(
-                f"codec {str(policy)!r} between workers that share memory",
-                "Shared memory only adds; a codec needs the collectives of a process group.",
-                "Join with World.join(shared_memory=False).",
-            )
         alike = world.gather(policy.prepare(world.device))
         if len(set(map(str, alike))) > 1:
             raise SyncError(
@@ -122,60 +112,13 @@ class Compression(ParameterCoders):
                     [slot.name for slot in bucket.slots], [slot.parameter for slot in bucket.slots]
                 )
 
-    def open(self) -> None:
-        """Begin a step in which gradients come one by one: `take` each, `carry` each bucket, then `finish` each.
-
-        For codecs that take gradients at once, without nodes. A decision on the step before that was left on the device
-        is read.
-        """
-        self.catch_up()
-        for bucket in self._buckets:
-            self._exchange(bucket).open()
-
-    def take(self, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-        """Encode a gradient, which is not needed afterwards."""
-        self._exchange(bucket).take(bucket.slots.index(slot), gradient)
-
-    def carry(self, bucket: Bucket, group: SumGroup, encode_ms: float) -> BucketCost:
-        """Exchange the messages of a bucket, whose gradients were all taken."""
-        assert isinstance(group, Group)
-        done = self._exchange(bucket).carry(group)
-        if done.timer is not None:
-            done.timer.add(Phase.ENCODE, encode_ms)
-        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
-
-    def is_finite(self, bucket: Bucket) -> bool:
-        """Whether all that came of a bucket's messages is finite."""
-        return all(coder.current.is_finite() for coder in self._exchange(bucket).coders)
-
-    def finish(self, name: str, out: Tensor) -> None:
-        """Decode the sum of a parameter's gradients."""
-        self._coders[name].current.finish(out)
-
-    def full_of(self, name: str) -> Tensor | None:
-        """What came of a parameter's gradients, where they were added in full precision; 1-D float32, else None."""
-        coder = self._coders[name].current
-        return coder.received if _is_plain(coder) and isinstance(coder, Full) and coder.spec.divisor == 1 else None
-
-    def signs_of(self, name: str) -> list[Signs] | None:
-        """What came of a parameter's gradients as signs and levels, not decoded; None where it is something else."""
-        coder = self._coders[name].current
-        if not isinstance(coder, QuantisedCoder) or not isinstance(coder.quantiser, RowSigns):
-            return None
-        length = coder.quantiser.length(coder.spec.count)
-        return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()]
-
-    def product_of(self, name: str) -> tuple[FactorProduct, float] | None:
-        """What came of a parameter's gradients as a product of two factors and a number that it is multiplied with."""
-        coder = self._coders[name].current
-        return (coder.product, coder.scale) if isinstance(coder, LowRank) else None
-
-    def _exchange(self, bucket: Bucket) -> Exchange:
+    def exchange(self, bucket: Bucket) -> Exchange:
+        """What sends a bucket whose gradients are encoded one by one."""
         exchange = self._exchanges[bucket.index]
         assert isinstance(exchange, Exchange)
         return exchange
 
-    def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
+    def add(self, bucket: Bucket, flat: Tensor, group: Group) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them."""
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
@@ -187,7 +130,6 @@ class Compression(ParameterCoders):
                 assert self._nodes is not None
                 done = self._nodes.run(exchange, self._groups.index(group), flat)
                 return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
-            assert isinstance(group, Group)
             parts = split(flat, [one.numel() for one in parameters])
             done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
@@ -271,7 +213,7 @@ class Compression(ParameterCoders):
         self.cut(self._buckets)  # coders are made anew
 
 
-def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
+def add_plainly(bucket: Bucket, flat: Tensor, group: Group, workers: int) -> BucketCost:
     """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
     timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
     group.all_reduce(flat)
@@ -300,16 +242,6 @@ def _holds_codec_state(state: Any) -> bool:
     if "parameters" in state and "codec" in state:
         return bool(state["parameters"])
     return any(map(_holds_codec_state, state.values()))
-
-
-def make_compression(
-    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, nodes: NodeWorlds | None = None
-) -> Compression | None:
-    """What `--compress` asks for; None where gradients are added as they are."""
-    policy = read_policy(codec) if isinstance(codec, str) else codec
-    if policy.changes_nothing:
-        return None
-    return Compression(policy, world, groups, seed, nodes)
 
 
 def _is_plain(coder: Coder) -> bool:

@@ -14,18 +14,19 @@ finite, the step is rolled back, and with it the gradient of the step before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hybridpar.lanes import Event, Lane
-from hybridpar.sync.reducer import Flight, GradientReducer
+from hybridpar.sync.reducer import Reducer, StepGradients, sparse_gradient
 
 
-class DelayedReducer(GradientReducer):
-    """Sums gradients over the workers one step late, with the calls of `GradientReducer` in a step.
+class DelayedReducer(Reducer):
+    """Sums gradients over the workers one step late, with the calls of `Reducer` in a step.
 
-    What is known of a step's gradients, its `Flight`, is of those that the step applies. `place_gradients` puts them in
+    What is known of a step's gradients, its `StepGradients`, is of those that the step applies. `finish` puts them in
     `.grad`; before there are any, all are None.
     """
 
@@ -34,7 +35,7 @@ class DelayedReducer(GradientReducer):
         self._observed = None  # all buckets leave together, so their order makes no difference
         # Of the host: whether gradients of a step before wait to be sent, and what is known of that step.
         self._waits = False
-        self._before: Flight | None = None
+        self._before: StepGradients | None = None
         # Of the stage's lane: the gradients that wait, by parameter, and the rate of their step; those that are summed.
         self._waiting: dict[str, Tensor] = {}
         self._rate = 0.0
@@ -48,21 +49,21 @@ class DelayedReducer(GradientReducer):
 
     # ------------------------------------------------------------------ a step
 
-    def start(self, flight: Flight) -> None:
+    def start(self, step: StepGradients) -> None:
         """Forget the gradients that the step before applied, and expect those of the next."""
-        super().start(flight)
-        self._summed, self._used = {}, [False] * len(self._places)
+        super().start(step)
+        self._summed, self._used = {}, [False] * len(self._slots)
 
-    def begin(self, flight: Flight) -> None:
+    def begin(self, step: StepGradients) -> None:
         """Send the gradients of the step before."""
         if self._waits:
-            self._compute.submit(lambda: self._gather(flight))
+            self._compute.submit(lambda: self._gather(step))
             ready = self._compute.record()
             for bucket in self.buckets:
-                self._send(bucket, flight, ready)
-        self._waits, self._before = True, flight
+                self._send(bucket.index, step, ready)
+        self._waits, self._before = True, step
 
-    def _gather(self, flight: Flight) -> None:
+    def _gather(self, step: StepGradients) -> None:
         """On the stage's lane: bring the gradients that wait together in their buckets."""
         if self.compression is not None:
             self.compression.catch_up()
@@ -72,46 +73,49 @@ class DelayedReducer(GradientReducer):
         self._used = [slot.name in waiting for slot in slots]
         for slot in slots:
             slot.parameter.grad = waiting.get(slot.name)
-        for bucket in self.buckets:
-            flight.flats.append(bucket.collect())
-            if flight.on_ready is not None:
-                flight.on_ready(bucket.index)
+        for index, meeting in enumerate(self._meetings):
+            meeting.gather()
+            if step.on_ready is not None:
+                step.on_ready(index)
         for slot in slots:
             assert slot.parameter.grad is not None
             self._summed[slot.name], slot.parameter.grad = slot.parameter.grad, None
 
-    def marks(self, flight: Flight) -> list[Event]:
+    def marks(self, step: StepGradients) -> list[Event]:
         """No events: the backward pass sends nothing."""
         return []
 
-    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
+    def begin_last(self, step: StepGradients, rate: float | None = None) -> None:
         """The next backward pass is the last of the step. The rate counts when its gradients are sent."""
         self._rate = self._rate if rate is None else rate
 
     def flush(self) -> list[bool]:
         """After the last backward pass: keep its gradients to be sent when the next step begins."""
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._refuse_sparse(slots)
-        self._waiting = {slot.name: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}
+        gradients = {name: slot.parameter.grad for name, (_, _, slot) in self._slots.items()}
+        self._waiting = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        for name, gradient in self._waiting.items():
+            if gradient.is_sparse:
+                raise sparse_gradient(name)
         return self._used
 
-    def issue(self, index: int, flight: Flight) -> Event:
+    def issue(self, index: int, step: StepGradients) -> Event:
         """The event that is passed when a bucket of the step before has been summed."""
-        return flight.landed[index] if flight.landed else self._compute.record()
+        return step.landed[index] if step.landed else self._compute.record()
 
-    def squares(self, flight: Flight) -> Tensor:
+    def squares(self, step: StepGradients) -> Tensor:
         """The squared norm of the gradients to apply; not finite where the loss of this step is not, so that its
         BatchNorm statistics are rolled back.
         """
-        assert flight.loss is not None
-        return super().squares(flight) + 0.0 * flight.loss
+        assert step.loss is not None
+        return super().squares(step) + 0.0 * step.loss
 
-    def place_gradients(self) -> None:
-        """Put the reduced gradients of the step before in `.grad`."""
+    def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
+        """Put the reduced gradients of the step before in `.grad`, and leave out those of unused parameters."""
         for name, parameter in self._parameters.items():
             parameter.grad = self._summed.get(name)
+        return super().finish(users, used)
 
-    def _check_peers(self, lane: Lane, flight: Flight) -> None:
+    def _check_peers(self, lane: Lane, step: StepGradients) -> None:
         """Compare the layouts that the workers reported in the step that computed the gradients."""
         if self._before is not None:
             super()._check_peers(lane, self._before)

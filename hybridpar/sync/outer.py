@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Policy, read_policy
 from hybridpar.errors import UsageError
@@ -34,6 +33,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.sync.buckets import Bucket, layout_fingerprint, make_buckets, sum_of_squares, view_like
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.statistics import Statistics
 
 #: Places in what workers add up at an exchange; sums over those of them whose steps counted, but for the last two.
@@ -241,7 +241,7 @@ class OuterLoop:
         self._kept: dict[str, Tensor] = {}
         if self._compresses:
             for fragment in self._fragments:
-                fragment.compression = Compression(policy, team, team.lane_sums[:1], seed, nodes)
+                fragment.compression = Compression(policy, team, team.lane_groups[:1], seed, nodes)
                 fragment.compression.cut(fragment.buckets)
         #: The exchange that is under way.
         self.flight: Flight | None = None
@@ -324,7 +324,7 @@ class OuterLoop:
 
     def _exchange(self, fragment: _Fragment, flight: Flight) -> None:
         """On the lane: agree on the weights, then add what was sent."""
-        team, group = self._team, self._team.lane_sums[0]
+        team, group = self._team, self._team.lane_groups[0]
         with torch.no_grad(), team.named_errors("exchanging outer gradients"):
             own = self._weigh(flight)
             group.all_reduce(flight.message)

@@ -10,69 +10,58 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.comm.transport import flat_view
+from hybridpar.compress.received import Received, Sgd
+from hybridpar.sync.buckets import sum_of_squares
 
 #: Elements of a piece for each thread: with gradient, parameter and state it fits in a core's own cache.
 PIECE = 1 << 16
 
 
-@dataclass(frozen=True)
-class Sgd:
-    """Options of a step of SGD, as torch has them.
+@dataclass
+class Gradients:
+    """The gradients of a step that nobody has written to `.grad` yet.
 
     Attributes:
-        lr: Learning rate.
-        momentum: Of the momentum buffer; 0 where there is none.
-        weight_decay: What parameters are multiplied with and added to their gradients.
-        nesterov: Use Nesterov's momentum.
-        maximize: Step up the gradient.
+        received: What came of each parameter that has a gradient.
+        factor: What they are multiplied with, 0-d.
+        unmeasured: Whether their norm is wanted and not known yet.
     """
 
-    lr: float
-    momentum: float
-    weight_decay: float
-    nesterov: bool
-    maximize: bool
+    received: dict[nn.Parameter, Received]
+    factor: Tensor | None = None
+    unmeasured: bool = False
 
-    def step(self, part: Tensor, gradient: Tensor, buffer: Tensor | None) -> None:
-        """Step some elements."""
-        buffers = [] if buffer is None else [buffer]
-        torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, dampening=0.0, is_first_step=False)
+    def write(self, parameter: nn.Parameter, out: Tensor, start: int = 0) -> None:
+        """Write a piece of a parameter's gradient, or all of it where it has no pieces."""
+        self.received[parameter].write(out, start)
+        if self.factor is not None:
+            out.mul_(self.factor.to(out.dtype))
 
-
-class Pieces(Protocol):
-    """Gradients that are made piece by piece."""
-
-    @property
-    def unmeasured(self) -> bool:
-        """Whether their norm is wanted and not known yet."""
-
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that have a gradient in this step."""
-
-    def piece(self, parameter: nn.Parameter) -> int:
-        """Elements that are best read at a time."""
-
-    def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
-        """Write a piece of a parameter's gradient."""
-
-    def sgd(self, parameter: nn.Parameter, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        """Take a step of SGD in one pass, where there is a kernel for it."""
-
+    @torch.no_grad()
     def materialise(self) -> Tensor | None:
-        """Write all of them to `.grad`."""
+        """Write all of them to `.grad`; return their sum of squares where it is wanted."""
+        squares = []
+        for parameter in self.received:
+            parameter.grad = torch.empty_like(parameter)
+            whole = flat_view(parameter.grad)
+            self.write(parameter, whole)
+            if self.unmeasured:
+                squares.append(sum_of_squares(whole))
+        return torch.stack(squares).sum() if squares else None
 
 
 def can_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `step_in_pieces` does what `optimizer.step()` would do.
 
-    It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step.
+    It does for SGD, Adam, AdamW and Adagrad of torch in their fused form, without hooks on the step, and for dense
+    parameters on a CPU, which all are whose gradients are not written.
     """
     kind = _KINDS.get(type(optimizer))
     hooks: Sequence[Collection[Any]] = (
@@ -88,48 +77,48 @@ def can_step(optimizer: torch.optim.Optimizer) -> bool:
         and not group.get("dampening")
         and not group.get("differentiable")
         and not isinstance(group["lr"], Tensor)
-        and all(_fits(parameter) for parameter in group["params"])
         for group in optimizer.param_groups
     )
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer, pieces: Pieces | None) -> Tensor | None:
-    """Step any optimizer: on pieces of gradients where it can take them, else on what is in `.grad`."""
-    if pieces is not None and can_step(optimizer):
-        return step_in_pieces(optimizer, pieces)
-    squares = None if pieces is None else pieces.materialise()
+def step_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients | None) -> Tensor | None:
+    """Step any optimizer: in pieces where it can be stepped so, else on what is in `.grad`."""
+    if gradients is not None and can_step(optimizer):
+        return step_in_pieces(optimizer, gradients)
+    squares = None if gradients is None else gradients.materialise()
     optimizer.step()
     return squares
 
 
-def step_in_pieces(optimizer: torch.optim.Optimizer, pieces: Pieces) -> Tensor | None:
-    """Step an optimizer on gradients that are made piece by piece."""
-    given = {id(parameter): index for index, parameter in enumerate(pieces.parameters())}
-    squares = torch.zeros(len(given), dtype=torch.float64)
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in given:
-                    _KINDS[type(optimizer)](optimizer, group, parameter, pieces, squares[given[id(parameter)]])
+@torch.no_grad()
+def step_in_pieces(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Tensor | None:
+    """Step an optimizer on gradients that were not written; return their sum of squares where it is wanted."""
+    squares = torch.zeros(len(gradients.received), dtype=torch.float64)
+    parts = dict(zip(gradients.received, squares.unbind(), strict=True))
+    for group in optimizer.param_groups:
+        step = _KINDS[type(optimizer)](optimizer, group, gradients)
+        for parameter in group["params"]:
+            if parameter in parts:
+                step(parameter, parts[parameter])
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers of learning rates look for
-    return squares.sum() if pieces.unmeasured else None
+    return squares.sum() if gradients.unmeasured else None
 
 
 def _go_through(
-    parameter: nn.Parameter, pieces: Pieces, squares: Tensor, step: Callable[..., None], *kept: Tensor
+    parameter: nn.Parameter, gradients: Gradients, squares: Tensor, step: Callable[..., None], *state: Tensor
 ) -> None:
-    """Step a parameter piece by piece. `step` is given elements, their gradients, and those of `kept`."""
+    """Step a parameter piece by piece. `step` is given elements, their gradients, and those of `state`."""
     whole = flat_view(parameter)
-    size = pieces.piece(parameter)
+    size = PIECE * torch.get_num_threads() if gradients.received[parameter].in_pieces else max(whole.numel(), 1)
     memory = torch.empty(min(size, whole.numel()), dtype=whole.dtype)
     for start in range(0, whole.numel(), size):
-        place = slice(start, start + size)
-        part = whole[place]
+        piece = slice(start, start + size)
+        part = whole[piece]
         gradient = memory[: part.numel()]
-        pieces.read(parameter, start, gradient)
-        if pieces.unmeasured:
+        gradients.write(parameter, gradient, start)
+        if gradients.unmeasured:
             squares += torch.dot(gradient, gradient)
-        step(part, gradient, *(one[place] for one in kept))
+        step(part, gradient, *(one[piece] for one in state))
 
 
 def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tensor:
@@ -139,59 +128,68 @@ def _as_laid(state: dict[str, Any], name: str, parameter: nn.Parameter) -> Tenso
     return flat_view(state[name])
 
 
-def _fits(parameter: nn.Parameter) -> bool:
-    return parameter.device.type == "cpu" and parameter.is_floating_point() and is_dense(parameter)
+def _sgd(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
+    options = Sgd(*[group[name] for name in Sgd.__dataclass_fields__])
+    factor = 1.0 if gradients.factor is None else float(gradients.factor)
+
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        momentum = None
+        if options.momentum:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = _as_laid(state, "momentum_buffer", parameter)
+        if gradients.received[parameter].sgd(flat_view(parameter), momentum, options, factor, squares):
+            return
+        if momentum is None:
+            _go_through(parameter, gradients, squares, partial(options.step, buffer=None))
+        else:
+            _go_through(parameter, gradients, squares, options.step, momentum)
+
+    return step
 
 
-def _sgd(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, pieces: Pieces, squares: Tensor
-) -> None:
-    options = Sgd(*(group[name] for name in Sgd.__dataclass_fields__))
-    momentum = None
-    if options.momentum:
-        state = optimizer.state[parameter]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = _as_laid(state, "momentum_buffer", parameter)
-    if not pieces.sgd(parameter, momentum, options, squares):
-        step = partial(options.step, buffer=None) if momentum is None else options.step
-        _go_through(parameter, pieces, squares, step, *([] if momentum is None else [momentum]))
-
-
-def _adam(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, pieces: Pieces, squares: Tensor
-) -> None:
-    state = optimizer.state[parameter]
+def _adam(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
     names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state.update({name: torch.zeros_like(parameter) for name in names})
-    state["step"] += 1
-    call: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
-    beta1, beta2 = group["betas"]
+    update: Any = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
     fixed = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+    fixed["beta1"], fixed["beta2"] = group["betas"]
 
-    def step(part: Tensor, gradient: Tensor, *averages: Tensor) -> None:
-        kept = [[one] for one in averages] + [[]] * (3 - len(averages))
-        call([part], [gradient], *kept, [state["step"]], beta1=beta1, beta2=beta2, **fixed)
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update({name: torch.zeros_like(parameter) for name in names})
+        state["step"] += 1
 
-    _go_through(parameter, pieces, squares, step, *(_as_laid(state, name, parameter) for name in names))
+        def update_piece(part: Tensor, gradient: Tensor, *averages: Tensor) -> None:
+            lists = [[one] for one in averages] + [[]] * (3 - len(averages))
+            update([part], [gradient], *lists, [state["step"]], **fixed)
+
+        _go_through(parameter, gradients, squares, update_piece, *(_as_laid(state, name, parameter) for name in names))
+
+    return step
 
 
-def _adagrad(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, pieces: Pieces, squares: Tensor
-) -> None:
-    state = optimizer.state[parameter]
-    state["step"] += 1
+def _adagrad(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gradients) -> _Step:
     fixed = {key: group[key] for key in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
 
-    def step(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
-        torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
+    def step(parameter: nn.Parameter, squares: Tensor) -> None:
+        state = optimizer.state[parameter]
+        state["step"] += 1
 
-    _go_through(parameter, pieces, squares, step, _as_laid(state, "sum", parameter))
+        def update_piece(part: Tensor, gradient: Tensor, sums: Tensor) -> None:
+            torch._fused_adagrad_([part], [gradient], [sums], [state["step"]], **fixed)
+
+        _go_through(parameter, gradients, squares, update_piece, _as_laid(state, "sum", parameter))
+
+    return step
 
 
-_KINDS: dict[type[torch.optim.Optimizer], Callable[..., None]] = {
+#: Steps a parameter, and notes the sum of squares of its gradient where that is wanted.
+_Step = Callable[[nn.Parameter, Tensor], None]
+
+_KINDS: dict[type[torch.optim.Optimizer], Callable[..., _Step]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,

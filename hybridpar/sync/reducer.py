@@ -1,8 +1,8 @@
 """Sums gradients over replicas in buckets, while the backward pass still computes.
 
-Hooks fire as autograd accumulates each gradient. When the last gradient of a bucket arrives in the last micro-batch,
-the bucket is sent on a sync lane. Buckets are sent in index order, so that every lane's group sees the same sums in
-the same order on every worker.
+Hooks fire as autograd accumulates each gradient. In the last micro-batch each hands its gradient to the `Meeting` of
+its bucket; when the last one of a bucket has arrived, the bucket is sent on a sync lane. Buckets are sent in index
+order, so that every lane's group sees the same sums in the same order on every worker.
 
 Only the host thread issues work. Where the host itself runs the backward pass (a model that is not cut), the hook sends
 the bucket. Where a lane runs it (a stage of a pipeline), the host has issued all sums beforehand, each behind an event
@@ -14,6 +14,7 @@ order that rank 0 observed (Li et al. 2020, "PyTorch Distributed", section 3.2.3
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,19 +25,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import SumGroup, World
-from hybridpar.compress import Policy
+from hybridpar.comm.group import Group
+from hybridpar.comm.transport import flat_view, is_dense
+from hybridpar.comm.world import World
+from hybridpar.compress.coders import has_rows
+from hybridpar.compress.received import functions
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
-from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_fingerprint, make_buckets, sum_of_squares
-from hybridpar.sync.compression import Compression, add_plainly, make_compression
+from hybridpar.sync.buckets import Bucket, Slot, as_real, check_layout, layout_fingerprint, make_buckets
+from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, Meeting, SharedGradients, SharedMeeting
+from hybridpar.sync.node_worlds import NodeWorlds
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.pieces import Gradients
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
-class Flight:
+class StepGradients:
     """What is known about the gradients of one step."""
 
     number: int  # of the step, from 1
@@ -49,112 +58,31 @@ class Flight:
     loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
     layouts: Tensor | None = None  # sums of the replicas' `layout` and of its square, float64; see `reported`
     reported: Event | None = None  # passed when `loss` and `layouts` are there
-    flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
-    marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
+    marks: list[Event] = field(default_factory=list)  # where another lane gathers buckets: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
     wrap: Callable[[int, Work], Work] | None = None  # makes the work that is issued from the work that sums a bucket
 
 
-SyncLanes = Sequence[tuple[Lane, SumGroup]]
+SyncLanes = Sequence[tuple[Lane, Group]]
 
 
 def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0, name: str = "sync") -> SyncLanes:
     """One lane for each of the world's groups that add gradients."""
-    groups = world.lane_sums[: len(world.lane_sums) - spared]
+    groups = world.lane_groups[: len(world.lane_groups) - spared]
     return [(lanes.open(f"{name}-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
 
-class LocalGradients:
-    """The gradients of a stage that has no replicas: nothing is sent, only their norm is taken.
-
-    The norm is taken in one pass after the backward pass, where somebody needs it: hooks would run once per parameter.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], compute: Lane, measure: bool) -> None:
-        self._parameters = parameters
-        self._compute = compute
-        self._measure = measure
-        self._complex = any(one.is_complex() for one in parameters.values())
-        self._steps = 0
-        self.buckets: list[Bucket] = []
-        self.layout = 0
-        self.compression: Compression | None = None
-
-    def new_flight(self) -> Flight:
-        """What will be known about the gradients of the next step."""
-        self._steps += 1
-        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._compute.device)
-        return Flight(self._steps, squares)
-
-    def start(self, flight: Flight) -> None:
-        """Forget the gradients of the step before, and expect those of the next."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def begin(self, flight: Flight) -> None:
-        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases."""
-
-    def marks(self, flight: Flight) -> list[Event]:
-        """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
-        return flight.marks
-
-    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
-        """On the stage's lane: the next backward pass is the last of the step."""
-
-    def flush(self) -> list[bool]:
-        """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
-        return []
-
-    def measure(self, flight: Flight) -> None:
-        """On the stage's lane, after `flush`: take the norm, where buckets do not bring it.
-
-        It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
-        """
-        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        if self._complex:
-            gradients = list(map(as_real, gradients))
-        if self._measure and gradients:
-            flight.squares = _sum_of_all_squares(gradients, None, self._compute.device)
-            if flight.squares.device.type == "cpu" and not bool(torch.isfinite(flight.squares)):
-                flight.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
-
-    def squares(self, flight: Flight) -> Tensor:
-        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
-        return flight.squares.sum()
-
-    def place_gradients(self) -> None:
-        """Before they are used: reduced gradients are in `.grad` already."""
-
-    def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
-        """Give parameters used on no worker `.grad` None, so that the optimizer skips them."""
-        return []
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by a factor, in place."""
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
-
-    def first_bad(self) -> str | None:
-        """Name of the first parameter, in the model's order, whose gradient is not finite."""
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return name
-        return None
-
-    def close_step(self) -> None:
-        """After the step was applied or rolled back."""
-
-    def close(self) -> None:
-        """Remove all hooks. Gradients stay as they are."""
-
-
-class GradientReducer(LocalGradients):
+class Reducer:
     """Sums the gradients of a stage over its replicas, bucket by bucket, as they become ready.
 
-    The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_flight`; when it issues the last backward
-    pass, `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last`
-    and `flush`; and when the step has been decided `keep_used`, `scale` and `close_step`.
+    The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_step`; when it issues the last backward pass,
+    `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last` and
+    `flush`; then `measure`; and when the step has been decided `finish`, `unwritten`, `scale` and `close_step`.
+
+    A stage without replicas has no buckets and no hooks: only the norm of its gradients is taken.
+
+    `measure` says whether the norm of the sums is wanted, `exact` whether it is wanted before the optimizer steps; else
+    it is enough to know that the sums are finite.
     """
 
     def __init__(
@@ -163,68 +91,299 @@ class GradientReducer(LocalGradients):
         replicas: World,
         lanes: Lanes,
         compute: Lane,
-        bucket_bytes: int,
-        measure: bool,
         sync_lanes: SyncLanes,
-        codec: str | Policy = "none",
-        seed: int = 0,
+        options: SyncOptions,
+        *,
+        measure: bool,
+        exact: bool = True,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        super().__init__(parameters, compute, measure)
+        self._parameters = parameters
         self._world = replicas
         self._lanes = lanes
+        self._compute = compute
         self._inline = compute is lanes.caller  # the host runs the passes, and hooks send the buckets
-        self._bucket_bytes = bucket_bytes
         self._sync_lanes = sync_lanes
-        self.compression = make_compression(codec, replicas, [group for _, group in sync_lanes], seed, nodes)
+        self._options = options
+        self._measure = measure
+        self._complex = any(one.is_complex() for one in parameters.values())
+        self._steps = 0
+        #: What compresses gradients here, if anything does.
+        self.compression: Compression | None = None
+        self._shared: SharedGradients | None = None
+        self._encodes = False
+        if replicas.size > 1:
+            self._choose_meetings(nodes)
+        #: Whether gradients are taken in the hook, and stay unwritten until the optimizer reads them.
+        self.takes = self._shared is not None or self._encodes
+        self._exact = exact or not self.takes
+        self._gradients = Gradients({})
         self._order: list[str] = list(parameters)[::-1]
-        self._observed: list[str] | None = []
+        # With all gradients in shared memory, their order makes no difference.
+        self._observed: list[str] | None = [] if replicas.size > 1 and self._shared is None else None
         self._loaded_at = 0  # the step after which a state was loaded
-        self._trainable: tuple[bool, ...] = ()
-        self._places: dict[str, tuple[Bucket, Slot]] = {}
+        self._trainable: list[bool] = []
+        self.buckets: list[Bucket] = []
+        self._meetings: list[Meeting] = []
+        self.layout = 0
+        self._slots: dict[str, tuple[Meeting, int, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
-        self._flight: Flight | None = None
+        self._step: StepGradients | None = None
         self.follow_trainable()
+
+    def _choose_meetings(self, nodes: NodeWorlds | None) -> None:
+        """Decide how all buckets meet, from the options, the device and the parameters."""
+        options, parameters = self._options, self._parameters.values()
+        in_hook = self._compute.device.type == "cpu" and not options.delayed  # the gradient is in the cache there
+        in_hook = in_hook and all(one.is_floating_point() and is_dense(one) for one in parameters)
+        if in_hook:
+            functions()  # so that no step waits for a compiler
+        if not options.policy.changes_nothing:
+            groups = [group for _, group in self._sync_lanes]
+            self.compression = Compression(options.policy, self._world, groups, options.seed, nodes)
+            fits = all(one.dtype == torch.float32 and has_rows(one) for one in parameters)
+            self._encodes = in_hook and fits and nodes is None and options.policy.at_once
+        elif in_hook and self._world.transport == "shared memory":
+            try:
+                self._shared = SharedGradients(self._parameters, self._world)
+            except OSError as error:  # on all workers
+                if self._world.is_main:
+                    _log.warning("all gradients do not fit in shared memory (%s): they are added in parts", error)
+            else:
+                self._sync_lanes = self._sync_lanes[:1]
+
+    def _meeting_of(self, bucket: Bucket) -> Meeting:
+        if self._shared is not None:
+            return SharedMeeting(bucket, self._shared)
+        if self.compression is None:
+            return FlatMeeting(bucket, lambda bucket, flat, group: add_plainly(bucket, flat, group, self._world.size))
+        if self._encodes:
+            return EncodedMeeting(bucket, self.compression.exchange, self._world.size)
+        return FlatMeeting(bucket, self.compression.add)
 
     # ------------------------------------------------------------------ a step
 
-    def start(self, flight: Flight) -> None:
+    def new_step(self) -> StepGradients:
+        """What will be known about the gradients of the next step."""
+        self._steps += 1
+        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._compute.device)
+        return StepGradients(self._steps, squares)
+
+    def start(self, step: StepGradients) -> None:
         """Forget the gradients of the step before, and expect those of the next in every bucket."""
-        super().start(flight)
+        for parameter in self._parameters.values():
+            parameter.grad = None
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
-        self._flight = flight
+        self._gradients = Gradients({})
+        self._step = step
 
-    def marks(self, flight: Flight) -> list[Event]:
+    def begin(self, step: StepGradients) -> None:
+        """On the host, when `start` has been issued: send what waits from the step before; nothing, in most cases."""
+
+    def marks(self, step: StepGradients) -> list[Event]:
         """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
         if not self._inline:
-            flight.marks = [self._lanes.event() for _ in self.buckets]
-        return flight.marks
+            step.marks = [self._lanes.event() for _ in self.buckets]
+        return step.marks
 
-    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
-        """The next backward pass is the last of the step: from now on full buckets are sent."""
+    def begin_last(self, step: StepGradients, rate: float | None = None) -> None:
+        """On the stage's lane: the next backward pass is the last of the step, so full buckets are sent from now on."""
         if self.compression is not None:
-            if not self._inline:
+            if self._encodes or not self._inline:
                 self.compression.catch_up()
             if rate is not None:
                 self.compression.set_rate(rate)
-        flight.releasing = True
+        for meeting in self._meetings:
+            meeting.open()
+        step.releasing = True
 
-    def issue(self, index: int, flight: Flight) -> Event:
+    def issue(self, index: int, step: StepGradients) -> Event:
         """Issue the sum of a bucket, where the hooks have not."""
-        if self._inline:
-            return flight.landed[index]
-        return self._send(self.buckets[index], flight, flight.marks[index])
+        return step.landed[index] if self._inline else self._send(index, step, step.marks[index])
 
     def flush(self) -> list[bool]:
         """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
-        flight = self._flight
-        assert flight is not None
-        used = [slot.seen == flight.number for bucket in self.buckets for slot in bucket.slots]
-        for bucket in self.buckets[flight.next_bucket :]:
+        step = self._step
+        assert step is not None
+        for bucket, meeting in zip(self.buckets, self._meetings, strict=True):
+            for index, slot in enumerate(bucket.slots):
+                if slot.ready != step.number:
+                    self._take(meeting, index, slot)
             bucket.pending = 0
-        self._launch_full_buckets(flight)
-        return used
+        self._send_full_buckets(step)
+        return [slot.seen == step.number for bucket in self.buckets for slot in bucket.slots]
+
+    def measure(self, step: StepGradients) -> None:
+        """On the stage's lane, after `flush`: take the norm of gradients that no bucket measures.
+
+        It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
+        """
+        gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        if self._world.size > 1 or not self._measure or not gradients:
+            return
+        if self._complex:
+            gradients = list(map(as_real, gradients))
+        step.squares = _sum_of_all_squares(gradients, None, self._compute.device)
+        if step.squares.device.type == "cpu" and not bool(torch.isfinite(step.squares)):
+            step.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
+
+    def squares(self, step: StepGradients) -> Tensor:
+        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
+        return step.squares.sum()
+
+    def finish(self, users: Tensor | None, used: Sequence[bool] | None) -> list[str]:
+        """When a step has been decided: leave out parameters used on no worker, which are named."""
+        unused: list[str] = []
+        if users is not None and used is not None and not all(used):
+            names = [slot.name for bucket in self.buckets for slot in bucket.slots]
+            unused = [name for name, count in zip(names, users.tolist(), strict=True) if count == 0]
+        for name in unused:
+            self._parameters[name].grad = None
+        if self.takes:
+            received = {
+                slot.parameter: meeting.received(index)
+                for meeting in self._meetings
+                for index, slot in enumerate(meeting.bucket.slots)
+                if slot.name not in unused
+            }
+            self._gradients = Gradients(received, unmeasured=self._measure and not self._exact)
+        return unused
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What sync lanes worked on in this step."""
+        return [tensor for meeting in self._meetings for tensor in meeting.memory]
+
+    @property
+    def unwritten(self) -> Gradients | None:
+        """After `finish`: the gradients, where they are not in `.grad`."""
+        return self._gradients if self.takes else None
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all reduced gradients by a 0-d factor."""
+        if self.takes:
+            self._gradients.factor = factor
+            return
+        done: set[int] = set()
+        for bucket in self.buckets:
+            if any(slot.parameter.grad is not None for slot in bucket.slots):
+                flat = bucket.flat()
+                flat.mul_(factor.to(flat.dtype))
+            done.update(id(slot.parameter) for slot in bucket.slots)
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and id(parameter) not in done:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def first_bad(self) -> str | None:
+        """Name of the first parameter, in the model's order, whose gradient is not finite."""
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if parameter in self._gradients.received:
+                gradient = torch.empty_like(parameter)
+                self._gradients.received[parameter].write(flat_view(gradient))
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                return name
+        return None
+
+    def close_step(self) -> None:
+        """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
+        self._step = None
+        if self._shared is not None:
+            self._shared.end_step()
+
+    # ----------------------------------------------------------------- sending
+
+    def gradient_ready(self, name: str) -> None:
+        """Called by autograd when a parameter's gradient has been accumulated."""
+        step = self._step
+        if step is None or name not in self._slots:
+            return
+        meeting, index, slot = self._slots[name]
+        slot.seen = step.number
+        if not step.releasing:
+            return
+        if slot.ready == step.number:
+            raise SyncError(
+                f"the gradient of {name!r} arrived twice in one backward pass",
+                "It is sent at the first arrival, so a second one would be lost.",
+                "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
+            )
+        slot.ready = step.number
+        if self._observed is not None:
+            self._observed.append(name)
+        self._take(meeting, index, slot)
+        meeting.bucket.pending -= 1
+        if meeting.bucket.pending == 0:
+            self._send_full_buckets(step)
+
+    def _take(self, meeting: Meeting, index: int, slot: Slot) -> None:
+        """Hand a gradient to the meeting of its bucket."""
+        parameter = slot.parameter
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise sparse_gradient(slot.name)
+        if not meeting.drops:
+            return
+        parameter.grad = None
+        if gradient is not None:
+            if gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            gradient = flat_view(gradient)
+        meeting.take(index, gradient)
+
+    def _send_full_buckets(self, step: StepGradients) -> None:
+        while step.next_bucket < len(self.buckets) and self.buckets[step.next_bucket].pending <= 0:
+            index = step.next_bucket
+            self._meetings[index].gather()
+            if step.on_ready is not None:
+                step.on_ready(index)
+            if self._inline:
+                if self.compression is not None:  # before the event: it may leave work of its own on this lane
+                    self.compression.catch_up()
+                with self._lanes.on_behalf():
+                    self._send(index, step, self._lanes.caller.record())
+            else:
+                self._compute.mark(step.marks[index])
+            step.next_bucket += 1
+
+    def _send(self, index: int, step: StepGradients, ready: Event) -> Event:
+        """Issue the sum of a bucket that is gathered when `ready` is passed; the returned event is passed after it."""
+        lane, group = self._sync_lanes[index % len(self._sync_lanes)]
+        self._check_peers(lane, step)
+        meeting = self._meetings[index]
+
+        def meet() -> None:
+            lane.keep(step.squares, *meeting.memory)
+            step.costs.buckets[index] = meeting.meet(group)
+            squares = meeting.squares(self._world, exact=self._exact) if self._measure else None
+            if squares is not None:
+                step.squares[index] = squares
+
+        lane.wait(ready)
+        lane.submit(step.wrap(index, meet) if step.wrap is not None else meet)
+        landed = lane.record()
+        step.landed.append(landed)
+        return landed
+
+    def _check_peers(self, lane: Lane, step: StepGradients) -> None:
+        """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.
+
+        A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
+        """
+        if lane in step.checked or step.reported is None or self._world.device.type != "cpu":
+            return
+        step.checked.add(lane)
+
+        def check() -> None:
+            assert step.layouts is not None
+            lane.keep(step.layouts)
+            check_layout(step.layouts, self._world.size)
+
+        lane.wait(step.reported)
+        lane.submit(check)
+
+    # ------------------------------------------------------------------ layout
 
     def is_due(self) -> bool:
         """Whether the buckets must be rebuilt before the next step."""
@@ -235,7 +394,7 @@ class GradientReducer(LocalGradients):
 
         After the first step, in the order in which gradients were computed.
         """
-        self._flight = None
+        self._step = None
         if self._has_observed:
             self._adopt_observed_order(self._observed or [])
         self.follow_trainable()
@@ -245,156 +404,29 @@ class GradientReducer(LocalGradients):
         """Whether an order is to be agreed on; it is also where this worker had no sample, and saw none."""
         return self._observed is not None and self._steps > self._loaded_at
 
-    def measure(self, flight: Flight) -> None:
-        """Sync lanes take the squares, bucket by bucket."""
-
-    def close_step(self) -> None:
-        """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
-        self._flight = None
-
-    def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
-        """Give parameters used on no worker `.grad` None; return their names."""
-        if all(used):
-            return []
-        names = [slot.name for bucket in self.buckets for slot in bucket.slots]
-        unused = [name for name, count in zip(names, users.tolist(), strict=True) if count == 0]
-        for name in unused:
-            self._parameters[name].grad = None
-        return unused
-
-    def scale(self, factor: Tensor) -> None:
-        """Multiply all reduced gradients by a 0-d factor, in place, bucket by bucket."""
-        for bucket in self.buckets:
-            if any(slot.parameter.grad is not None for slot in bucket.slots):
-                flat = bucket.flat()
-                flat.mul_(factor.to(flat.dtype))
-
-    # ----------------------------------------------------------------- sending
-
-    def gradient_ready(self, name: str) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated."""
-        flight = self._flight
-        if flight is None or name not in self._places:
-            return
-        bucket, slot = self._places[name]
-        slot.seen = flight.number
-        if not flight.releasing:
-            return
-        self._note_ready(slot, flight)
-        if self._observed is not None:
-            self._observed.append(name)
-        self._arrived(bucket, slot)
-        bucket.pending -= 1
-        if bucket.pending == 0:
-            self._launch_full_buckets(flight)
-
-    def _arrived(self, bucket: Bucket, slot: Slot) -> None:
-        """A gradient is complete. It stays in `.grad` until its bucket is full."""
-
-    def _note_ready(self, slot: Slot, flight: Flight) -> None:
-        """A gradient is complete, and must be so only once."""
-        if slot.ready == flight.number:
-            raise SyncError(
-                f"the gradient of {slot.name!r} arrived twice in one backward pass",
-                "It is sent at the first arrival, so a second one would be lost.",
-                "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
-            )
-        slot.ready = flight.number
-
-    def _launch_full_buckets(self, flight: Flight) -> None:
-        while flight.next_bucket < len(self.buckets) and self.buckets[flight.next_bucket].pending <= 0:
-            self._launch(self.buckets[flight.next_bucket], flight)
-            flight.next_bucket += 1
-
-    def _launch(self, bucket: Bucket, flight: Flight) -> None:
-        """A bucket is full, and all before it have been sent."""
-        self._collect(bucket, flight)
-        if flight.on_ready is not None:
-            flight.on_ready(bucket.index)
-        if not self._inline:
-            self._compute.mark(flight.marks[bucket.index])
-            return
-        if self.compression is not None:  # before the event: it may leave work of its own on this lane
-            self.compression.catch_up()
-        with self._lanes.on_behalf():
-            self._send(bucket, flight, self._lanes.caller.record())
-
-    def _collect(self, bucket: Bucket, flight: Flight) -> None:
-        """Bring the gradients of a full bucket together."""
-        self._refuse_sparse(bucket.slots)
-        flight.flats.append(bucket.collect())
-
-    def _refuse_sparse(self, slots: Sequence[Slot]) -> None:
-        sparse = [one.name for one in slots if one.parameter.grad is not None and one.parameter.grad.is_sparse]
-        if sparse:
-            raise SyncError(
-                f"the gradient of {sparse[0]!r} is sparse",
-                "Gradients are sent as dense tensors.",
-                "Build the layer with sparse=False.",
-            )
-
-    def _send(self, bucket: Bucket, flight: Flight, ready: Event) -> Event:
-        """Issue the sum of a bucket that is gathered when `ready` is passed; the returned event is passed after it."""
-        lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
-        self._check_peers(lane, flight)
-        work = self._work(bucket, flight, lane, group)
-        lane.wait(ready)
-        lane.submit(flight.wrap(bucket.index, work) if flight.wrap is not None else work)
-        landed = lane.record()
-        flight.landed.append(landed)
-        return landed
-
-    def _work(self, bucket: Bucket, flight: Flight, lane: Lane, group: SumGroup) -> Work:
-        """What a sync lane does for a bucket that is gathered. It fills in the bucket's squares and costs."""
-        mine = self._measure and bucket.index % self._world.size == self._world.rank
-
-        def reduce() -> None:
-            flat, squares = flight.flats[bucket.index], flight.squares[bucket.index]
-            lane.keep(flat, squares)
-            if self.compression is not None:
-                flight.costs.buckets[bucket.index] = self.compression.add(bucket, flat, group)
-            else:
-                flight.costs.buckets[bucket.index] = add_plainly(bucket, flat, group, self._world.size)
-            if mine:
-                squares.copy_(sum_of_squares(flat))
-
-        return reduce
-
-    def _check_peers(self, lane: Lane, flight: Flight) -> None:
-        """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.
-
-        A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
-        """
-        if lane in flight.checked or flight.reported is None or self._world.device.type != "cpu":
-            return
-        flight.checked.add(lane)
-
-        def check() -> None:
-            assert flight.layouts is not None
-            lane.keep(flight.layouts)
-            check_layout(flight.layouts, self._world.size)
-
-        lane.wait(flight.reported)
-        lane.submit(check)
-
-    # ------------------------------------------------------------------ layout
-
     def is_cut(self) -> bool:
         """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
-        return self._trainable == tuple(parameter.requires_grad for parameter in self._parameters.values())
+        return self._world.size == 1 or self._trainable == self._trainable_now()
+
+    def _trainable_now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
-        trainable = tuple(parameter.requires_grad for parameter in self._parameters.values())
-        if trainable == self._trainable:
+        if self.is_cut():
             return
-        self._trainable = trainable
+        self._trainable = self._trainable_now()
         order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
-        self.buckets = make_buckets(order, self._bucket_bytes)
-        self._places = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        self.buckets = make_buckets(order, self._options.bucket_bytes if self._shared is None else 1 << 62)
         self.layout = layout_fingerprint(self.buckets)
         if self.compression is not None:
             self.compression.cut(self.buckets)
+        self._meetings = [self._meeting_of(bucket) for bucket in self.buckets]
+        self._slots = {
+            slot.name: (meeting, index, slot)
+            for meeting in self._meetings
+            for index, slot in enumerate(meeting.bucket.slots)
+        }
         me = weakref.ref(self)
         for name, parameter in order:
             if name not in self._hooks:
@@ -412,18 +444,22 @@ class GradientReducer(LocalGradients):
         names = list(self._parameters)
         self._order = [names[index] for index in order.tolist()]
         self._observed = None
-        self._trainable = ()
+        self._trainable = []
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """Codec, bytes as it is and bytes sent of each parameter's gradient; empty where no codec is used."""
         self.follow_trainable()
         return {} if self.compression is None else self.compression.bytes_by_parameter()
 
+    # ------------------------------------------------------------------- state
+
     def state_dict(self) -> dict[str, Any]:
         """The agreed order, by parameter name, so that a resumed run adds in the same order; and what codecs keep.
 
         A collective, with all lanes idle: the order of the first step is agreed on before.
         """
+        if self._shared is not None:  # the order makes no difference
+            return {"order": list(self._order), "settled": False}
         if self.is_due():
             self.rebuild_buckets()
         state: dict[str, Any] = {"order": list(self._order), "settled": self._observed is None}
@@ -431,10 +467,12 @@ class GradientReducer(LocalGradients):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries."""
+        if self._shared is not None:
+            return
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
-        self._trainable, self._loaded_at = (), self._steps
+        self._trainable, self._loaded_at = [], self._steps
         if self.compression is not None:
             self.compression.load_state_dict(state.get("codec", {}) if fits else {})
 
@@ -443,11 +481,23 @@ class GradientReducer(LocalGradients):
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
+        if self._shared is not None:
+            self._meetings, self._slots, self._gradients = [], {}, Gradients({})
+            self._shared.close()
 
 
-def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tensor], None]:
+def sparse_gradient(name: str) -> SyncError:
+    """The error of a gradient that is sparse."""
+    return SyncError(
+        f"the gradient of {name!r} is sparse",
+        "Gradients are sent as dense tensors.",
+        "Build the layer with sparse=False.",
+    )
+
+
+def _make_hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        target = sync()
+        target = reducer()
         if target is not None:
             target.gradient_ready(name)
 
@@ -457,6 +507,6 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
 @torch.no_grad()
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
     norms = torch._foreach_norm(gradients, 2, dtype)
-    if any(norm.device != device for norm in norms):
+    if {norm.device for norm in norms} != {device}:
         norms = tuple(norm.to(device) for norm in norms)
     return torch.stack(norms).double().square().sum()

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.group import Group
 from hybridpar.comm.transport import flat_view, is_dense
-from hybridpar.comm.world import SumGroup, World
+from hybridpar.comm.world import World
 
 #: Bytes that each replica hands round at a time.
 CHUNK_BYTES = 8 << 20
@@ -47,7 +48,7 @@ def owned(module: nn.Module, replica: int, replicas: int) -> set[int]:
 class ParameterShards:
     """Hands round the parameters of a module that each replica has stepped."""
 
-    def __init__(self, module: nn.Module, replicas: World, group: SumGroup) -> None:
+    def __init__(self, module: nn.Module, replicas: World, group: Group) -> None:
         self._parameters = list(module.parameters())
         self._owners = owners([one.numel() for one in self._parameters], replicas.size)
         self._replicas = replicas

@@ -79,19 +79,19 @@ def _variance_of(mean: str) -> str:
 def average_model(model: nn.Module, world: World) -> dict[str, Tensor]:
     """The mean of the workers' models, in new memory; a collective. Every worker counts alike."""
     state = copy_of(model.state_dict())
-    if world.control_sum is None:
+    if world.control_group is None:
         return state
     buffers = {name for name, _ in model.named_buffers()}
     with world.named_errors("averaging the model"):
         for name, tensor in state.items():
             if name not in buffers and not is_extra(name) and tensor.is_floating_point() and tensor.numel():
                 flat = tensor.flatten().div_(world.size)
-                world.control_sum.all_reduce(flat)
+                world.control_group.all_reduce(flat)
                 tensor.copy_(flat.view(tensor.shape))
         held = {name: state[name] for name in state if name in buffers}
         statistics = Statistics(lambda: held, world.rank, world.size)
         message = statistics.message(1.0)
         if message.numel():
-            world.control_sum.all_reduce(message)
+            world.control_group.all_reduce(message)
             statistics.load(message, world.size)
     return state

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.world import SumGroup
+from hybridpar.comm.group import Group
 
 
 def normalise_over_replicas(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: SumGroup
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Batch normalisation in training, by the moments over all replicas; a collective in both directions."""
     output, mean, variance = _Normalise.apply(input, weight, bias, eps, group)
@@ -38,7 +38,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: SumGroup
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [0, *range(2, input.ndim)]
         channels, shape = input.shape[1], [1, -1, *[1] * (input.ndim - 2)]

@@ -6,7 +6,7 @@ replicas while the backward pass still computes, then the agreement of all worke
 optimizer step or rollback. A model that is not cut is a pipeline of one stage, whose passes the calling thread runs.
 
     step -> PipelineEngine.step -> Executor.issue -> StageRun.forward, StageRun.backward   (passes)
-                                                  -> GradientReducer                       (sums of gradients)
+                                                  -> Reducer                               (sums of gradients)
                                                   -> Agreement.reach                       (does the step count)
                                                   -> LocalStage.apply                      (clip, step or roll back)
 """
@@ -53,7 +53,7 @@ from hybridpar.plan import ResolvedPlan, Sync
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.pieces import Pieces, can_step, step_in_pieces
+from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
 from hybridpar.sync.policy import check_compression
 from hybridpar.sync.shards import owned
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
@@ -200,18 +200,18 @@ class Engine:
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
         self._rates.append(rates)
         if not optimizer.param_groups:
-            return lambda factor, commit, pieces: None if pieces is None else pieces.materialise()
+            return lambda factor, commit, unwritten: None if unwritten is None else unwritten.materialise()
 
-        def step(factor: float | None, commit: Tensor | None, pieces: Pieces | None) -> Tensor | None:
+        def step(factor: float | None, commit: Tensor | None, unwritten: Gradients | None) -> Tensor | None:
             if factor is not None:
                 rates.set(factor)
             squares = None
-            if pieces is not None and not can_step(optimizer):
-                squares, pieces = pieces.materialise(), None
+            if unwritten is not None and not can_step(optimizer):
+                squares, unwritten = unwritten.materialise(), None
             fill_momentum(optimizer)
             with scaled_options(optimizer, self._momentum_power, self._decay_factor):
-                if pieces is not None:
-                    return step_in_pieces(optimizer, pieces)
+                if unwritten is not None:
+                    return step_in_pieces(optimizer, unwritten)
                 if commit is None:
                     optimizer.step()
                 elif getattr(optimizer, "_step_supports_amp_scaling", False):

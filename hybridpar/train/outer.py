@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
@@ -35,6 +34,7 @@ from hybridpar.sync.batchnorm import ReplicaBuffers
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
+from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.outer import (
     COUNTED,
@@ -171,7 +171,7 @@ class OuterEngine(Engine):
             replicas = plan.placement.replicas
             columns = [range(first, first + replicas) for first in range(0, world.size, replicas)]
             parties = list(zip(*columns, strict=True))
-        self._party = world.split(parties, len(world.lane_sums) or 1, shared_memory=True)
+        self._party = world.split(parties, len(world.lane_groups) or 1)
         self._team = world if len(columns) == 1 else world.split(columns, 1)
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
         super().__init__(replace(parts, world=world if self._together else self._party))

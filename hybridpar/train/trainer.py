@@ -39,7 +39,7 @@ from hybridpar.models.state_dicts import copy_of, load_values
 from hybridpar.models.user_models import article
 from hybridpar.optim.build import expand, make_optimizer, optimizer_state
 from hybridpar.optim.loss_scale import FALLS
-from hybridpar.optim.losses import as_sum, make_loss
+from hybridpar.optim.losses import as_sum, ignored_label, make_loss
 from hybridpar.optim.schedule import Pace, Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.cuda_graph import check_capturable
 from hybridpar.pipeline.local_stage import RefusedStepError
@@ -196,6 +196,7 @@ class Trainer:
             self._loss = as_sum(loss)
             count = getattr(self._loss, "count", None)
             self._count = count if callable(count) else None
+            self._ignored = ignored_label(self._loss) if self._count is None else None
             schedule = self.config.rate_schedule
             self._plateau = Plateau(self.config.peak_lr, schedule) if isinstance(schedule, OnPlateau) else None
             self.engine = self._open_engine(optimizer, self.planned.plan, example)
@@ -376,6 +377,15 @@ class Trainer:
         parts = self.config.parts_per_step(self.plan.pipeline.micro_batches)
         inputs, targets = _pair(batch)
         samples = len(targets)
+        is_divided = parts * self.engine.pipeline.replicas > 1
+        # On a GPU the host would have to wait for the answer.
+        if is_divided and self._ignored is not None and targets.is_cpu and (targets == self._ignored).any():
+            _log.warning(
+                "the loss leaves targets of %d out, and micro-batches and workers are weighed by all of their samples: "
+                "give it another ignore_index, such as 255, and use that in the targets, for a mean over what counts",
+                self._ignored,
+            )
+            self._ignored = None
         if samples == 0 and self.engine.pipeline.replicas > 1 and self.plan.sync.batch_norm != "sync":
             return [], 0, None
         if samples < (2 * parts if self.config.mixes else parts):

@@ -85,10 +85,11 @@ def test_nobody_else_is_no_channel_and_too_many_lanes_are_left_out(recorder, tmp
 
 def test_a_process_is_busy_with_what_it_began_unless_it_waits_for_others(recorder):
     assert recorder.busy_with() == "outside of a step"
-    with recorder.noted("testing"):
+    with recorder.noted("a pass"):
+        assert recorder.busy_with() is None  # of a step
+    with recorder.outside("testing"):
         with recorder.noted("a pass"):
-            assert recorder.busy_with() == "a pass"
-        assert recorder.busy_with() == "testing"
+            assert recorder.busy_with() == "testing"
         with recorder.noted("adding up", recorder.channel((0, 1))):
             assert recorder.busy_with() is None
     assert recorder.busy_with() == "outside of a step"

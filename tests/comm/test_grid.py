@@ -31,7 +31,7 @@ def total(grid: Grid, value: float) -> list[float]:
     """The sum of a value over the replicas, by every sum that the replica world has."""
     world = grid.replica_world
     tensors = []
-    for group in [*world.lane_sums, world.control_sum]:
+    for group in [*world.lane_groups, world.control_group]:
         if group is not None:
             tensors.append(torch.tensor([value]))
             group.all_reduce(tensors[-1])

@@ -39,11 +39,11 @@ def look_around(world, shared_memory):
     inner = World.join(lanes=3, timeout=20, shared_memory=shared_memory)
     try:
         mine = torch.full((3,), float(world.rank + 1))
-        for group in [*inner.lane_sums, inner.control_sum]:
+        for group in [*inner.lane_groups, inner.control_group]:
             tensor = mine.clone()
             group.all_reduce(tensor)
             assert tensor.tolist() == [6.0] * 3
-        return inner.rank, inner.size, inner.is_main, len(inner.lane_sums), inner.transport, inner.gather(inner.rank)
+        return inner.rank, inner.size, inner.is_main, len(inner.lane_groups), inner.transport, inner.gather(inner.rank)
     finally:
         inner.close()
         inner.close()
@@ -156,7 +156,7 @@ def divide(world):
     party = world.split([[2, 0], [1]], lanes=1)
     try:
         tensor = torch.tensor([float(world.rank + 1)])
-        for group in party.lane_sums:
+        for group in party.lane_groups:
             group.all_reduce(tensor)
         try:
             party.split([[0, 1, 2]])

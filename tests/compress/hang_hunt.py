@@ -76,8 +76,8 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         world.rank,
         world.size,
         timeout=world.timeout,
-        lane_sums=world.lane_sums[:count],
-        control_sum=world.control_sum,
+        lane_groups=world.lane_groups[:count],
+        control_group=world.control_group,
         control=world.control,
         transport=world.transport,
     )
@@ -91,7 +91,7 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         return F.cross_entropy(output, labels) * (float("inf") if own.random() < 0.03 else 1.0)
 
     def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
     whole = replace(WHOLE, sync=options)
     with Lanes("cpu", check=Checker(seed=seed + world.rank) if checked else None) as lanes:

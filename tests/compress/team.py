@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Coder, Collective, Exchange, Group, TensorSpec, bind, parse_codec
-from hybridpar.compress.exchange import split
+from benchmarks.rig import in_process
+from benchmarks.rig.in_process import InProcessGroup, Meeting
+from hybridpar.comm.group import Reduction
+from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -30,82 +30,35 @@ def unsent(coder: Coder) -> Tensor:
     return out
 
 
-class ThreadGroup(Group):
-    """A group of threads, which add in the order of ranks. `payload` counts bytes that were handed to collectives."""
+class CountedGroup(InProcessGroup):
+    """A group of threads that notes its collectives, and counts the bytes that they were handed."""
 
-    def __init__(self, rank: int, shared: list[Tensor], barrier: threading.Barrier) -> None:
-        self._rank, self._shared, self._barrier = rank, shared, barrier
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(meeting, rank)
         self.payload, self.calls = 0, list[str]()
 
-    @classmethod
-    def of(cls, size: int) -> list[ThreadGroup]:
-        """All members of a new group, by rank."""
-        shared, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=60)
-        return [cls(rank, shared, barrier) for rank in range(size)]
-
-    @property
-    def size(self) -> int:
-        return len(self._shared)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
-        total, *others = self._swap(f"all_reduce {collective.value}", tensor.clone())
-        total = total.clone()
-        for other in others:
-            if collective is Collective.SUM:
-                total.add_(other)
-            elif collective is Collective.AND:
-                total.bitwise_and_(other)
-            else:  # NaN loses against a number here and may win elsewhere: codecs must not rely on either
-                total.copy_(torch.fmax(total, other))
-        tensor.copy_(total)
-        self._barrier.wait()
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
+        self._note(f"all_reduce {reduction.name}", tensor)
+        super().all_reduce(tensor, reduction)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        sources = self._swap("all_to_all", inp)
-        start = sum(in_sizes[: self._rank])  # stripes are cut alike on all workers
-        for piece, source in zip(split(out, out_sizes), sources, strict=True):
-            piece.copy_(source[start : start + len(piece)])
-        self._barrier.wait()
+        self._note("all_to_all", inp)
+        super().all_to_all(out, inp, out_sizes, in_sizes)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        torch.cat(self._swap("all_gather", inp), out=out)
-        self._barrier.wait()
+        self._note("all_gather", inp)
+        super().all_gather(out, inp)
 
-    def close(self) -> None:
-        self._barrier.abort()
-
-    def _swap(self, call: str, tensor: Tensor) -> list[Tensor]:
+    def _note(self, call: str, tensor: Tensor) -> None:
         self.calls.append(call)
         self.payload += tensor.nbytes
-        self._shared[self._rank] = tensor
-        self._barrier.wait()
-        assert len({(len(one), one.dtype) for one in self._shared}) == 1, "the workers exchange different tensors"
-        return list(self._shared)
 
 
 def run_together(
     exchanges: Sequence[Exchange], gradients: Sequence[Sequence[Tensor]], outs: Sequence[Sequence[Tensor]]
-) -> list[ThreadGroup]:
+) -> list[Any]:
     """One step of all workers; the groups over which it went."""
-    groups = ThreadGroup.of(len(exchanges))
-
-    def run(rank: int) -> None:
-        try:
-            exchanges[rank].run(groups[rank], gradients[rank], outs[rank])
-        except BaseException:
-            groups[rank].close()  # so that nobody waits for this worker
-            raise
-
-    with ThreadPoolExecutor(len(exchanges)) as pool:
-        steps = [pool.submit(run, rank) for rank in range(len(exchanges))]
-    errors = [step.exception() for step in steps]
-    for error in sorted(filter(None, errors), key=lambda one: isinstance(one, threading.BrokenBarrierError)):
-        raise error
-    return groups
+    return list(in_process.run_together(exchanges, gradients, outs, CountedGroup))
 
 
 class Team:

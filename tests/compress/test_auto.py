@@ -192,7 +192,7 @@ def test_bytes_of_rounds_are_those_that_an_exchange_counts(name, workers):
 
 
 def measured(world: World) -> dict[Any, LinkCost]:
-    group = world.lane_sums[0]  # type: ignore[attr-defined]
+    group = world.lane_groups[0]  # type: ignore[attr-defined]
     return measure_link([PLAIN, BYTES], meet_over(group), world.device)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.rig.in_process import InProcessGroup, Meeting
 from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
-from tests.compress.team import Team, ThreadGroup, run_together, same_bits
+from tests.compress.team import Team, run_together, same_bits
 
 SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
 
@@ -35,7 +36,7 @@ def test_messages_that_meet_alike_travel_together() -> None:
     exchange = exchange_of({"a": "onebit:meet=shard", "b": "none", "c": "onebit:meet=shard", "d": "fp16"}, workers=1)
     gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
     (group,) = run_together([exchange], [gradients], [gradients])
-    assert group.calls == ["all_to_all", "all_gather", "all_reduce sum", "all_reduce sum"]
+    assert group.calls == ["all_to_all", "all_gather", "all_reduce SUM", "all_reduce SUM"]
 
 
 @pytest.mark.parametrize("text", ["onebit:least=1", "twobit:least=1"])
@@ -83,7 +84,7 @@ def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -
     exchange = exchange_of({"a": "onebit", "b": "none"}, workers=1)
     tensors = [torch.zeros(1320), gradient]
     with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape") as caught:
-        exchange.run(*ThreadGroup.of(1), tensors, tensors)
+        exchange.run(InProcessGroup(Meeting(1), 0), tensors, tensors)
     assert fix in caught.value.fix
     # Nothing was started.
     right = [[torch.zeros(1320), torch.zeros(9)]]

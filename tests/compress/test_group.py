@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, TorchGroup, bind, parse_codec
-from hybridpar.compress.group import open_group
+from hybridpar.compress import CODECS, Exchange, TensorSpec, TorchGroup, bind, parse_codec
 from tests.compress.team import Team, same_bits
 from tests.ranks import run_ranks
 
@@ -49,40 +45,3 @@ def test_processes_get_what_one_process_gets(size: int) -> None:
                 assert same_bits(ranks[0][index][place], ranks[rank][index][place]), (text, name)
             if size == 2:  # with more, gloo adds in another order
                 assert same_bits(ranks[0][index][place], expected[place]), (text, name)
-
-
-def meet_over_gloo(world: Any) -> list[Any]:
-    group = TorchGroup()
-    words = torch.tensor([7, 12, 255]) - world.rank
-    by_gathering = words.clone()
-    group.all_reduce(words, Collective.AND)
-    group._and_by_gathering(by_gathering)  # the way of NCCL, which has no bitwise operations
-    largest = torch.tensor([1.0, float("inf") if world.rank else -2.0])
-    group.all_reduce(largest, Collective.MAX)
-    return [words.tolist(), by_gathering.tolist(), largest.tolist()]
-
-
-def test_words_and_maxima_meet() -> None:
-    for words, by_gathering, largest in run_ranks(meet_over_gloo, 2):
-        assert words == by_gathering == [7 & 6, 12 & 11, 255 & 254]
-        assert largest == [1.0, float("inf")]
-
-
-def opened_while_another_still_connects(world: Any, flag: str) -> bool:
-    make = dist.new_group
-
-    def slow(*args: Any, **options: Any) -> Any:
-        group = make(*args, **options)
-        time.sleep(0.5)  # in which the other one would come back, if it did not wait
-        Path(flag).touch()
-        return group
-
-    with pytest.MonkeyPatch.context() as patched:
-        if world.rank == 0:
-            patched.setattr(dist, "new_group", slow)
-        open_group([0, 1], timeout=30)
-    return Path(flag).exists()
-
-
-def test_no_worker_goes_on_while_another_still_connects(tmp_path: Path) -> None:
-    assert run_ranks(opened_while_another_still_connects, 2, str(tmp_path / "flag")) == [True, True]

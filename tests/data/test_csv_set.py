@@ -47,7 +47,10 @@ def test_a_folder_with_two_tables_and_numbers_as_classes(root: Path) -> None:
     table(root / "val.csv", "path,label", "images/3.png,10")
     data = load(root)
     assert data.class_names == tuple(str(n) for n in range(11))
-    assert (len(data.train), data.test.labels.tolist()) == (11, [10])
+    assert (len(data.train), data.test.labels.tolist(), data.ignored) == (11, [10], ())
+    table(root / "test.csv", "path,label", "images/3.png,3")
+    data = load(root)
+    assert (data.test.labels.tolist(), data.ignored) == ([3], ("the table val.csv",))
 
 
 def test_a_table_without_test_images_is_divided_by_class(root: Path) -> None:

@@ -51,6 +51,11 @@ def test_columns_are_found_by_their_type(tmp_path: Path) -> None:
     assert images[:, 0, 3, 3].tolist() == [18, 0]
 
 
+def test_parts_that_are_not_used_are_named(tmp_path: Path) -> None:
+    data = load(saved(tmp_path, datasets.Value("string"), train=["b", "a"], validation=["a"] * 3, test=["a"]))
+    assert (len(data.test), data.ignored) == (1, ("3 rows of the part validation",))
+
+
 def test_one_part_is_divided_and_words_are_classes(tmp_path: Path) -> None:
     data = load(saved(tmp_path, datasets.Value("string"), train=["b", "a"] * 5))
     assert data.class_names == ("a", "b")
@@ -143,7 +148,18 @@ def test_rows_of_tar_shards_that_lack_something_are_counted(tmp_path: Path, lack
     assert (len(data.train), len(data.test), data.classes) == (6, 3, 6)
     count = "1 of 7" if lacks == "both" else "3 of 9"
     kinds = ("image", "label") if lacks == "both" else (lacks,)
-    assert data.ignored == tuple(f"{count} rows of train without {kind}" for kind in kinds)
+    names = [f"part/{'IMG.2024.' * (lacks == 'both')}0000{at}" for at in (6, 7, 8)]
+    files = [
+        f"{name}.{end}"
+        for name in names
+        for end in ("cls", "png")
+        if lacks == "both" or (end == "png") == (lacks == "label")
+    ]
+    shown = ", ".join(files[:5]) + " and 1 more" * (len(files) > 5)
+    assert data.ignored == (
+        *(f"{count} rows of train without {kind}" for kind in kinds),
+        f"{len(files)} files in tar shards, in these rows ({shown})",
+    )
     assert TrainBatches(data, seed=0, batch_size=6, rank=0, workers=1, micro_batches=1).steps_per_epoch == 1
 
 

@@ -152,6 +152,7 @@ def test_caltech101_is_split_as_documented(caltech, caplog):
         data = load_dataset(DataConfig(data="caltech101", data_root=root))
     assert "3 classes and 97 images; the published set has 101 and 8677" in caplog.text
     assert data.class_names == ("Faces", "accordion", "yin_yang")
+    assert data.ignored == ("1 directory that is not read (BACKGROUND_Google/)",)
     assert torch.bincount(data.train.labels).tolist() == [30, 30, 30]
     assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
     samples = {
@@ -237,6 +238,13 @@ def test_folder_without_a_class(tmp_path):
         load_dataset(DataConfig(data="folder", data_root=tmp_path))
 
 
+def test_folder_names_directories_that_are_not_read(folder):
+    save_image(folder / "val" / "cat" / "0.png")
+    (folder / ".git").mkdir()
+    data = load_dataset(DataConfig(data="folder", data_root=folder))
+    assert (len(data.test), data.ignored) == (4, ("1 directory that is not read (val/)",))
+
+
 def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
     expected = [path.name for path in sorted((folder / "train" / "cat").iterdir())]
     for directory in (folder / "train", folder / "test", folder / "train" / "cat", folder / "train" / "cat" / "deeper"):
@@ -302,7 +310,7 @@ def test_folder_follows_links_but_not_in_circles(folder):
     (folder / "elsewhere" / "back").symlink_to(cat)
     data = load_dataset(DataConfig(data="folder", data_root=folder))
     assert torch.bincount(data.train.labels).tolist() == [4, 3]
-    assert data.ignored == ("3 links to directories above them",)
+    assert data.ignored == ("1 directory that is not read (elsewhere/)", "3 links to directories above them")
 
 
 def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):

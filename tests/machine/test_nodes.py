@@ -100,6 +100,7 @@ def test_the_lines_are_printed(tmp_path, capsys):
     ("options", "said"),
     [
         (["--launch", "ssh"], "--launch ssh without --hosts"),
+        (["--launch", "ssh", "--slurm", "/nowhere/job"], "--launch ssh without --hosts"),
         (["--hosts", "x", "--slurm", "y"], "--hosts with --slurm"),
         (["--slurm", "/nowhere/job"], "--slurm /nowhere/job"),
     ],

@@ -14,6 +14,7 @@ from hybridpar.machine.process import (
     affinity,
     available_cores,
     cpu_quota,
+    host_identity,
     physical_cores,
     seconds_waited,
     threads_per_worker,
@@ -308,3 +309,7 @@ def test_processes_that_share_their_cores_know_it(monkeypatch):
     assert python("from hybridpar.machine.process import cores_identity; print(cores_identity())") == own
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1000})
     assert process.cores_identity() != own
+
+
+def test_other_network_namespaces_are_other_hosts():
+    assert "net:[" in host_identity()

@@ -47,6 +47,22 @@ def test_plain_lines_to_the_letter(info, make_step, make_epoch, clock):
     assert stream.getvalue().isascii()
 
 
+def test_a_pause_is_announced_and_not_in_the_time_left(info, make_step, clock):
+    stream = io.StringIO()
+    progress = PlainProgress(stream, clock=clock)
+    progress.start(info)
+    for step in range(1, 7):
+        clock.now += 3
+        progress.step(make_step(step))
+        if step == 5:
+            with progress.pause("trying batch sizes"):
+                assert stream.getvalue().endswith("trying batch sizes ...\n")
+                clock.now += 1000
+            progress.figures.steps_total = 16
+            assert progress.figures.seconds_left == pytest.approx(33)
+    assert stream.getvalue().endswith("step 6/16  loss 0.7735  lr 0.05  3,200 images/s  6.00 MB sent  ETA 30 s\n")
+
+
 def test_fast_steps_print_a_line_in_ten_seconds(info, make_step, clock):
     stream = io.StringIO()
     progress = PlainProgress(stream, clock=clock)

@@ -240,7 +240,7 @@ def train_stages(
             return None
         optimizer = setting.optimizer(stage)
         optimizers.append(optimizer)
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
     world = world or World()
     run = Run()

@@ -319,7 +319,7 @@ def _with_a_bad_step(
 
     def step_of(stage: nn.Module) -> Any:
         optimizer = make(stage)
-        return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+        return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
     run = Run()
     lane_of, worker_of = places(len(parts))

@@ -24,12 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm import world as world_module
 from hybridpar.comm.world import World
+from hybridpar.compress import read_policy
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import step_optimizer
-from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
+from hybridpar.sync.reducer import Reducer, open_sync_lanes
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 
@@ -113,7 +114,7 @@ def train(world: World, positions: int, schedule: str, *, batch_norm: bool = Fal
 
     def optimizer(stage: nn.Module) -> Any:
         made = torch.optim.SGD(stage.parameters(), lr=0.1)
-        return lambda factor, commit, pieces: step_optimizer(made, pieces)
+        return lambda factor, commit, unwritten: step_optimizer(made, unwritten)
 
     given = [(torch.randn(SAMPLES, 6), torch.randint(0, 6, (SAMPLES,))) for _ in range(MICRO_BATCHES)]
     with Lanes("cpu") as lanes:
@@ -229,11 +230,12 @@ def test_hooks_may_issue_from_the_thread_of_autograd() -> None:
         world = World.join(device=torch.device("cpu"), lanes=2, shared_memory=False)
         model = nn.Linear(3, 2)
         with Lanes("cpu") as lanes:
-            reducer = GradientReducer(
-                *(dict(model.named_parameters()), world, lanes, lanes.caller),
-                *(1, False, open_sync_lanes(world, lanes)),
+            reducer = Reducer(
+                *(dict(model.named_parameters()), world, lanes, lanes.caller, open_sync_lanes(world, lanes)),
+                SyncOptions(bucket_bytes=1, codec=read_policy("none")),
+                measure=False,
             )
-            flight = reducer.new_flight()
+            flight = reducer.new_step()
             reducer.start(flight)
             reducer.begin_last(flight)
             problems: list[BaseException] = []

@@ -239,7 +239,7 @@ def test_a_thousand_steps_leave_nothing() -> None:
 
 
 def _stepper(optimizer: torch.optim.Optimizer) -> Any:
-    return lambda factor, commit, pieces: step_optimizer(optimizer, pieces)
+    return lambda factor, commit, unwritten: step_optimizer(optimizer, unwritten)
 
 
 def test_outcomes_that_are_kept_keep_no_batch() -> None:

@@ -85,3 +85,5 @@ def test_other_bytes_and_more_memory_are_told_and_less_memory_is_not():
     assert ["were not sent with the codec of the plan" in told[0], "allocator" in told[1]] == [True, True]
     for little in (memory // 3, memory + (100 << 20)):
         assert prediction_warnings(plan, as_on(plan, 1e8, memory_bytes=little)) == []
+    few = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"bytes_sent_per_step": 11_000})})
+    assert prediction_warnings(few, as_on(plan, 1e8, bytes_sent_per_step=13_500)) == [], "of messages beside gradients"

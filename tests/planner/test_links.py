@@ -48,7 +48,6 @@ def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memor
     assert level.cores is not None
     assert max(level.efficiency.model_dump(exclude_none=True).values()) == 1.0
     assert all(0 <= use < 16 for use in level.cores.model_dump(exclude_none=True).values())
-    assert (level.efficiency.codec_sum is None) == (not shared_memory), "over a group sums of codecs are as all others"
     assert level.efficiency.half_sum is not None
     assert level.efficiency.integer_sum is not None
     assert level.cores.all_reduce > 0
@@ -76,7 +75,7 @@ def test_what_workers_of_a_host_send_over_its_link_confirms_it(monkeypatch):
     spec = parse_cluster(
         {"hosts": [{"count": 2, "devices": 4}], "inside": {"bandwidth": 1e9}, "between": {"bandwidth": 1e8}}
     )
-    world = World(0, 8, transport="sockets", lane_sums=[mock.Mock()])
+    world = World(0, 8, transport="sockets", lane_groups=[mock.Mock()])
     # Of a message that is added up in 8 stripes each of 4 workers sends 4 to the other host, and what it has added up.
     monkeypatch.setattr(links, "laps_of", lambda work, message, repeats: [4 * message.nbytes / 1e8] * repeats)
     assert links._still_true(spec, world, 1.01)
@@ -186,7 +185,7 @@ def broken(world: World) -> str:
 
     def split(*arguments: object, **options: object) -> World:
         party = whole(*arguments, **options)  # type: ignore[arg-type]
-        for one in party.lane_sums:
+        for one in party.lane_groups:
             one.all_reduce = fail  # type: ignore[method-assign]
         return party
 

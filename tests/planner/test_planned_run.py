@@ -42,7 +42,7 @@ from tests.runs import check_run, saved_state, small_arguments, train, train_ran
 from tests.small_nets import plain
 
 #: Modules that ask on which host they are.
-IDENTIFIED = ("comm.world", "comm.node_worlds", "run.kernels")
+IDENTIFIED = ("comm.world", "sync.node_worlds", "run.kernels")
 IDENTIFIED += tuple(f"planner.{name}" for name in ("links", "measure", "measure_run", "step_costs"))
 #: What was predicted, by the keys of the summary.
 PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
@@ -258,10 +258,8 @@ def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkey
     monkeypatch.setattr(World, "join", lambda **how: how)
     whole_plan().save(tmp_path / "plan.json")
     asked = TrainConfig(plan=tmp_path / "plan.json", batch_norm="sync")
-    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0, "shared_memory": False}
-    assert join_workers(asked, {"compress"})["shared_memory"]
+    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0}
     assert join_workers(TrainConfig(plan=tmp_path / "missing.json"))["lanes"] == 2
-    assert join_workers(TrainConfig(), plan=whole_plan())["shared_memory"] is False
 
 
 def test_the_command_line_knows_which_options_were_named():
@@ -274,7 +272,8 @@ def test_the_command_line_knows_which_options_were_named():
 # ------------------------------------------------------------------------------------------------- what was asked for
 
 #: Options that act on what replicas exchange, and on stages.
-ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"batch_norm": "sync"}]
+ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"double_buffer": "half"}, {"batch_norm": "sync"}]
+ON_REPLICAS += [{"shares": "auto"}]
 ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}]
 
 

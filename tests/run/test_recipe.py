@@ -41,13 +41,17 @@ def test_trials_leave_no_trace(stages, tmp_path, monkeypatch):
     assert_same_state(tmp_path / "searched", tmp_path / "plain")
 
 
-def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch):
+def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
     train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
     steps = read_metrics(tmp_path / "run").steps
     assert steps["samples"].tolist() == [8] * 12 + [16] * 12
+    lines = capsys.readouterr().out.splitlines()
+    assert (
+        lines.index("trying batch sizes ...") == lines.index("batch size 16 from epoch 2 on (loss at 16: 1.0000)") - 1
+    )
     assert steps["lr"].tolist() == pytest.approx([0.02] * 12 + [0.04] * 12)
 
 

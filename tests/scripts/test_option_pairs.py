@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 from dataclasses import fields
 
 import pytest
@@ -13,7 +14,7 @@ from scripts import option_pairs
 
 def test_every_name_is_an_option():
     names = {field.name.replace("_", "-") for field in fields(Train)}
-    assert {name.removeprefix("no-") for name in option_pairs.OPTIONS} <= names
+    assert {option.split()[0].removeprefix("no-") for option in option_pairs.OPTIONS} <= names
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,12 @@ def test_every_name_is_an_option():
     ],
 )
 def test_only_a_result_and_one_error_are_no_fault(monkeypatch, code, error, said):
-    done = subprocess.CompletedProcess([], code, "", error)
-    monkeypatch.setattr(option_pairs.subprocess, "run", lambda *_, **__: done)
-    message = option_pairs.fault(("lr", "amp"), 1)
+    monkeypatch.setattr(option_pairs.cli, "main", lambda _: os.write(2, error.encode()) and code)
+    message = option_pairs.trained(("lr", "amp"), 1)
     assert message.startswith(said)
     assert bool(message) == bool(said)
+
+
+def test_a_run_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(option_pairs.cli, "main", lambda _: signal.pause())
+    assert option_pairs.trained(("lr", "amp"), 1, timeout=0.5).startswith("ended with None")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridpar.comm.handshake import TOKEN_VARIABLE
 from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError
-from hybridpar.server.handshake import TOKEN_VARIABLE
 from tests.ranks import start_processes
 from tests.runs import train
 

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from hybridpar.comm.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
 from hybridpar.errors import SyncError
 from hybridpar.formats.messages import pack
 from hybridpar.server import Rules
-from hybridpar.server.handshake import GREETING_BYTES, PROOF_BYTES, WorkerHandshake
 from hybridpar.server.loop import HANDSHAKE_SECONDS
 from tests.server.serving import TOKEN, Clock, Served, Worker, copies, serving
 

@@ -95,25 +95,14 @@ def reloaded(world: World, codec: str, path: str | None, directory: str) -> tupl
 
 @pytest.mark.parametrize(("codec", "workers"), [("onebit:warmup=1", 2), ("onebit:warmup=1", 3), ("twobit", 2)])
 def test_codecs_begin_anew_where_what_they_kept_does_not_fit(codec: str, workers: int, tmp_path: Any) -> None:
-    path = run_ranks(reloaded, 2, "onebit:warmup=1", None, str(tmp_path), shared_memory=False)[0][0]
-    found = run_ranks(reloaded, workers, codec, path, str(tmp_path), shared_memory=False)
+    path = run_ranks(reloaded, 2, "onebit:warmup=1", None, str(tmp_path))[0][0]
+    found = run_ranks(reloaded, workers, codec, path, str(tmp_path))
     goes_on = (codec, workers) == ("onebit:warmup=1", 2)
     for rank, (_, warnings, (steps, state)) in enumerate(found):
         assert len(warnings) == (rank == 0 and not goes_on)
         assert all("what codecs had not sent is dropped" in one for one in warnings)
         assert max(one for one in steps if one is not None) == (3 if goes_on else 2)
         assert all(torch.equal(tensor, found[0][2][1][name]) for name, tensor in state.items())
-
-
-def refused(world: World) -> str:
-    with pytest.raises(SyncError) as caught:
-        make(world, "onebit")
-    return str(caught.value)
-
-
-def test_a_codec_in_shared_memory_is_refused() -> None:
-    for text in run_ranks(refused, 2):
-        assert "shared_memory" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -141,7 +130,7 @@ def stored(world: World) -> list[Tensor]:
 
 
 def test_a_matrix_stored_by_columns_is_the_same_matrix() -> None:
-    for rows, columns in run_ranks(stored, 2, shared_memory=False):
+    for rows, columns in run_ranks(stored, 2):
         torch.testing.assert_close(rows, columns)
 
 
@@ -159,8 +148,5 @@ def kernels_on_one(world: World, codec: str) -> str:
 def test_kernels_on_some_workers_only_are_refused_where_they_round_otherwise() -> None:
     if kernels.table() is None:
         pytest.skip("no kernels on this machine")
-    assert all(
-        "with kernels, without kernels" in text
-        for text in run_ranks(kernels_on_one, 2, "powersgd", shared_memory=False)
-    )
-    assert run_ranks(kernels_on_one, 2, "onebit", shared_memory=False) == ["", ""]
+    assert all("with kernels, without kernels" in text for text in run_ranks(kernels_on_one, 2, "powersgd"))
+    assert run_ranks(kernels_on_one, 2, "onebit") == ["", ""]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hybridpar.comm.transport import flat_view
-from hybridpar.sync import kernels
-from hybridpar.sync.pieces import PIECE, Sgd, can_step, step_optimizer
+from hybridpar.compress import received
+from hybridpar.compress.received import Sum, hand_over
+from hybridpar.sync.pieces import PIECE, Gradients, can_step, step_optimizer
 
 SIZES = [(5,), (16,), (3, 17), (8, 4, 3, 3), (PIECE + 37,)]
 
@@ -26,53 +26,16 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Slots:
-    """Gradients of some workers, as `Pieces` gives their sums."""
-
-    unmeasured = True
-
-    def __init__(self, parameters: list[nn.Parameter], workers: int, seed: int, factor: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._parameters, self._factor, self._workers = parameters, factor, workers
-        self._offsets, end = {}, 0
-        for parameter in parameters:
-            self._offsets[parameter] = end
-            end += -(-parameter.numel() // 16) * 16
-        self._memory = torch.randn(workers, end, generator=generator)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def piece(self, parameter: nn.Parameter) -> int:
-        return PIECE
-
-    def read(self, parameter: nn.Parameter, start: int, out: Tensor) -> None:
-        first = self._offsets[parameter] + start
-        parts = self._memory[:, first : first + out.numel()]
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        out.mul_(self._factor)
-
-    def sgd(self, parameter: nn.Parameter, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        first, apart = self._memory[0, self._offsets[parameter] :], 4 * self._memory.shape[1]
-        place = (flat_view(parameter), momentum, first, apart, self._workers, self._factor)
-        rest = kernels.step_sgd(*place, options, squares)
-        if rest is None:
-            return False
-        if rest < parameter.numel():
-            tail = torch.empty(parameter.numel() - rest)
-            self.read(parameter, rest, tail)
-            squares += torch.dot(tail, tail)
-            options.step(flat_view(parameter)[rest:], tail, None if momentum is None else momentum[rest:])
-        return True
-
-    def materialise(self) -> Tensor | None:
-        for parameter in self._parameters:
-            parameter.grad = torch.empty_like(parameter)
-            self.read(parameter, 0, flat_view(parameter.grad))
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return torch.stack([one.double().square().sum() for one in gradients]).sum()
+def gradients_of(parameters: list[nn.Parameter], workers: int, seed: int, factor: float | None = None) -> Gradients:
+    """Gradients of some workers, not added up."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets, end = {}, 0
+    for parameter in parameters:
+        offsets[parameter] = end
+        end += -(-parameter.numel() // 16) * 16
+    rows = torch.randn(workers, end, generator=generator)
+    sums = {one: Sum([row[start : start + one.numel()] for row in rows]) for one, start in offsets.items()}
+    return Gradients(dict(sums), None if factor is None else torch.tensor(factor), unmeasured=True)
 
 
 def make_parameters() -> list[nn.Parameter]:
@@ -87,8 +50,8 @@ def make_parameters() -> list[nn.Parameter]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pieces_equal_whole_gradients(name: str, workers: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(kernels, "functions", dict)
-    elif name.startswith("sgd") and not kernels.functions():
+        monkeypatch.setattr(received, "functions", dict)
+    elif name.startswith("sgd") and not received.functions():
         pytest.skip("no kernels on this machine")
     kind, options = OPTIMIZERS[name]
     ours, theirs = make_parameters(), make_parameters()
@@ -101,10 +64,10 @@ def test_pieces_equal_whole_gradients(name: str, workers: int, compiled: bool, m
         used = slice(1, None) if step == 1 else slice(None)
         for parameter in theirs:
             parameter.grad = None
-        expected = Slots(theirs[used], workers, step, 0.5).materialise()
+        expected = gradients_of(theirs[used], workers, step, 0.5).materialise()
         # Torch's fused SGD refuses momentum for some parameters only.
         torchs.step()
-        measured = step_optimizer(mine, Slots(ours[used], workers, step, 0.5))
+        measured = step_optimizer(mine, gradients_of(ours[used], workers, step, 0.5))
         assert all(parameter.grad is None for parameter in ours)
         assert measured is not None
         assert expected is not None
@@ -123,11 +86,11 @@ def test_state_that_was_loaded_in_another_memory_format_keeps_its_elements(name:
     ours, theirs = make_parameters(), make_parameters()
     for parameters, contiguous in ((ours, True), (theirs, False)):
         optimizer = kind(parameters, **options, fused=True)
-        step_optimizer(optimizer, Slots(parameters, 2, 1))
+        step_optimizer(optimizer, gradients_of(parameters, 2, 1))
         if contiguous:
             for state in optimizer.state.values():
                 state.update({key: one.contiguous() for key, one in state.items()})
-        step_optimizer(optimizer, Slots(parameters, 2, 2))
+        step_optimizer(optimizer, gradients_of(parameters, 2, 2))
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
@@ -136,7 +99,7 @@ def test_hooks_on_the_step_run() -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1, fused=True)
     norms: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: norms.append(sum(one.grad is not None for one in parameters)))
-    step_optimizer(optimizer, Slots(parameters, 2, 3))
+    step_optimizer(optimizer, gradients_of(parameters, 2, 3))
     assert norms == [len(SIZES)]
 
 
@@ -144,13 +107,13 @@ def test_hooks_on_the_step_run() -> None:
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 100, 70000])
 def test_handing_over_copies_and_measures(count: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(kernels, "functions", dict)
+        monkeypatch.setattr(received, "functions", dict)
     source = torch.randn(count, generator=torch.Generator().manual_seed(1))
     target, squares = torch.full((count,), 7.0), torch.full((1,), 7.0, dtype=torch.float64)
-    kernels.hand_over(source, target, squares[0])
+    hand_over(source, target, squares[0])
     assert torch.equal(source, target)
     assert squares.item() == pytest.approx(source.double().square().sum().item(), rel=1e-5)
     if count:
         source[count - 1] = float("nan")
-        kernels.hand_over(source, target, squares[0])
+        hand_over(source, target, squares[0])
         assert squares.isnan().item()

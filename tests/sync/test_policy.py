@@ -204,7 +204,7 @@ def chosen(
     ("fidelity", "shared", "told"),
     [
         ("exact", False, "exact allows nothing else"),
-        ("close", True, "share memory"),
+        ("close", True, "in shared memory"),
         ("close", False, "none, fp16, bf16"),
     ],
 )

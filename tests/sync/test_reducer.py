@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
+from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.optim.build import build_optimizer
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
+from hybridpar.sync.reducer import Reducer, open_sync_lanes
 from hybridpar.train.trainer import Trainer
 from tests.lanes.checked import Checker, Lanes
 from tests.pipeline.oracle import Setting, batches_of, train_whole
@@ -329,8 +330,9 @@ def arrive_twice(world: World) -> str:
     with Lanes("cpu") as lanes:
         model = nn.Linear(2, 2)
         parameters, caller = dict(model.named_parameters()), lanes.caller
-        reducer = GradientReducer(parameters, world, lanes, caller, 1 << 20, False, open_sync_lanes(world, lanes))
-        flight = reducer.new_flight()
+        options = SyncOptions(codec=read_policy("none"))
+        reducer = Reducer(parameters, world, lanes, caller, open_sync_lanes(world, lanes), options, measure=False)
+        flight = reducer.new_step()
         reducer.start(flight)
         reducer.begin_last(flight)
         loss = model(torch.ones(1, 2)).sum()

@@ -47,7 +47,7 @@ def one_rank(world: World, shape: tuple[int, ...], cut: list[int], affine: bool)
     x, gradient, weight, bias = (tensor.double() for tensor in data(shape))
     mine = x.split(cut)[world.rank].clone().requires_grad_()
     w, b = (weight.clone().requires_grad_(), bias.clone().requires_grad_()) if affine else (None, None)
-    y, mean, variance = normalise_over_replicas(mine, w, b, 1e-5, world.lane_sums[0])
+    y, mean, variance = normalise_over_replicas(mine, w, b, 1e-5, world.lane_groups[0])
     y.backward(gradient.split(cut)[world.rank])
     dims = [0, *range(2, mine.ndim)]
     torch.testing.assert_close(mean, mine.detach().mean(dims))

@@ -260,7 +260,7 @@ def _evaluate(world, options):
         at_exchange = trainer.evaluate([batch(9)]).loss, trainer.engine.outer.common_state()["anchors"]
         trainer.step(share(world, 2))
         before = weights(trainer.model)
-        with mock.patch.object(world.control_sum, "all_reduce", side_effect=lambda one: sums.append(one.numel())):
+        with mock.patch.object(world.control_group, "all_reduce", side_effect=lambda one: sums.append(one.numel())):
             state = trainer.engine.model_state()
         evaluation = trainer.evaluate([batch(9)])
         return at_exchange, state, before, weights(trainer.model), evaluation.loss, sums
@@ -419,7 +419,7 @@ NODES = ["a", "a", "b"]
 
 def _on_nodes(world, options):
     with (
-        mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=NODES[world.rank]),
+        mock.patch("hybridpar.sync.node_worlds.host_identity", return_value=NODES[world.rank]),
         Trainer(make_net(True), config=config(**options), world=world) as trainer,
     ):
         found = []

@@ -263,6 +263,24 @@ def test_a_loss_that_may_be_no_mean_over_samples_is_told(caplog):
     assert [record.getMessage().split()[2] for record in caplog.records] == ["Half"]
 
 
+@pytest.mark.parametrize(
+    ("loss", "label", "parts", "times"),
+    [
+        (None, -100, 2, 1),
+        (nn.CrossEntropyLoss(), -100, 2, 1),
+        (nn.CrossEntropyLoss(), -100, 1, 0),
+        (nn.CrossEntropyLoss(), 1, 2, 0),
+        (UNEVEN["ignored"], 255, 2, 0),
+    ],
+)
+def test_targets_that_the_default_index_leaves_out_of_parts_are_told_once(caplog, loss, label, parts, times):
+    images, labels = pixels()
+    with Trainer(pixel_net(), loss=loss, config=TrainConfig(plan="none", micro_batches=parts)) as trainer:
+        for _ in range(2):
+            trainer.step((images, labels.where(labels != 255, label)))
+    assert [record.args[0] for record in caplog.records] == [-100] * times
+
+
 def test_parameters_of_another_model_are_refused():
     with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
         Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))

@@ -54,7 +54,7 @@ class Trial:
                 f"Start {workers} workers.",
             )
         try:
-            own = self._place(world, config, run)
+            own = self._place(world, run)
             if own is None:
                 return
             replicas, replica = run.placement.replicas, run.placement.replica_of(own.rank)
@@ -79,16 +79,15 @@ class Trial:
             self.close()
             raise
 
-    def _place(self, world: World, config: TrainConfig, run: ResolvedPlan) -> World | None:
+    def _place(self, world: World, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
-        lanes, shared = run.sync.groups, config.shares_memory(run.sync.codec)
+        lanes = run.sync.groups
         workers = sum(map(len, run.placement.ranks))
         if workers == world.size:
-            # Codecs are not exchanged through shared memory.
-            made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)
+            made = World.join(lanes=lanes, timeout=world.timeout, device=world.device)
         else:
             parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]
-            made = world.split(parties, lanes, shared_memory=shared)
+            made = world.split(parties, lanes)
         self._stack.callback(made.close)
         return made if world.rank < workers else None
 

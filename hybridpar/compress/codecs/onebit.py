@@ -22,7 +22,8 @@ from hybridpar.compress import kernels
 from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
 from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
-from hybridpar.compress.quantised import QuantisedCoder, Quantiser, check_meet, put
+from hybridpar.compress.quantised import Messages, QuantisedCoder, Quantiser, check_meet, put
+from hybridpar.compress.received import Received, SignGroups, Signs
 from hybridpar.errors import check
 
 
@@ -58,32 +59,11 @@ class OneBit(Codec):
         return QuantisedCoder(spec, RowSigns(spec.shape), self.meet)
 
 
-@dataclass(frozen=True)
-class Signs:
-    """Groups of a parameter as they were received.
-
-    Attributes:
-        first: The first group.
-        groups: How many there are.
-        length: Values in each.
-        messages: Their sum is what the groups stand for; each is [a0 of each][a1 of each][bits].
-    """
-
-    first: int
-    groups: int
-    length: int
-    messages: Sequence[Tensor]
-
-
 class RowSigns(Quantiser):
     """A stripe of groups, each what belongs to an index of the first dimension, as [a0 of each][a1 of each][bits]."""
 
     def __init__(self, shape: Sequence[int]) -> None:
-        self._rows = shape[0]
-
-    def length(self, count: int) -> int:
-        """Values in a group."""
-        return count // self._rows
+        self._rows, self._length = shape[0], math.prod(shape[1:])
 
     def view(self, flat: Tensor) -> Tensor:
         """One group per row."""
@@ -94,9 +74,8 @@ class RowSigns(Quantiser):
         groups, length = shape
         return 8 * groups + bits_size(groups * length)
 
-    def is_finite(self, message: Tensor, shape: Sequence[int]) -> bool:
-        """Infinity and NaN reach the levels of their group."""
-        return bool(torch.isfinite(message[: 8 * shape[0]].view(torch.float32)).all())
+    def received(self, plain: Received, messages: Messages) -> Received:
+        return Signs(plain, [SignGroups(start, stop - start, self._length, parts) for start, stop, parts in messages])
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
         lower, upper, packed = _parts(out, len(values))

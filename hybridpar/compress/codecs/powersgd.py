@@ -39,6 +39,7 @@ from torch import Tensor
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import WORKER, lay_together, stacked
+from hybridpar.compress.received import Factors, Received
 from hybridpar.errors import check
 
 #: The largest rank for which a GPU makes factors orthonormal row by row, all of them at once.
@@ -109,6 +110,7 @@ class LowRank(Coder):
         sides = self._rows, self._columns  # of P and of Q
         super().__init__(spec, [Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in sides])
         self.residuals = {WORKER: range(spec.count)}
+        self._scale = spec.workers / spec.divisor
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
         first = torch.randn(self._columns, self._rank, generator=draw, dtype=torch.float32, device="cpu")
         # All factors are transposed. Q is stored as the mean that came, and is made orthonormal when it is used.
@@ -122,19 +124,8 @@ class LowRank(Coder):
         # M will be in the residual; where there is none, it is the gradient, of which a copy is made.
         self._values = self._outline if self._memory.keeps else self._gradient.clone()
 
-    @property
-    def product(self) -> FactorProduct:
-        """What came of the step, but for `scale`."""
-        return FactorProduct(self._p, self._q.next)
-
-    @property
-    def scale(self) -> float:
-        """What the product is multiplied with."""
-        return self.spec.workers / self.spec.divisor
-
-    def is_finite(self) -> bool:
-        """P is of length 1, so no value is larger than the sum of those of Q. NaN in P is in Q as well."""
-        return bool(torch.isfinite(self._q.next.abs().sum()))
+    def received(self) -> Received:
+        return Factors(super().received(), self._p, self._q.next, self._scale)
 
     @property
     def _matrix(self) -> Tensor:
@@ -175,14 +166,14 @@ class LowRank(Coder):
             self._p = factor
         else:
             self._q.next = factor / (self.spec.share * self.spec.workers)
-            self._memory.owe(self.product)
+            self._memory.owe(FactorProduct(self._p, self._q.next))
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
         # A product that is written to memory of other strides may be rounded otherwise.
         product = result if out.is_contiguous() else result.new_empty(result.shape)
-        if not kernels.powersgd_product(self._p, self._q.next, product, self.scale):
-            product.addmm_(self._p.t(), self._q.next, beta=0, alpha=self.scale)
+        if not kernels.powersgd_product(self._p, self._q.next, product, self._scale):
+            product.addmm_(self._p.t(), self._q.next, beta=0, alpha=self._scale)
         if product is not result:
             result.copy_(product)
 

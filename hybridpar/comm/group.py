@@ -1,17 +1,28 @@
-"""Groups of workers that exchange tensors: the collectives that codecs need."""
+"""Groups of workers that exchange tensors: the collectives and transfers that everything else is made of."""
 
 from __future__ import annotations
 
 import datetime
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective
+
+class Reduction(enum.Enum):
+    """What an all-reduce makes of the workers' tensors, element by element."""
+
+    #: Their sum.
+    SUM = "sum"
+    #: The largest. What happens to NaN is left open, so no message may hold any.
+    MAX = "max"
+    #: Bitwise and of integer words.
+    AND = "and"
 
 
 class Group(ABC):
@@ -19,25 +30,24 @@ class Group(ABC):
 
     On a CPU a call returns when the result is there, on a GPU when it is enqueued on the current stream. Tensors are
     1-D and contiguous.
+
+    Attributes:
+        size: How many workers there are.
+        rank: This worker.
+        device: Where tensors are.
     """
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """How many workers there are."""
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This worker."""
+    size: int
+    rank: int
+    device: torch.device = torch.device("cpu")
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
-        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them.
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
+        """Replace a tensor by its reduction over the workers, equal bit for bit on all of them.
 
         Args:
             tensor: 1-D.
-            collective: SUM, MAX or AND.
+            reduction: SUM, MAX or AND.
         """
 
     @abstractmethod
@@ -61,14 +71,52 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a tensor to a worker that calls `recv`; the others take no part.
+
+        Args:
+            tensor: 1-D. It may be changed when this returns (on a GPU: in stream order).
+            rank: The worker that receives it.
+        """
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        """Receive a tensor from a worker that calls `send`.
+
+        Args:
+            tensor: Where it goes; of the size that is sent.
+            rank: The worker that sends it.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """Leave the group. Safe to call twice."""
+        """Leave the group, and end a call that waits on another thread. Safe to call twice."""
+
+
+REDUCE: dict[Reduction, Callable[..., Tensor]] = {
+    Reduction.SUM: torch.add,
+    Reduction.MAX: torch.maximum,
+    Reduction.AND: torch.bitwise_and,
+}
+
+
+def reduce_rows(rows: Sequence[Tensor] | Tensor, out: Tensor, reduction: Reduction) -> None:
+    """Reduce at least two rows in their order."""
+    reduce = REDUCE[reduction]
+    reduce(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        reduce(out, row, out=out)
+
+
+def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Pieces of these sizes from the start on; what is left over belongs to none."""
+    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 # The newer name of torch 2.14, which warns of the older one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_OPERATIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.AND: dist.ReduceOp.BAND}
+_OPERATIONS = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MAX: dist.ReduceOp.MAX, Reduction.AND: dist.ReduceOp.BAND}
 
 
 class TorchGroup(Group):
@@ -81,24 +129,19 @@ class TorchGroup(Group):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         #: The process group.
         self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         # NCCL has no bitwise operations.
         self._bitwise = dist.get_backend(group) != "nccl"
+        if not self._bitwise:
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         if not tensor.numel():
             return
-        if collective is Collective.AND and not self._bitwise:
+        if reduction is Reduction.AND and not self._bitwise:
             self._and_by_gathering(tensor)
             return
-        dist.all_reduce(tensor, _OPERATIONS[collective], group=self.group)
+        dist.all_reduce(tensor, _OPERATIONS[reduction], group=self.group)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
         dist.all_to_all_single(out, inp, list(out_sizes), list(in_sizes), group=self.group)
@@ -106,8 +149,20 @@ class TorchGroup(Group):
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         _all_gather(out, inp, group=self.group)
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._transfer(dist.isend, tensor, rank)
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        self._transfer(dist.irecv, tensor, rank)
+
     def close(self) -> None:
         """Do nothing: the group belongs to its maker."""
+
+    def _transfer(self, kind: Callable[..., Any], tensor: Tensor, rank: int) -> None:
+        if tensor.numel():
+            # As a batch: outside of one, NCCL makes another communicator for every pair.
+            for work in dist.batch_isend_irecv([dist.P2POp(kind, tensor, group=self.group, group_peer=rank)]):
+                work.wait()
 
     def _and_by_gathering(self, tensor: Tensor) -> None:
         words = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar.errors import UsageError
-from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
-from hybridpar.server.handshake import (
+from hybridpar.comm.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
@@ -15,6 +13,8 @@ from hybridpar.server.handshake import (
     WorkerHandshake,
     job_token,
 )
+from hybridpar.errors import UsageError
+from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 
 HERE, THERE = "10.0.0.1:4000", "10.0.0.2:4000"
 

@@ -1,14 +1,18 @@
 """Collectives of CPU workers over TCP connections, carried out by the thread that calls them.
 
 Gloo hands each message to threads of its own, which cost a core that computes more than the message does, and each
-must wake up before the next can go on. Here the calling thread, which is a sync lane, writes to and reads from
-one connection per peer. Messages that arrive while others leave are added up on the way.
+must wake up before the next can go on. Here the calling thread, which is a sync lane, writes to and reads from a
+connection to each peer. Messages that arrive while others leave are added up on the way.
+
+Workers and strangers reach the same door while connections are made. Both ends prove that they know the job's token
+(`hybridpar.comm.handshake`); a stranger is turned away, waits in vain, or gives way to who comes later, and delays
+nobody.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import select
 import selectors
 import socket
@@ -21,10 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective
-from hybridpar.compress.exchange import split
-from hybridpar.compress.group import Group
+from hybridpar.comm.group import REDUCE, Group, Reduction, reduce_rows, split
+from hybridpar.comm.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    REPLY_BYTES,
+    HandshakeError,
+    ServerHandshake,
+    WorkerHandshake,
+)
 from hybridpar.machine.addresses import gloo_address
+from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 
 #: Bytes after which what arrives is added up while the rest is on its way.
 _CHUNK = 1 << 18
@@ -38,14 +49,12 @@ MOST_WORKERS = 16
 #: Seconds for connections to be made.
 _SETUP_SECONDS = 30.0
 
-_TOKEN_BYTES = 16
-_HEADER = struct.Struct(f"!{_TOKEN_BYTES}sII")  # token, rank of the caller, number of the group
+#: Connections that may be in their handshake at a time, beside those that are expected. The oldest gives way.
+_MOST_STRANGERS = 64
 
-_REDUCE: dict[Collective, Callable[..., Tensor]] = {
-    Collective.SUM: torch.add,
-    Collective.MAX: torch.maximum,
-    Collective.AND: torch.bitwise_and,
-}
+_HEADER = struct.Struct("!II")  # rank of the caller, number of the group; behind its reply
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Gather = Callable[[object], list[object]]
 
@@ -56,50 +65,47 @@ class SocketGroup(Group):
     def __init__(
         self, rank: int, peers: dict[int, socket.socket], timeout: float, wait_on: Callable[[], bool] = lambda: False
     ) -> None:
-        self._rank = rank
+        self.rank, self.size = rank, len(peers) + 1
         self._peers = dict(sorted(peers.items()))
         self._timeout = timeout
         self._wait_on = wait_on
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = _NOTHING
         # The kernel's time-out: Python's own costs a second system call for every wait.
         limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
         for one in self._peers.values():
             one.settimeout(None)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    @property
-    def size(self) -> int:
-        return len(self._peers) + 1
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    def all_reduce(self, tensor: Tensor, collective: Collective = Collective.SUM) -> None:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = Reduction.SUM) -> None:
         flat = tensor.detach().view(-1)
         if not flat.numel() or self.size == 1:
             return
         if self.size == 2:
-            self._reduce_with_the_other(flat, _REDUCE[collective])
-        elif flat.numel() * flat.element_size() <= _SMALL:
+            self._reduce_with_the_other(flat, REDUCE[reduction])
+        elif flat.nbytes <= _SMALL:
             rows = flat.new_empty(self.size * flat.numel())
             self.all_gather(rows, flat)
-            _reduce_rows(rows.view(self.size, -1), flat, _REDUCE[collective])
+            reduce_rows(rows.view(self.size, -1), flat, reduction)
         else:
-            self._reduce_by_stripes(flat, _REDUCE[collective])
+            self._reduce_by_stripes(flat, reduction)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
         sent, received = split(inp, in_sizes), split(out, out_sizes)
-        received[self._rank].copy_(sent[self._rank])
+        received[self.rank].copy_(sent[self.rank])
         self._exchange(sent, received)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         rows = split(out, [inp.numel()] * self.size)
-        rows[self._rank].copy_(inp)
+        rows[self.rank].copy_(inp)
         self._exchange([inp] * self.size, rows)
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._carry([_Stream(rank, self._peers[rank], tensor, _NOTHING)])
+
+    def recv(self, tensor: Tensor, rank: int) -> None:
+        self._carry([_Stream(rank, self._peers[rank], _NOTHING, tensor)])
+
     def close(self) -> None:
-        """Close the connections, and end a call that waits on another thread. Safe to call twice."""
         for one in self._peers.values():
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -107,7 +113,7 @@ class SocketGroup(Group):
 
     def _reduce_with_the_other(self, flat: Tensor, reduce: Callable[..., Tensor]) -> None:
         """Exchange everything with the one peer; what has left and has arrived is added meanwhile."""
-        count, unit = flat.numel() * flat.element_size(), flat.element_size()
+        count, unit = flat.nbytes, flat.element_size()
         if self._scratch.numel() < count:
             self._scratch = torch.empty(count, dtype=torch.uint8)
         theirs = self._scratch[:count].view(flat.dtype)
@@ -117,23 +123,23 @@ class SocketGroup(Group):
             nonlocal done
             ready = bytes_both_ways // unit
             if ready > done:
-                place = slice(done, ready)
-                reduce(flat[place], theirs[place], out=flat[place])
+                part = slice(done, ready)
+                reduce(flat[part], theirs[part], out=flat[part])
                 done = ready
 
         self._exchange([flat, flat], [theirs, theirs], advance if count > _CHUNK else None)
         advance(count)
 
-    def _reduce_by_stripes(self, flat: Tensor, reduce: Callable[..., Tensor]) -> None:
+    def _reduce_by_stripes(self, flat: Tensor, reduction: Reduction) -> None:
         """Each worker reduces a stripe, by rank, and sends the result to all."""
         bounds = [flat.numel() * part // self.size for part in range(self.size + 1)]
         sizes = [stop - start for start, stop in pairwise(bounds)]
-        own = sizes[self._rank]
-        rows = flat.new_empty(self.size * own)
-        self.all_to_all(rows, flat, [own] * self.size, sizes)
+        mine = sizes[self.rank]
+        rows = flat.new_empty(self.size * mine)
+        self.all_to_all(rows, flat, [mine] * self.size, sizes)
         stripes = split(flat, sizes)
-        _reduce_rows(rows.view(self.size, -1), stripes[self._rank], reduce)
-        self._exchange([stripes[self._rank]] * self.size, stripes)
+        reduce_rows(rows.view(self.size, -1), stripes[self.rank], reduction)
+        self._exchange([stripes[self.rank]] * self.size, stripes)
 
     # ---------------------------------------------------------------- messages
 
@@ -141,7 +147,10 @@ class SocketGroup(Group):
         self, sent: Sequence[Tensor], received: Sequence[Tensor], advance: Callable[[int], None] | None = None
     ) -> None:
         """Send each peer a message and receive one from each, all at a time."""
-        streams = [_Stream(rank, one, sent[rank], received[rank]) for rank, one in self._peers.items()]
+        self._carry([_Stream(rank, peer, sent[rank], received[rank]) for rank, peer in self._peers.items()], advance)
+
+    def _carry(self, streams: Sequence[_Stream], advance: Callable[[int], None] | None = None) -> None:
+        """Send and receive until nothing is missing."""
         try:
             for stream in streams:
                 stream.send()
@@ -250,13 +259,6 @@ def _memory_of(tensor: Tensor) -> memoryview:
     return memoryview(memory)
 
 
-def _reduce_rows(rows: Tensor, out: Tensor, reduce: Callable[..., Tensor]) -> None:
-    """Reduce rows in their order."""
-    reduce(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        reduce(out, row, out=out)
-
-
 # --------------------------------------------------------------------- set-up
 
 
@@ -270,7 +272,8 @@ def open_sockets(
 ) -> list[SocketGroup]:
     """Connect every worker of a party to every other one, for several groups; a collective of all parties.
 
-    Workers listen on the address that gloo listens on.
+    Workers listen on the address that gloo listens on. Where the environment holds no token of the job, rank 0 hands
+    out a random one by `gather`.
     """
     peers: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     rank, size = members.index(own), len(members)
@@ -278,22 +281,23 @@ def open_sockets(
         # Each step is followed by a gather, so a worker's problem is everybody's.
         door, problem = None, None
         try:
-            door = stack.enter_context(_listen(size * count))
+            door = stack.enter_context(contextlib.closing(_Door(size * count)))
         except OSError as error:
             problem = f"worker {own} cannot listen: {error}"
-        token = secrets.token_hex(_TOKEN_BYTES)
-        places = gather(None if door is None else (*door.getsockname()[:2], token))
-        if None not in places:
+        secret = os.environ.get(TOKEN_VARIABLE)
+        answers: list[Any] = gather((None if door is None else door.address, None if secret else new_token()))
+        addresses, tokens = zip(*answers, strict=True)
+        if door is not None and None not in addresses:
+            token = secret or tokens[0] or ""
             try:
                 deadline = time.monotonic() + min(timeout, _SETUP_SECONDS)
                 for lower in range(rank):
                     for number, known in enumerate(peers):
-                        known[lower] = _call(places[members[lower]], rank, number, deadline)  # type: ignore[arg-type]
-                assert door is not None
-                _answer(door, token, peers, count * (size - 1 - rank), deadline)
+                        known[lower] = _call(addresses[members[lower]], token, rank, number, deadline)
+                door.answer(token, peers, count * (size - 1 - rank), deadline)
             except OSError as error:
                 problem = f"worker {own} cannot reach all others: {error}"
-        problems = [one for one in gather(problem) if one is not None]
+        problems = [answer for answer in gather(problem) if answer is not None]
     for connection in (one for known in peers for one in known.values()):
         if problems:
             connection.close()
@@ -304,56 +308,97 @@ def open_sockets(
     return [SocketGroup(rank, known, timeout, wait_on) for known in peers]
 
 
-def _listen(callers: int) -> socket.socket:
-    address = gloo_address()
-    door = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        door.bind((address, 0))
-        door.listen(callers)
-    except OSError:
-        door.close()
-        raise
-    return door
+def _call(address: tuple[str, int], token: str, rank: int, number: int, deadline: float) -> socket.socket:
+    """Connect to a worker that listens, and say who calls for which group; again where strangers were in the way."""
+    while True:
+        connection = socket.create_connection(address, _left(deadline))
+        handshake = WorkerHandshake(token, str(address))
+        try:
+            reply = handshake.reply(_receive(connection, GREETING_BYTES))
+            connection.sendall(reply + _HEADER.pack(rank, number))
+            handshake.check(_receive(connection, PROOF_BYTES))
+            return connection
+        except (HandshakeError, OSError) as error:
+            connection.close()
+            if not isinstance(error, ConnectionError) or time.monotonic() > deadline:
+                raise OSError(str(error)) from error
+            time.sleep(0.01)
 
 
-def _call(place: tuple[str, int, str], rank: int, number: int, deadline: float) -> socket.socket:
-    """Connect to a worker that listens, and say who calls for which group."""
-    address, port, token = place
-    connection = socket.create_connection((address, port), _left(deadline))
-    try:
-        connection.sendall(_HEADER.pack(bytes.fromhex(token), rank, number))
-    except OSError:
-        connection.close()
-        raise
-    return connection
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("it closed the connection during the handshake")
+        data += more
+    return data
 
 
-def _answer(
-    door: socket.socket, token: str, peers: Sequence[dict[int, socket.socket]], calls: int, deadline: float
-) -> None:
-    """Take so many calls. What calls without the token is no worker, and is turned away; who is silent is let wait."""
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        selector.register(door, selectors.EVENT_READ)
+class _Door:
+    """Where workers with higher ranks call. What a stranger does there, or does not do, changes nothing."""
+
+    def __init__(self, callers: int) -> None:
+        address = gloo_address()
+        self._callers = callers
+        self._strangers: dict[socket.socket, ServerHandshake] = {}  # in their handshake, the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.bind((address, 0))
+            self._socket.listen(socket.SOMAXCONN)  # strangers must not fill it before workers call
+        except OSError:
+            self.close()
+            raise
+        self._socket.setblocking(False)  # who has been reported may have left
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+
+    def answer(self, token: str, peers: Sequence[dict[int, socket.socket]], calls: int, deadline: float) -> None:
+        """Let so many workers in, each for a group."""
         while calls:
-            ready = selector.select(_left(deadline))
-            if not ready:
+            if time.monotonic() > deadline:
                 raise TimeoutError("not all have called in time")
-            for connection in (key.fileobj for key, _ in ready):
-                assert isinstance(connection, socket.socket)
-                if connection is door:
-                    stranger = stack.enter_context(door.accept()[0])
-                    # To be reported when all of a header is there.
-                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HEADER.size)
-                    selector.register(stranger, selectors.EVENT_READ)
-                    continue
-                selector.unregister(connection)
-                header = connection.recv(_HEADER.size)
-                if len(header) == _HEADER.size and header.startswith(bytes.fromhex(token)):
-                    _, caller, number = _HEADER.unpack(header)
-                    worker = peers[number][caller] = connection.dup()  # stays when all that called are closed
-                    worker.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-                    calls -= 1
-                connection.close()
+            for key, _ in self._selector.select(_left(deadline)):
+                connection: Any = key.fileobj
+                with contextlib.suppress(OSError, HandshakeError, struct.error):
+                    if connection is self._socket:
+                        self._greet(connection.accept()[0], token)
+                    elif connection in self._strangers:  # it has not given way meanwhile
+                        caller, number, known = self._let_in(connection)
+                        peers[number][caller] = known
+                        calls -= 1
+
+    def close(self) -> None:
+        """End all connections of strangers."""
+        for connection in (self._socket, *self._strangers):
+            connection.close()
+        self._selector.close()
+
+    def _greet(self, stranger: socket.socket, token: str) -> None:
+        self._strangers[stranger] = handshake = ServerHandshake(token, str(self.address))
+        self._selector.register(stranger, selectors.EVENT_READ)
+        if len(self._strangers) > self._callers + _MOST_STRANGERS:
+            self._forget(next(iter(self._strangers))).close()
+        # To be reported when all of a reply is there.
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, REPLY_BYTES + _HEADER.size)
+        stranger.setblocking(False)
+        stranger.send(handshake.greeting)
+
+    def _let_in(self, stranger: socket.socket) -> tuple[int, int, socket.socket]:
+        handshake = self._strangers[stranger]
+        with self._forget(stranger):
+            data = stranger.recv(REPLY_BYTES + _HEADER.size)
+            proof = handshake.proof(data[:REPLY_BYTES])
+            caller, number = _HEADER.unpack(data[REPLY_BYTES:])
+            stranger.send(proof)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            return caller, number, stranger.dup()
+
+    def _forget(self, stranger: socket.socket) -> socket.socket:
+        self._selector.unregister(stranger)
+        del self._strangers[stranger]
+        return stranger
 
 
 def _left(deadline: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +11,9 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import TensorSpec
-from hybridpar.compress.codecs.onebit import OneBit, RowSigns, Signs
-from hybridpar.compress.codecs.powersgd import FactorProduct
+from hybridpar.compress.codecs.onebit import OneBit
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.quantised import QuantisedCoder
-from hybridpar.sync.kernels import functions, step_sgd_of_product, step_sgd_of_signs
-from hybridpar.sync.pieces import Sgd
+from hybridpar.compress.received import Factors, Received, Sgd, Sum, functions
 from tests.compress.team import run_together
 
 OPTIONS: list[dict[str, Any]] = [
@@ -42,7 +39,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 NONE = {"weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 
-def received(shape: tuple[int, ...], meet: str, workers: int) -> tuple[list[Signs], torch.Tensor]:
+def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received, torch.Tensor]:
     """What came of an exchange on one worker, as it is and decoded."""
     generator = torch.Generator().manual_seed(3)
     coders = [
@@ -52,15 +49,15 @@ def received(shape: tuple[int, ...], meet: str, workers: int) -> tuple[list[Sign
     outs = [torch.empty_like(one) for one in gradients]
     exchanges = [Exchange([coder]) for coder in coders]
     run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
-    coder = coders[-1].current
-    assert isinstance(coder, QuantisedCoder)
-    assert isinstance(coder.quantiser, RowSigns)
-    length = coder.quantiser.length(coder.spec.count)
-    return [Signs(start, stop - start, length, messages) for start, stop, messages in coder.messages()], outs[-1]
+    return exchanges[-1].received(0), outs[-1]
 
 
-def compare(options: dict[str, Any], gradient: Tensor, step: Callable[..., bool], *message: Any) -> None:
-    """A step on a message, and one on the gradient that it stands for, are equal bit for bit."""
+def product_of(left: torch.Tensor, right: torch.Tensor, scale: float) -> Received:
+    return Factors(Sum([]), left, right, scale)
+
+
+def compare(options: dict[str, Any], gradient: Tensor, received: Received) -> None:
+    """Steps on half of what was received and on half of the gradient that it stands for are equal bit for bit."""
     if not functions():
         pytest.skip("no kernels on this machine")
     sgd = Sgd(**{**NONE, **options})
@@ -68,7 +65,8 @@ def compare(options: dict[str, Any], gradient: Tensor, step: Callable[..., bool]
     ours, momentum = (torch.randn(gradient.numel(), generator=generator) for _ in range(2))
     theirs, other = ours.clone(), momentum.clone()
     squares = torch.full((), 7.0, dtype=torch.float64)
-    assert step(ours, momentum if sgd.momentum else None, *message, sgd, squares)
+    assert received.sgd(ours, momentum if sgd.momentum else None, sgd, 0.5, squares)
+    gradient = gradient * 0.5
     sgd.step(theirs, gradient, other if sgd.momentum else None)
     assert torch.equal(ours, theirs)
     assert torch.equal(momentum, other)
@@ -81,16 +79,17 @@ def compare(options: dict[str, Any], gradient: Tensor, step: Callable[..., bool]
 def test_a_step_on_signs_equals_one_on_what_they_decode_to(
     options: dict[str, Any], meet: str, workers: int, shape: tuple[int, ...]
 ) -> None:
-    signs, gradient = received(shape, meet, workers)
-    compare(options, gradient * 0.5, step_sgd_of_signs, signs, 0.5)
+    signs, gradient = signs_of(shape, meet, workers)
+    compare(options, gradient, signs)
+    assert signs.is_finite()
 
 
 def test_groups_that_fill_no_vectors_and_many_messages_are_left_to_torch() -> None:
     sgd = Sgd(**{**NONE, **OPTIONS[0]})
     for shape, workers in (((4, 33), 2), ((4, 32), 3)):
-        signs, gradient = received(shape, "gather", workers)
+        signs, gradient = signs_of(shape, "gather", workers)
         ours = torch.zeros(gradient.numel())
-        assert not step_sgd_of_signs(ours, None, signs, 1.0, sgd, torch.zeros((), dtype=torch.float64))
+        assert not signs.sgd(ours, None, sgd, 1.0, torch.zeros((), dtype=torch.float64))
         assert not ours.any()
 
 
@@ -101,15 +100,15 @@ def test_a_step_on_factors_equals_one_on_their_product(
     options: dict[str, Any], shape: tuple[int, int], rank: int
 ) -> None:
     generator = torch.Generator().manual_seed(5)
-    product = FactorProduct(*(torch.randn(rank, side, generator=generator) for side in shape))
+    left, right = (torch.randn(rank, side, generator=generator) for side in shape)
     gradient = torch.empty(shape)
-    assert kernels.powersgd_product(product.left, product.right, gradient, 3.0)
-    compare(options, gradient.view(-1) * 0.5, step_sgd_of_product, product, 3.0, 0.5)
+    assert kernels.powersgd_product(left, right, gradient, 3.0)
+    compare(options, gradient.view(-1), product_of(left, right, 3.0))
 
 
 def test_factors_of_other_sizes_are_left_to_torch() -> None:
     sgd = Sgd(**{**NONE, **OPTIONS[0]})
     for rank, columns in ((5, 32), (2, 33)):
-        ours, product = torch.zeros(8 * columns), FactorProduct(torch.ones(rank, 8), torch.ones(rank, columns))
-        assert not step_sgd_of_product(ours, None, product, 1.0, 1.0, sgd, torch.zeros((), dtype=torch.float64))
+        ours, product = torch.zeros(8 * columns), product_of(torch.ones(rank, 8), torch.ones(rank, columns), 1.0)
+        assert not product.sgd(ours, None, sgd, 1.0, torch.zeros((), dtype=torch.float64))
         assert not ours.any()

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridpar.comm.world import SumGroup, World
+from hybridpar.comm.group import Group
+from hybridpar.comm.world import World
 from hybridpar.compress.exchange import Traffic
-from hybridpar.compress.group import Group
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity
 
@@ -38,26 +38,20 @@ class NodeWorlds:
             inside += _ranks(party, nodes.members)
             across += _ranks(party, nodes.columns if nodes.share else [(place,) for place in range(len(party))])
         own = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
-        inner = job.split(inside, lanes, shared_memory=True)
-        outer = job.split(across, lanes, shared_memory=False)
+        inner = job.split(inside, lanes)
+        outer = job.split(across, lanes)
         # Worlds of one worker have nothing to close.
         return cls(own, inner, outer) if own.share else None
 
-    def inner(self, lane: int) -> SumGroup | None:
+    def inner(self, lane: int) -> Group | None:
         """What adds inside the node on a sync lane; None where this worker is alone there."""
-        return self.inside.lane_sums[lane] if self.inside.size > 1 else None
+        return self.inside.lane_groups[lane] if self.inside.size > 1 else None
 
     def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
         """Exchange a bucket on a sync lane."""
-        inner = self.inner(lane)
-
-        def add(tensor: Tensor) -> None:
-            if inner is not None:
-                inner.all_reduce(tensor)
-
         # A worker that leads nothing has no group.
-        group = self.across.lane_sums[lane] if self.across.size > 1 else None
-        return exchange.run(add, group if isinstance(group, Group) else None, flat)
+        group = self.across.lane_groups[lane] if self.across.size > 1 else None
+        return exchange.run(self.inner(lane), group, flat)
 
     def close(self) -> None:
         """Leave both worlds. Safe to call twice."""

@@ -1,0 +1,250 @@
+"""What came of a parameter's gradients: a sum over the workers that is written to memory only where it must be.
+
+An optimizer that reads what was received in its own pass saves a pass over memory: SGD has compiled kernels for plain
+sums, for signs and levels, and for products of two factors. Every other optimizer, and every processor without compiled
+kernels, gets the written sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.codegen.build import Function, load_kernels
+from hybridpar.codegen.tir_writer import LANES
+
+#: From so many values on, what is written is not read again before it would have left the caches.
+_STREAM = 1 << 16
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """Options of a step of SGD, as torch has them.
+
+    Attributes:
+        lr: Learning rate.
+        momentum: Of the momentum buffer; 0 where there is none.
+        weight_decay: What parameters are multiplied with and added to their gradients.
+        nesterov: Use Nesterov's momentum.
+        maximize: Step up the gradient.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+    def step(self, part: Tensor, gradient: Tensor, buffer: Tensor | None) -> None:
+        """Step some elements."""
+        buffers = [] if buffer is None else [buffer]
+        torch._fused_sgd_([part], [gradient], buffers, **self.__dict__, dampening=0.0, is_first_step=False)
+
+
+class Received(ABC):
+    """The sum of a parameter's gradients over the workers, not yet written; valid until the next step begins."""
+
+    #: Whether some elements can be written without the others.
+    in_pieces = False
+
+    @abstractmethod
+    def write(self, out: Tensor, start: int = 0) -> None:
+        """Write elements of the sum.
+
+        Args:
+            out: 1-D in memory order; as large as the parameter where the sum has no pieces.
+            start: The first element that is written.
+        """
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether all elements are finite."""
+
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+        """Take a step of SGD on a multiple of the sum, in one pass; False where there is no kernel for it.
+
+        Args:
+            weight: The parameter, 1-D in memory order.
+            momentum: Its momentum buffer, if it has one.
+            options: Of the step.
+            factor: What the sum is multiplied with.
+            squares: Where the sum of squares of the multiple goes, 0-d float64.
+        """
+        return False
+
+
+class Sum(Received):
+    """A sum of tensors that lie in memory as they are, each as far from the next."""
+
+    in_pieces = True
+
+    def __init__(self, terms: Sequence[Tensor]) -> None:
+        self._terms = terms
+
+    def write(self, out: Tensor, start: int = 0) -> None:
+        first, *others = (term[start : start + out.numel()] for term in self._terms)
+        if others:
+            torch.add(first, others[0], out=out)
+        else:
+            out.copy_(first)
+        for other in others[1:]:
+            out.add_(other)
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(term).all()) for term in self._terms)
+
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+        kernel, first = _kernel("sgd", weight, momentum, options), self._terms[0]
+        if kernel is None:
+            return False
+        count = weight.numel() // LANES * LANES
+        apart = self._terms[1].data_ptr() - first.data_ptr() if len(self._terms) > 1 else 0
+        addresses = weight.data_ptr(), _address(momentum), first.data_ptr(), squares.data_ptr()
+        numbers = count, len(self._terms), apart // first.element_size()
+        kernel(*addresses, *numbers, *_rates(options, factor))
+        if count < weight.numel():  # elements that fill no vector
+            rest = torch.empty_like(weight[count:])
+            self.write(rest, count)
+            rest.mul_(factor)
+            squares += torch.dot(rest, rest)
+            options.step(weight[count:], rest, None if momentum is None else momentum[count:])
+        return True
+
+
+class Decoded(Received):
+    """What a coder decodes."""
+
+    def __init__(self, decode: Callable[[Tensor], None], count: int, device: torch.device) -> None:
+        self._decode = decode
+        self._count = count
+        self._device = device
+
+    def write(self, out: Tensor, start: int = 0) -> None:
+        self._decode(out)
+
+    def is_finite(self) -> bool:
+        out = torch.empty(self._count, dtype=torch.float32, device=self._device)
+        self._decode(out)
+        return bool(torch.isfinite(out).all())
+
+
+@dataclass(frozen=True)
+class SignGroups:
+    """Groups of a parameter as they were received.
+
+    Attributes:
+        first: The first group.
+        groups: How many there are.
+        length: Values in each.
+        messages: Their sum is what the groups stand for; each is [a0 of each][a1 of each][bits].
+    """
+
+    first: int
+    groups: int
+    length: int
+    messages: Sequence[Tensor]
+
+
+class Signs(Received):
+    """Signs, and two levels for each group."""
+
+    def __init__(self, plain: Received, parts: Sequence[SignGroups]) -> None:
+        self._plain = plain
+        self._parts = parts
+
+    def write(self, out: Tensor, start: int = 0) -> None:
+        self._plain.write(out)
+
+    def is_finite(self) -> bool:
+        """Infinity and NaN reach the levels of their group."""
+        return all(
+            bool(torch.isfinite(message[: 8 * part.groups].view(torch.float32)).all())
+            for part in self._parts
+            for message in part.messages
+        )
+
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+        workers = len(self._parts[0].messages) if self._parts else 0
+        if workers not in (1, 2) or any(part.length % LANES for part in self._parts):
+            return False
+        kernel = _kernel(f"signs{workers}", weight, momentum, options)
+        if kernel is None:
+            return False
+        squares.zero_()
+        added = torch.zeros((), dtype=torch.float64)
+        rates = _rates(options, factor)
+        for part in self._parts:
+            start = part.first * part.length
+            first, second = part.messages[0], part.messages[-1]
+            addresses = weight[start:].data_ptr(), _address(None if momentum is None else momentum[start:])
+            numbers = first.data_ptr(), second.data_ptr(), added.data_ptr(), part.groups, part.length
+            kernel(*addresses, *numbers, *rates)
+            squares += added
+        return True
+
+
+class Factors(Received):
+    """A multiple of a matrix left^T right of two factors with a few rows each, those of the left of length 1."""
+
+    def __init__(self, plain: Received, left: Tensor, right: Tensor, scale: float) -> None:
+        self._plain = plain
+        self._left, self._right, self._scale = left, right, scale
+
+    def write(self, out: Tensor, start: int = 0) -> None:
+        self._plain.write(out)
+
+    def is_finite(self) -> bool:
+        """No value is larger than the sum of those of the right factor. NaN in the left is in the right as well."""
+        return bool(torch.isfinite(self._right.abs().sum()))
+
+    def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, factor: float, squares: Tensor) -> bool:
+        left, right = self._left, self._right
+        kernel = _kernel(f"product{left.shape[0]}", weight, momentum, options)
+        if kernel is None or right.shape[1] % LANES:
+            return False
+        addresses = weight.data_ptr(), _address(momentum), left.data_ptr(), right.data_ptr(), squares.data_ptr()
+        kernel(*addresses, left.shape[1], right.shape[1], self._scale, *_rates(options, factor))
+        return True
+
+
+def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
+    """Copy values, and add up their squares."""
+    kernel = functions().get("hand_over")
+    if kernel is None or source.dtype != torch.float32:
+        target.copy_(source)
+        squares.copy_(torch.dot(target, target))
+        return
+    count = source.numel() // LANES * LANES
+    kernel(source.data_ptr(), target.data_ptr(), squares.data_ptr(), count, int(count >= _STREAM))
+    if count < source.numel():
+        rest = source[count:]
+        target[count:].copy_(rest)
+        squares += torch.dot(rest, rest)
+
+
+@functools.cache
+def functions() -> dict[str, Function]:
+    """The kernels of this processor by name, compiled where needed; none where that is not possible."""
+    return load_kernels("step", [Path(__file__).parent / "kernels" / "step_source.py"]) or {}
+
+
+def _kernel(name: str, weight: Tensor, momentum: Tensor | None, options: Sgd) -> Function | None:
+    kind = "nesterov" if options.nesterov else "plain" if momentum is None else "momentum"
+    if weight.dtype != torch.float32:
+        return None
+    return functions().get(f"{name}_{kind}_decay" if options.weight_decay else f"{name}_{kind}")
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rates(options: Sgd, factor: float) -> tuple[float, ...]:
+    factor = -factor if options.maximize else factor  # the decay still makes parameters smaller
+    return factor, -options.lr, options.weight_decay, options.momentum, 1.0

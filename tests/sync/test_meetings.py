@@ -1,0 +1,202 @@
+"""Gradients in shared memory, and as messages of codecs, against flat buckets: the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.shared_memory import SharedSegment
+from hybridpar.comm.sockets import SocketGroup
+from hybridpar.comm.world import World
+from hybridpar.compress import CODECS, read_policy
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.exchange import Exchange
+from hybridpar.sync import reducer
+from hybridpar.sync.meetings import EncodedMeeting, FlatMeeting, SharedMeeting
+from hybridpar.train.trainer import Trainer
+from tests.compress.team import run_together
+from tests.lanes.checked import Checker, Lanes
+from tests.ranks import run_ranks
+from tests.sync.test_reducer import Net, make_config, make_data, state_of
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"micro_batches": 2, "weight_decay": 0.01, "momentum": 0.9},
+    {"optimizer": "adamw", "lr": 0.01},
+    {"optimizer": "rmsprop", "lr": 0.001},
+    {"clip_norm": 0.1},
+    {"clip_norm": 0.01, "clip_mode": "agc"},
+    {"guard": False},
+    {"model_ema": "0.9998"},
+]
+
+
+def kind_of(trainer: Trainer) -> type:
+    """How buckets meet."""
+    engine: Any = trainer.engine
+    (kind,) = {type(meeting) for meeting in engine.pipeline.stages[0].gradients._meetings}
+    return kind
+
+
+def train(
+    world: World, settings: list[dict[str, Any]], kind: type, bad: int | None = None, checked: bool = False
+) -> list[dict[str, Tensor]]:
+    """Train a net with each of some settings and a kind of meeting; one step may not be finite on rank 1."""
+    states = []
+    for options in settings:
+        torch.manual_seed(4)
+        net = Net(unused=True)
+        net.threshold = -math.inf if world.rank else math.inf
+        checker = Checker(seed=world.rank, max_delay=0.001) if checked else None
+        with pytest.MonkeyPatch.context() as patch, Lanes("cpu", check=checker) as lanes:
+            if kind is FlatMeeting:
+                patch.setattr(reducer, "is_dense", lambda _: False)  # no gradient is taken in the hook
+            with Trainer(net, config=make_config(**options), world=world, lanes=lanes) as trainer:
+                assert kind_of(trainer) is kind
+                norms = []
+                for step in range(5):
+                    images, labels = make_data(8, seed=10 * step + world.rank)
+                    if step == bad and world.rank == 1:
+                        images[0, 0, 0, 0] = math.inf
+                    outcome = trainer.step((images, labels)).outcome
+                    assert outcome.committed == (step != bad)
+                    assert step != bad or outcome.bad_parameter == "conv1.weight"
+                    if outcome.committed and options.get("guard", True):
+                        norms.append(outcome.grad_norm)
+                states.append({**state_of(trainer), "norms": torch.tensor(norms, dtype=torch.float64)})
+                for codec in trainer.engine.codecs:
+                    for name, state in codec.state_dict()["parameters"].items():
+                        states[-1] |= {f"{name}/{key}": one for key, one in state.get("residuals", {}).items()}
+    return states
+
+
+def assert_equal(settings: list[dict[str, Any]], ours: list[Any], theirs: list[Any], rtol: float = 0.0) -> None:
+    """All ranks of one kind of meeting have the same parameters, and those of the other."""
+    for options, *ranks, expected in zip(settings, *ours, theirs[0], strict=True):
+        assert ranks[0].keys() == expected.keys()
+        for name, one in ranks[0].items():
+            if "/worker" not in name and "/owner" not in name:
+                assert all(torch.equal(one, other[name]) for other in ranks[1:]), (options, name)
+            # The order in which squares are added counts, and a norm that clips.
+            clips = "clip_norm" in options and options.get("clip_mode") != "agc"
+            close = max(rtol, 1e-4 if name == "norms" or clips else 0.0)
+            torch.testing.assert_close(one, expected[name], rtol=close, atol=close / 10, msg=f"{options} {name}")
+
+
+def test_parameters_equal_those_of_process_groups() -> None:
+    shared = run_ranks(train, 2, SETTINGS, SharedMeeting, shared_memory=True)
+    assert_equal(SETTINGS, shared, run_ranks(train, 2, SETTINGS, FlatMeeting, shared_memory=False))
+
+
+def test_three_workers_stay_equal() -> None:
+    shared = run_ranks(train, 3, SETTINGS[:2], SharedMeeting, shared_memory=True)
+    assert_equal(SETTINGS[:2], shared, run_ranks(train, 3, SETTINGS[:2], FlatMeeting, shared_memory=False), 1e-5)
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_rolls_back_all() -> None:
+    settings = [{}, {"clip_norm": 0.1}]
+    shared = run_ranks(train, 2, settings, SharedMeeting, 1, shared_memory=True)
+    assert_equal(settings, shared, run_ranks(train, 2, settings, FlatMeeting, 1, shared_memory=False))
+
+
+def test_every_access_to_shared_memory_is_ordered_across_lanes() -> None:
+    run_ranks(train, 2, [{}, {"clip_norm": 0.1}], SharedMeeting, None, True, shared_memory=True)
+
+
+def hand_over_only(world: World) -> tuple[bool, bool]:
+    """Whether gradients are gone after the backward pass, and whether one beyond 1e35 counts as not finite."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+    with Trainer(net, config=make_config(), world=world) as trainer:
+        trainer.step(make_data(4))
+        gone = all(one.grad is None for one in net.parameters())
+        images, labels = make_data(4)
+        return gone, trainer.step((images * 1e36, (labels + 1) % 5)).outcome.committed
+
+
+def test_gradients_are_dropped_and_sums_cannot_overflow() -> None:
+    assert run_ranks(hand_over_only, 2, shared_memory=True) == [(True, False)] * 2
+
+
+def without_memory(world: World, codec: str) -> tuple[type[object], int]:
+    said = []
+
+    def no_room(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedSegment, "_open", no_room)
+        patch.setattr(reducer._log, "warning", lambda text, error: said.append(text % error))
+        with Trainer(Net(), config=make_config(), world=world) as trainer:
+            trainer.step(make_data(4))
+            return kind_of(trainer), len(said)
+
+
+def test_without_room_buckets_are_added_as_before() -> None:
+    answers = run_ranks(without_memory, 2, "none", shared_memory=True)
+    assert [(kind.__name__, said) for kind, said in answers] == [("FlatMeeting", 1), ("FlatMeeting", 0)]
+
+
+CODED: list[dict[str, Any]] = [
+    {"compress": "onebit:least=1"},
+    {
+        "compress": "onebit:warmup=2",
+        "micro_batches": 2,
+        "weight_decay": 0.01,
+        "no_decay": ("head.weight",),
+        "freeze": ("conv2.*",),
+    },
+    {"compress": "onebit:meet=shard", "clip_norm": 0.1},
+    {"compress": "onebit:decay=0.9", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "twobit", "optimizer": "rmsprop", "lr": 0.001},
+    {"compress": "qsgd:bits=4", "clip_norm": 0.01, "clip_mode": "agc"},
+    {"compress": "signsgd", "guard": False},
+    {"compress": "fp16", "model_ema": "0.9998"},
+    {"compress": "powersgd:rank=2,gain=0.5,decay=0.9", "weight_decay": 0.01},
+    {"compress": "powersgd:rank=6,gain=0,warmup=2", "clip_norm": 0.1, "micro_batches": 2},
+    {"compress": "powersgd:rank=1,gain=0.5,residual=bf16", "optimizer": "adamw", "lr": 0.01},
+    {"compress": "powersgd:rank=3,gain=0.5,feedback=off"},
+]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_parameters_and_residuals_equal_those_of_buckets(workers: int) -> None:
+    settings = CODED if workers == 2 else [*CODED[:3], CODED[8]]
+    direct = run_ranks(train, workers, settings, EncodedMeeting)
+    assert_equal(settings, direct, run_ranks(train, workers, settings, FlatMeeting, shared_memory=False))
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
+    settings = [CODED[0], CODED[2], {"compress": "qsgd:bits=4"}, {"compress": "fp16"}, *CODED[8:10]]
+    direct = run_ranks(train, 2, settings, EncodedMeeting, 2)
+    assert_equal(settings, direct, run_ranks(train, 2, settings, FlatMeeting, 2, shared_memory=False))
+
+
+def test_every_access_to_messages_is_ordered_across_lanes() -> None:
+    run_ranks(train, 2, [*CODED[:3], CODED[8]], EncodedMeeting, None, True)
+
+
+@pytest.mark.parametrize("name", [*CODECS, "powersgd:feedback=off"])
+def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -> None:
+    codec = read_policy(name).codec_of("x")
+    if not codec.at_once:
+        return
+    outs = []
+    for early in (False, True):
+        coder = codec.bind(TensorSpec("x", (64, 64), 0, 1))
+        exchange, gradient = Exchange([coder]), torch.randn(4096, generator=torch.Generator().manual_seed(1))
+        out = torch.empty(4096)
+        if early:
+            exchange.open()
+            exchange.take(0, gradient)
+            gradient.fill_(math.nan)
+            exchange.carry(SocketGroup(0, {}, 1.0))
+            exchange.received(0).write(out)
+        else:
+            run_together([exchange], [[gradient]], [[out]])
+        outs.append(out)
+    assert torch.equal(*outs)
