@@ -92,18 +92,19 @@ class RowSigns(Quantiser):
                 v.sub_(select(bits, upper[rows].unsqueeze(1), lower[rows].unsqueeze(1)))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        lower, upper, packed = _parts(message, len(out))
-        if kernels.onebit_read(lower, upper, packed, out, divisor, add=add):
+        lower, upper, packed = _parts(message, len(out), divisor)
+        if kernels.onebit_read(lower, upper, packed, out, add=add):
             return
-        lower, upper = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
+        lower, upper = lower.unsqueeze(1), upper.unsqueeze(1)
         for rows, part in _chunks(out.shape):
             bits = unpack_bits(packed[part], out[rows].numel()).view(out[rows].shape)
             put(select(bits, upper[rows], lower[rows]), out[rows], add=add)
 
 
-def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower levels, upper levels and packed bits of a message."""
+def _parts(message: Tensor, groups: int, divisor: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower levels and upper levels, divided, and packed bits of a message."""
     levels = message[: 8 * groups].view(torch.float32)
+    levels = levels if divisor == 1 else levels / divisor
     return levels[:groups], levels[groups:], message[8 * groups :]
 
 

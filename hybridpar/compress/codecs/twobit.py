@@ -139,14 +139,14 @@ class TernaryQuantiser(Quantiser):
                 v[part].sub_(_signs(sent, positive).mul_(level))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        level, codes = message[:_HEAD].view(torch.float32), message[_HEAD:]
-        if kernels.twobit_read(level, codes, out, divisor, add=add):
+        level, codes = message[:_HEAD].view(torch.float32) / divisor, message[_HEAD:]
+        if kernels.twobit_read(level, codes, out, add=add):
             return
         for part in slices(out.numel()):
             bits = 2 * (part.stop - part.start)
             pairs = unpack_bits(codes[part.start // 4 :][: bits_size(bits)], bits).view(-1, 2)
             sent, positive = pairs.unbind(1)
-            put(_signs(sent, positive).mul_(level / divisor), out[part], add=add)
+            put(_signs(sent, positive).mul_(level), out[part], add=add)
 
 
 def _signs(sent: Tensor, positive: Tensor) -> Tensor:
