@@ -116,9 +116,9 @@ def compare(codec: str, shape: tuple[int, int], device: torch.device) -> Outcome
         expected = make(of(shape, device if noisy else CPU), shape, device if noisy else CPU)
         quantiser, scratch = of(shape, CPU), Scratch(CPU)
         decoded, added, whole = (torch.empty(math.prod(shape)) for _ in range(3))
-        quantiser.decode(found.message, quantiser.view(decoded), 3, scratch)
-        quantiser.add(found.message, quantiser.view(added.fill_(1)), scratch)
-        quantiser.decode(found.message, quantiser.view(whole), 1, scratch)
+        quantiser.read(found.message, quantiser.view(decoded), scratch, 3, add=False)
+        quantiser.read(found.message, quantiser.view(added.fill_(1)), scratch, 1, add=True)
+        quantiser.read(found.message, quantiser.view(whole), scratch, 1, add=False)
     head = 4 * heads(shape[0])
     levels, wanted = (one.message[:head].view(torch.float32) for one in (found, expected))
     if not torch.allclose(levels, wanted, rtol=LEVEL_LIMIT, atol=1e-7):

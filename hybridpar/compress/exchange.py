@@ -381,7 +381,7 @@ class Exchange:
             for number, entries in enumerate(rounds):
                 if index < len(entries):
                     kinds[entries[index].collective, entries[index].dtype].append(number)
-            # Between two workers sums of float32 go along with messages that are gathered: a call less.
+            # Between two workers sums of float32 go along with what is gathered: as many bytes, and one call less.
             gathered = kinds.get((Collective.GATHER, torch.uint8))
             if gathered is not None and self.coders[0].spec.workers == 2:
                 gathered += kinds.pop((Collective.SUM, torch.float32), [])

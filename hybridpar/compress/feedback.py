@@ -83,16 +83,6 @@ class FeedbackCoder(WarmUpCoder):
         """What is left under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy."""
         return self._residuals[key].left
 
-    def unsent(self) -> Tensor:
-        """All that this worker has not sent, in the layout of the gradient; 1-D float32, new.
-
-        Summed over the workers, and added to what was received so far, it is all that their gradients ever were.
-        """
-        out = torch.zeros(self.spec.count, dtype=torch.float32, device=self.spec.device)
-        for key, part in self.lasting.residuals.items():
-            out[part.start : part.stop].add_(self.residual(key))
-        return out
-
     def open(self) -> Coder:
         """The residual's factor is that of the coming step, by the option `rescale` and the learning rate."""
         last = self._rate_before
@@ -111,7 +101,7 @@ class FeedbackCoder(WarmUpCoder):
         return {
             "steps": self.steps,
             "learning_rate": self._rate_before,
-            "residuals": {key: one.left.to(torch.float32, copy=True) for key, one in self._residuals.items()},
+            "residuals": {key: value.left.to(torch.float32, copy=True) for key, value in self._residuals.items()},
             "inner": self._later.state_dict(),
         }
 

@@ -184,12 +184,13 @@ def lay_together(memories: Sequence[Memory]) -> None:
     residuals = [memory for memory in memories if isinstance(memory, Residual)]
     if len(residuals) < max(len(memories), 2):
         return
-    if stacked([one.left for one in residuals]) is None:
-        for one, half in zip(residuals, torch.stack([one.left for one in residuals]), strict=True):
-            one._left = half
-    if stacked([one.pending for one in residuals]) is None:
-        for one, half in zip(residuals, torch.stack([one.pending for one in residuals]), strict=True):
-            one.pending = half
+    left, pending = [residual.left for residual in residuals], [residual.pending for residual in residuals]
+    if stacked(left) is None:
+        for residual, half in zip(residuals, torch.stack(left), strict=True):
+            residual._left = half
+    if stacked(pending) is None:
+        for residual, half in zip(residuals, torch.stack(pending), strict=True):
+            residual.pending = half
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

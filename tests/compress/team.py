@@ -18,6 +18,18 @@ from hybridpar.compress.feedback import FeedbackCoder
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def unsent(coder: Coder) -> Tensor:
+    """All that a worker has not sent, in the layout of the gradient.
+
+    Summed over the workers, and added to what was received so far, it is all that their gradients ever were.
+    """
+    out = torch.zeros(coder.spec.count)
+    if isinstance(coder, FeedbackCoder):
+        for key, part in coder.lasting.residuals.items():
+            out[part.start : part.stop].add_(coder.residual(key))
+    return out
+
+
 class CountedGroup(InProcessGroup):
     """A group of threads that notes its collectives, and counts the bytes that they were handed."""
 
@@ -102,8 +114,7 @@ class Team:
         coders = self.coders(name)
         total = torch.zeros(coders[0].spec.count, dtype=torch.float64)
         for coder in coders:
-            if isinstance(coder, FeedbackCoder):
-                total += coder.unsent()
+            total += unsent(coder)
         return total
 
     def state(self) -> bytes:

@@ -152,6 +152,18 @@ def test_state_is_saved_and_restored(text: str) -> None:
             assert same_bits(left, right), "the state has not all that was kept, or what is drawn next"
 
 
+def test_a_parameter_that_nobody_used_keeps_its_state(text: str) -> None:
+    team = Team(text, {"used": SHAPES["conv"], "unused": SHAPES["conv"]}, 2)
+    team.step(team.gradients(0))
+    before = team.snapshot()
+    team.meet(team.gradients(1))
+    for exchange in team.exchanges:
+        exchange.commit(unused={"unused"})
+    for left, right in zip(before, team.snapshot(), strict=True):
+        assert equal(left["unused"], right["unused"])
+        assert not equal(left["used"], right["used"])
+
+
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 def test_gradients_of_any_stride_and_results_in_place(text: str, default: torch.dtype) -> None:
     plain = Team(text, SHAPES, 2)

@@ -76,22 +76,6 @@ def test_a_learning_rate_of_zero_moves_nothing() -> None:
     assert same_bits(residual(team), residual(other))
 
 
-def test_a_parameter_that_nobody_used_keeps_its_residual() -> None:
-    team = Team("onebit", {"w": (8, 40), "v": (4, 50)}, 2)
-    team.step(team.gradients(0))
-    before = team.snapshot()
-    gradients = team.gradients(1)
-    for own in gradients:
-        own[0].zero_()
-    team.meet(gradients)
-    for exchange in team.exchanges:
-        exchange.commit(unused={"w"})
-    after = team.snapshot()
-    for left, right in zip(before, after, strict=True):
-        assert equal(left["w"], right["w"])
-        assert not equal(left["v"], right["v"])
-
-
 def test_state_of_another_size_is_refused_and_nothing_is_taken_over() -> None:
     team, other = Team("onebit", SHAPES, 2), Team("onebit", SHAPES, 3)
     team.step(team.gradients(0))

@@ -231,7 +231,7 @@ def test_sizes_are_checked_before_addresses_are_used() -> None:
     with pytest.raises(AssertionError):
         kernels.onebit_encode(torch.randn(8, 32), Memory(), levels, levels, torch.empty(31, dtype=torch.uint8), SCRATCH)
     with pytest.raises(AssertionError):
-        kernels.twobit_read(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), 1, add=False)
+        kernels.twobit_read(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), add=False)
 
 
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)

@@ -184,7 +184,7 @@ def test_a_message_may_begin_anywhere(found: CudaKernels) -> None:
         assert (room[:begin] == 0xA5).all()
         assert (room[begin + 160 :] == 0xA5).all()
         out = torch.empty(400)
-        assert kernels.onebit_read(lower, upper, packed, out.view(4, 100), 1, add=False)
+        assert kernels.onebit_read(lower, upper, packed, out.view(4, 100), add=False)
         assert torch.equal(out.view(4, 100), torch.where(values >= 0, upper.unsqueeze(1), lower.unsqueeze(1)))
     assert len(seen) == 1
 
@@ -248,12 +248,12 @@ def test_no_call_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ((5, 100), (5, 1000)):
         levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
         assert kernels.onebit_encode(empty(*shape), Residual(empty(*shape), empty(*shape), 0.9), *levels, scratch)
-        assert kernels.onebit_read(*levels, empty(*shape), 2, add=False)
-        assert kernels.onebit_read(*levels, empty(*shape), 1, add=True)
+        assert kernels.onebit_read(*levels, empty(*shape), add=False)
+        assert kernels.onebit_read(*levels, empty(*shape), add=True)
     codes = (empty(1), empty(252, dtype=torch.uint8))
     assert kernels.twobit_encode(empty(1000), Memory(), (0.0, 1.5, 0.5), *codes, scratch)
-    assert kernels.twobit_read(*codes, empty(1000), 2, add=False)
-    assert kernels.twobit_read(*codes, empty(1000), 1, add=True)
+    assert kernels.twobit_read(*codes, empty(1000), add=False)
+    assert kernels.twobit_read(*codes, empty(1000), add=True)
     assert kernels.largest(empty(1000), empty(1))
     noise: Any = SimpleNamespace(ring=empty(700), offset=lambda count: 0)
     for word in (torch.uint8, torch.int32, torch.int64):
@@ -270,8 +270,8 @@ def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.Mo
     none, levels = torch.empty(0, 40), torch.empty(0)
     packed = torch.empty(0, dtype=torch.uint8)
     assert kernels.onebit_encode(none, Memory(), levels, levels, packed, SCRATCH)
-    assert kernels.onebit_read(levels, levels, packed, none, 1, add=False)
-    assert kernels.twobit_read(torch.ones(1), packed, levels, 1, add=True)
+    assert kernels.onebit_read(levels, levels, packed, none, add=False)
+    assert kernels.twobit_read(torch.ones(1), packed, levels, add=True)
     out = torch.ones(1)
     assert kernels.largest(levels, out)
     assert out.item() == 0

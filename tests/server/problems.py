@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.config import OptimizerConfig
 from hybridpar.server import PushEncoder, Rules, Shard, cut_model, optimizer_of
+from tests.compress.team import unsent as unsent_by
 
 
 def sgd(lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False):
@@ -30,8 +30,7 @@ def unsent(encoder: PushEncoder) -> Tensor:
     """All that a learner's codecs have left out so far, 1-D float32 of the stripe's size."""
     out = torch.zeros(encoder.stripe.count)
     for coder, (first, last) in zip(encoder._coders, encoder.stripe.ranges, strict=True):
-        if isinstance(coder, FeedbackCoder):
-            out[first:last] = coder.unsent()
+        out[first:last] = unsent_by(coder)
     return out
 
 

@@ -12,16 +12,16 @@ zeros. Per group 64 bits of levels are sent beside the bits: groups of n values 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.codec import CHUNK, CODECS, Codec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
-from hybridpar.compress.packing import bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import bits_size, pack_bits, select, slices, unpack_bits
 from hybridpar.compress.quantised import Messages, QuantisedCoder, Quantiser, check_meet, put
 from hybridpar.compress.received import Received, SignGroups, Signs
 from hybridpar.errors import check
@@ -81,23 +81,35 @@ class RowSigns(Quantiser):
         lower, upper, packed = _parts(out, len(values))
         if kernels.onebit_encode(values, memory, lower, upper, packed, scratch):
             return
-        v = memory.take(values)
-        bits = v >= 0
-        pack_bits(bits, packed)
-        ones = bits.sum(1)
-        torch.div(v.clamp(max=0).sum(1), (bits.shape[1] - ones).clamp_(min=1), out=lower)
-        torch.div(v.clamp(min=0).sum(1), ones.clamp_(min=1), out=upper)
-        if memory.keeps:
-            v.sub_(torch.where(bits, upper.unsqueeze(1), lower.unsqueeze(1)))
+        for rows, part in _chunks(values.shape):
+            v = memory.take(values[rows], rows.start * values.shape[1])
+            bits = v >= 0
+            pack_bits(bits, packed[part])
+            ones = bits.count_nonzero(1)
+            torch.div(v.clamp(max=0).sum(1), (v.shape[1] - ones).clamp_(min=1), out=lower[rows])
+            torch.div(v.clamp(min=0).sum(1), ones.clamp_(min=1), out=upper[rows])
+            if memory.keeps:
+                v.sub_(select(bits, upper[rows].unsqueeze(1), lower[rows].unsqueeze(1)))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        lower, upper, packed = _parts(message, len(out))
-        if not kernels.onebit_read(lower, upper, packed, out, divisor, add=add):
-            bits = unpack_bits(packed, out.numel()).view(out.shape)
-            put(torch.where(bits, (upper / divisor).unsqueeze(1), (lower / divisor).unsqueeze(1)), out, add=add)
+        lower, upper, packed = _parts(message, len(out), divisor)
+        if kernels.onebit_read(lower, upper, packed, out, add=add):
+            return
+        lower, upper = lower.unsqueeze(1), upper.unsqueeze(1)
+        for rows, part in _chunks(out.shape):
+            bits = unpack_bits(packed[part], out[rows].numel()).view(out[rows].shape)
+            put(select(bits, upper[rows], lower[rows]), out[rows], add=add)
 
 
-def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower levels, upper levels and packed bits of a message."""
+def _parts(message: Tensor, groups: int, divisor: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower levels and upper levels, divided, and packed bits of a message."""
     levels = message[: 8 * groups].view(torch.float32)
+    levels = levels if divisor == 1 else levels / divisor
     return levels[:groups], levels[groups:], message[8 * groups :]
+
+
+def _chunks(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Ranges of groups, and the bytes in which their bits are."""
+    groups, length = shape
+    for rows in slices(groups, max(CHUNK // length // 8, 1) * 8):
+        yield rows, slice(rows.start * length // 8, bits_size(rows.stop * length))

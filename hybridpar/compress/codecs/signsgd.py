@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
-from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import ALIGN, bits_size, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import QuantisedCoder, Quantiser, put
 from hybridpar.errors import check_choice
 
@@ -65,22 +65,34 @@ class SignQuantiser(Quantiser):
         return ALIGN + bits_size(shape[0])
 
     def encode(self, values: Tensor, memory: Memory, out: Tensor, scratch: Scratch) -> None:
-        mean = values.abs().sum(dtype=torch.float64) / values.numel()
-        self.write(values, torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean, out)
-
-    def write(self, values: Tensor, level: Tensor, out: Tensor) -> None:
-        """Write the signs of values, and a level."""
-        out[:ALIGN].zero_()
-        out[:4].view(torch.float32).copy_(level)
-        pack_bits(values >= 0, out[ALIGN:])
+        sums = [values[part].abs().sum(dtype=torch.float64) for part in slices(values.numel())]
+        mean = torch.stack(sums).sum() / values.numel()
+        self.write_level(torch.where(mean > 0, 1.0, mean) + 0 * mean if self.plain else mean, out)
+        for part in slices(values.numel()):
+            self.write_signs(values[part], part, out)
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         """What arrives is already the mean."""
-        put(self.signs(message, out.numel()) * (self.level(message) * (self._workers / divisor)), out, add=add)
+        level = self.level(message) * (self._workers / divisor)
+        for part in slices(out.numel()):
+            signs = scratch.take("signs", part.stop - part.start).copy_(self.bits(message, part)).mul_(2).sub_(1)
+            put(signs.mul_(level), out[part], add=add)
 
-    def signs(self, message: Tensor, count: int) -> Tensor:
-        """Plus or minus 1 for each value."""
-        return unpack_bits(message[ALIGN:], count).float().mul_(2).sub_(1)
+    def write_level(self, level: Tensor, out: Tensor) -> None:
+        """Write what signs are multiplied with."""
+        out[:ALIGN].zero_()
+        self.level(out).copy_(level)
+
+    def write_signs(self, values: Tensor, part: slice, out: Tensor) -> None:
+        """Write the signs of a range of values."""
+        pack_bits(values >= 0, out[self._bytes(part)])
+
+    def bits(self, message: Tensor, part: slice) -> Tensor:
+        """Which values of a range are not negative."""
+        return unpack_bits(message[self._bytes(part)], part.stop - part.start)
+
+    def _bytes(self, part: slice) -> slice:
+        return slice(ALIGN + part.start // 8, ALIGN + bits_size(part.stop))
 
     def level(self, message: Tensor) -> Tensor:
         """What signs are multiplied with, a single element."""
@@ -96,8 +108,11 @@ class MajorityCoder(QuantisedCoder):
         size = self._sizes[self.spec.rank]
         if not size:
             return
-        messages = [message[:size] for message in received]
-        votes = torch.stack([self.quantiser.signs(message, len(self._total)) for message in messages]).sum(0)
-        levels = torch.cat([self.quantiser.level(message) for message in messages])
-        self.quantiser.write(votes, levels.max() if self.quantiser.plain else levels.mean(), out[:size])
+        levels = torch.cat([self.quantiser.level(message) for message in received])
+        self.quantiser.write_level(levels.max() if self.quantiser.plain else levels.mean(), out)
+        for part in slices(len(self._total)):
+            votes = self._scratch.take("votes", part.stop - part.start).fill_(-len(received) / 2)
+            for message in received:
+                votes.add_(self.quantiser.bits(message, part))
+            self.quantiser.write_signs(votes, part, out)
         out[size:].zero_()

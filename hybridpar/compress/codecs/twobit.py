@@ -26,7 +26,7 @@ from torch import Tensor
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.memory import Memory, Scratch
-from hybridpar.compress.packing import bits_size, magnitude, pack_bits, unpack_bits
+from hybridpar.compress.packing import bits_size, magnitude, pack_bits, slices, unpack_bits
 from hybridpar.compress.quantised import Plain, QuantisedCoder, Quantiser, check_meet, put
 from hybridpar.errors import UsageError, check, check_choice
 
@@ -123,26 +123,32 @@ class TernaryQuantiser(Quantiser):
         if kernels.twobit_encode(values, memory, numbers, level, codes, scratch):
             return
         v = memory.take(values)
-        magnitudes, largest = v.abs(), magnitude(v)
-        threshold = torch.minimum(rule.factor * magnitudes.mean(), rule.cap * largest)
+        mean = torch.stack([v[part].abs().sum() for part in slices(v.numel())]).sum() / v.numel()
+        largest = magnitude(v)
+        threshold = torch.minimum(rule.factor * mean, rule.cap * largest)
         if rule.fixed is not None:
             threshold.fill_(rule.fixed)
         level.copy_(threshold).masked_fill_(~largest.isfinite(), torch.nan)
-        positive, sent = v >= threshold, magnitudes >= threshold
-        pairs = torch.stack((sent, positive), 1).view(-1)
-        codes.zero_()
-        pack_bits(pairs, codes[: bits_size(pairs.numel())])
-        if memory.keeps:
-            v.sub_(_signs(sent, positive) * level)
+        codes[-4:].zero_()  # the last word may not be full
+        for part in slices(v.numel()):
+            positive = v[part] >= threshold
+            sent = (v[part] <= -threshold).logical_or_(positive)
+            pairs = torch.stack((sent, positive), 1).view(-1)
+            pack_bits(pairs, codes[part.start // 4 :][: bits_size(pairs.numel())])
+            if memory.keeps:
+                v[part].sub_(_signs(sent, positive).mul_(level))
 
     def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
-        level, codes = message[:_HEAD].view(torch.float32), message[_HEAD:]
-        if not kernels.twobit_read(level, codes, out, divisor, add=add):
-            bits = 2 * out.numel()
-            pairs = unpack_bits(codes[: bits_size(bits)], bits).view(-1, 2)
-            put(_signs(*pairs.unbind(1)) * (level / divisor), out, add=add)
+        level, codes = message[:_HEAD].view(torch.float32) / divisor, message[_HEAD:]
+        if kernels.twobit_read(level, codes, out, add=add):
+            return
+        for part in slices(out.numel()):
+            bits = 2 * (part.stop - part.start)
+            pairs = unpack_bits(codes[part.start // 4 :][: bits_size(bits)], bits).view(-1, 2)
+            sent, positive = pairs.unbind(1)
+            put(_signs(sent, positive).mul_(level), out[part], add=add)
 
 
 def _signs(sent: Tensor, positive: Tensor) -> Tensor:
     """Plus, nothing or minus 1: 2 - 1, 0 - 0 or 0 - 1."""
-    return 2 * positive.float() - sent.float()
+    return positive.float().mul_(2).sub_(sent.float())

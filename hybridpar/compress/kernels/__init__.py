@@ -107,20 +107,18 @@ def onebit_encode(
     return True
 
 
-def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
-    """Set out = C(v) / divisor, or add that to it."""
+def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> bool:
+    """Set out to the levels that bits choose, or add these to it."""
     kernels = _kernels(out)
     if kernels is None:
         return False
     _check_groups(out, lower, upper, packed)
-    if add and divisor != 1:
-        lower, upper, divisor = lower / divisor, upper / divisor, 1
     addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
     if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, *out.shape, _streams(out), *_divisor(divisor, add))
+        kernels.functions[name](*addresses, *out.shape, _streams(out))
     else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), out.shape[1], float(divisor))
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, out.numel(), out.shape[1])
     return True
 
 
@@ -155,20 +153,18 @@ def twobit_encode(
     return True
 
 
-def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
-    """Set out = C(v) / divisor, or add that to it."""
+def twobit_read(level: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> bool:
+    """Set out to plus, nothing or minus the level, or add that to it."""
     kernels = _kernels(out)
     if kernels is None:
         return False
     assert codes.numel() * 4 >= out.numel()
-    if add and divisor != 1:
-        level, divisor = level / divisor, 1
     addresses = level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel()
     name = "twobit_add" if add else "twobit_decode"
     if isinstance(kernels, CpuKernels):
-        kernels.functions[name](*addresses, _streams(out), *_divisor(divisor, add))
+        kernels.functions[name](*addresses, _streams(out))
     else:
-        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses, float(divisor))
+        kernels.launch(name, cuda.blocks_of(out.numel()), *addresses)
     return True
 
 
@@ -337,8 +333,3 @@ def _check_halves(values: Tensor, memory: Memory) -> None:
 def _streams(written: Tensor) -> int:
     """Whether what is written should go past the caches of a CPU."""
     return int(written.numel() >= _STREAM)
-
-
-def _divisor(divisor: int, add: bool) -> tuple[float, ...]:
-    """What a decoder of a CPU takes last, and one that adds does not."""
-    return () if add else (float(divisor),)

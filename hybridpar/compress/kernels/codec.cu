@@ -192,21 +192,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) onebit_encode_block(
 
 template <bool ADD>
 __device__ inline void onebit_read(
-    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length, float divisor) {
+    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length) {
     const bool wide = fits_16(out);
     for (u32 first = 4 * (blockIdx.x * THREADS + threadIdx.x); first < count; first += 4 * THREADS * gridDim.x) {
         const u32 bits = packed[first / 8] >> (4 - first % 8);
         Four four = ADD ? load_four(out, wide, first, count) : Four{};
         u32 row = first / length, column = first % length;
-        float a0 = lower[row] / divisor, a1 = upper[row] / divisor;
+        float a0 = lower[row], a1 = upper[row];
         for (u32 i = 0; i < 4; ++i) {
             const float value = bits >> (3 - i) & 1 ? a1 : a0;
             four.at[i] = ADD ? four.at[i] + value : value;
             if (++column == length && first + i + 1 < count) {
                 column = 0;
                 row += 1;
-                a0 = lower[row] / divisor;
-                a1 = upper[row] / divisor;
+                a0 = lower[row];
+                a1 = upper[row];
             }
         }
         store_four(out, wide, first, 0, count, four);
@@ -214,13 +214,13 @@ __device__ inline void onebit_read(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) onebit_decode(
-    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length, float divisor) {
-    onebit_read<false>(lower, upper, packed, out, count, length, divisor);
+    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length) {
+    onebit_read<false>(lower, upper, packed, out, count, length);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) onebit_add(
-    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length, float divisor) {
-    onebit_read<true>(lower, upper, packed, out, count, length, divisor);
+    const float* lower, const float* upper, const u8* packed, float* out, u32 count, u32 length) {
+    onebit_read<true>(lower, upper, packed, out, count, length);
 }
 
 // ------------------------------------------------------------------------------------------------------------- twobit
@@ -293,9 +293,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) twobit_codes(
 }
 
 template <bool ADD>
-__device__ inline void twobit_read(const float* level, const u8* codes, float* out, u32 count, float divisor) {
+__device__ inline void twobit_read(const float* level, const u8* codes, float* out, u32 count) {
     const bool wide = fits_16(out);
-    const float unit = *level / divisor;
+    const float unit = *level;
     // Where the level is not finite all that is decoded is NaN, or nothing.
     const float nothing = magnitude_bits(unit) < INFINITE ? 0 : __uint_as_float(0x7FC00000u);
     for (u32 first = 4 * (blockIdx.x * THREADS + threadIdx.x); first < count; first += 4 * THREADS * gridDim.x) {
@@ -311,13 +311,13 @@ __device__ inline void twobit_read(const float* level, const u8* codes, float* o
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) twobit_decode(
-    const float* level, const u8* codes, float* out, u32 count, float divisor) {
-    twobit_read<false>(level, codes, out, count, divisor);
+    const float* level, const u8* codes, float* out, u32 count) {
+    twobit_read<false>(level, codes, out, count);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) twobit_add(
-    const float* level, const u8* codes, float* out, u32 count, float divisor) {
-    twobit_read<true>(level, codes, out, count, divisor);
+    const float* level, const u8* codes, float* out, u32 count) {
+    twobit_read<true>(level, codes, out, count);
 }
 
 // --------------------------------------------------------------------------------------------------------------- qsgd

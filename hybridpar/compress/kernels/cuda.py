@@ -41,10 +41,10 @@ _READ = f"PPP{_LAYOUT}If"
 #: What each kernel takes, in the format of `struct`.
 PARAMETERS = {
     **dict.fromkeys(("onebit_encode_warp", "onebit_encode_block"), "PPPPPPIIf"),
-    **dict.fromkeys(("onebit_decode", "onebit_add"), "PPPPIIf"),
+    **dict.fromkeys(("onebit_decode", "onebit_add"), "PPPPII"),
     "twobit_magnitudes": "PPPIf",
     "twobit_codes": "PPPPPPIIffff",
-    **dict.fromkeys(("twobit_decode", "twobit_add"), "PPPIf"),
+    **dict.fromkeys(("twobit_decode", "twobit_add"), "PPPI"),
     "qsgd_scale": "PPI",
     **{f"qsgd_encode_{kind}": _ENCODE for kind in (8, 32, 64)},
     **{f"qsgd_{name}_{kind}": _READ for name in ("decode", "add") for kind in (8, 32, 64)},

@@ -24,7 +24,7 @@ def define(w: Writer) -> dict[str, Any]:
         "onebit_encode_short": w.function(
             "onebit_encode_short", ENCODE, ("factor",), _encode(w, keeps=True, short=True)
         ),
-        "onebit_decode": w.function("onebit_decode", DECODE, ("divisor",), _decode(w, add=False)),
+        "onebit_decode": w.function("onebit_decode", DECODE, (), _decode(w, add=False)),
         "onebit_add": w.function("onebit_add", DECODE, (), _decode(w, add=True)),
     }
 
@@ -153,13 +153,12 @@ def _encode(w: Writer, keeps: bool, short: bool = False) -> Callable[..., None]:
 def _decode(w: Writer, add: bool) -> Callable[..., None]:
     t = w.t
 
-    def body(out: Any, groups: Any, length: Any, stream: Any, divisor: Any = None, **own: Any) -> None:
+    def body(out: Any, groups: Any, length: Any, stream: Any, **own: Any) -> None:
         a0s, a1s = w.view(own["lower"], "float32"), w.view(own["upper"], "float32")
         packed, result = w.view(own["bits"], "uint8"), w.view(out, "float32")
         with t.serial(0, groups) as row:
             start = w.keep(row * length)
-            a0 = w.keep(a0s[row] if add else a0s[row] / divisor)
-            a1 = w.keep(a1s[row] if add else a1s[row] / divisor)
+            a0, a1 = w.keep(a0s[row]), w.keep(a1s[row])
             # 16 bits are read as 32, so the last ones of all are read one by one.
             blocks = w.keep(t.max((length - t.Select(row == groups - 1, LANES, 0)) // LANES, 0))
             tail = w.keep(start + blocks * LANES)

@@ -25,7 +25,7 @@ def define(w: Writer) -> dict[str, Any]:
     return {
         "twobit_encode": w.function("twobit_encode", ENCODE, RULE, _encode(w, keeps=False)),
         "twobit_encode_keep": w.function("twobit_encode_keep", ENCODE, (*RULE, "factor"), _encode(w, keeps=True)),
-        "twobit_decode": w.function("twobit_decode", DECODE, ("divisor",), _decode(w, add=False)),
+        "twobit_decode": w.function("twobit_decode", DECODE, (), _decode(w, add=False)),
         "twobit_add": w.function("twobit_add", DECODE, (), _decode(w, add=True)),
     }
 
@@ -111,10 +111,9 @@ def _signs(w: Writer, plus: Any, minus: Any, wide: Callable[[Any], Any]) -> Any:
 def _decode(w: Writer, add: bool) -> Callable[..., None]:
     t = w.t
 
-    def body(level: Any, codes: Any, out: Any, count: Any, stream: Any, divisor: Any = None) -> None:
+    def body(level: Any, codes: Any, out: Any, count: Any, stream: Any) -> None:
         packed, result = w.view(codes, "uint8"), w.view(out, "float32")
-        unit = w.view(level, "float32")[t.int64(0)]
-        unit = w.keep(unit if add else unit / divisor)
+        unit = w.keep(w.view(level, "float32")[t.int64(0)])
         nothing = w.keep(t.Select(w.finite(unit), t.float32(0), w.nan()))  # all that is decoded is NaN, or nothing
 
         def value_of(code: Any, wide: Callable[[Any], Any]) -> Any:
