@@ -172,13 +172,9 @@ class CodecState(ParameterCoders):
         return self._on_thread(run, lane)
 
     def settle(self) -> None:
-        """The step that was exchanged last is over: keep its residuals, or put them back if it was not finite."""
-        if all(bool(finite) for finite in self._finite):
-            for exchange in self._used:
-                exchange.commit()
-        else:
-            for exchange in self._used:
-                exchange.rollback()
+        """The step that was exchanged last is over: its residuals count if it was finite."""
+        for exchange in self._used if all(bool(finite) for finite in self._finite) else ():
+            exchange.commit()
         self._used, self._finite = [], []
 
     def rollback(self) -> None:

@@ -456,6 +456,3 @@ class Exchange:
         for coder in self.coders:
             if coder.spec.name not in unused:
                 coder.commit()
-
-    def rollback(self) -> None:
-        """The step does not count. Until `commit` coders change nothing that lasts, so nothing has to be put back."""

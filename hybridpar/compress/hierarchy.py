@@ -140,8 +140,3 @@ class NodeExchange:
         """Keep the state of the step: it counts, but for the parameters named in `unused`."""
         if self._exchange is not None:
             self._exchange.commit(unused)
-
-    def rollback(self) -> None:
-        """Restore the state from before the step: it does not count."""
-        if self._exchange is not None:
-            self._exchange.rollback()

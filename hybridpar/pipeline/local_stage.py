@@ -243,9 +243,9 @@ class LocalStage:
         if compression is None:
             return
         if isinstance(commit, Tensor):
-            compression.commit_or_rollback_later(Decision(commit), unused, costs)
+            compression.settle_later(Decision(commit), unused, costs)
         else:
-            compression.commit_or_rollback(commit, unused, costs)
+            compression.settle(commit, unused, costs)
 
     def state_now(self) -> HeldState:
         """The state that the next forward pass sees, but for pooled statistics, which it does not read."""

@@ -61,9 +61,9 @@ class Decision:
 class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
-    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `commit_or_rollback`,
+    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `settle`,
     when it is known whether
-    the step counts, or `commit_or_rollback_later`, where that is left on the device; in that case `catch_up` before the
+    the step counts, or `settle_later`, where that is left on the device; in that case `catch_up` before the
     next step's first `add`.
     """
 
@@ -134,23 +134,18 @@ class Compression(ParameterCoders):
             done = exchange.run(group, parts, parts)
         return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
 
-    def commit_or_rollback(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
+    def settle(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """A step is over, in which all buckets were added."""
-        for exchange in self._exchanges.values():
-            if committed:
-                exchange.commit(unused)
-            else:
-                exchange.rollback()
+        for exchange in self._exchanges.values() if committed else ():
+            exchange.commit(unused)
         if costs is not None and self._steps % RESIDUAL_EVERY == 0:
             for name, coder in self._coders.items():
                 if isinstance(coder, FeedbackCoder):
                     costs.residuals[name] = coder.residual_squares()
         self._steps += 1
 
-    def commit_or_rollback_later(
-        self, decision: Decision, unused: Collection[str] = (), costs: SyncCosts | None = None
-    ) -> None:
-        """As `commit_or_rollback`, for a step whose decision the host has not read.
+    def settle_later(self, decision: Decision, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
+        """As `settle`, for a step whose decision the host has not read.
 
         What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
         has that step's forward pass to do, so that it does not wait for the host, which waits for it.
@@ -158,10 +153,10 @@ class Compression(ParameterCoders):
         self._undecided = (decision, list(unused), costs)
 
     def catch_up(self) -> None:
-        """Settle the step that `commit_or_rollback_later` was told of, if there is one."""
+        """Settle the step that `settle_later` was told of, if there is one."""
         if self._undecided is not None:
             (decision, unused, costs), self._undecided = self._undecided, None
-            self.commit_or_rollback(decision.committed, unused, costs)
+            self.settle(decision.committed, unused, costs)
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it is sent as, and bytes of a step: as it is, and as that codec.

@@ -383,7 +383,7 @@ class OuterLoop:
         flight.done = None
         compression = self._fragments[flight.fragment].compression
         if compression is not None:
-            compression.commit_or_rollback(bool(flight.good), costs=flight.costs)
+            compression.settle(bool(flight.good), costs=flight.costs)
 
     def _take_step(self, fragment: _Fragment, flight: Flight, sound: bool) -> None:
         outer = OuterStep() if flight.plain else self.step

@@ -97,10 +97,6 @@ class Team:
         for exchange in self.exchanges:
             exchange.commit()
 
-    def rollback(self) -> None:
-        for exchange in self.exchanges:
-            exchange.rollback()
-
     def gradients(self, seed: int, scale: float = 1.0) -> list[list[Tensor]]:
         """Normal gradients by worker and parameter."""
         draw = torch.Generator().manual_seed(seed)

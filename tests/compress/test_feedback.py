@@ -58,8 +58,7 @@ def test_residuals_follow_the_learning_rate() -> None:
     team.step([[gradient]])
     kept = residual(team)
     coder_of(team).learning_rate = 0.1
-    team.meet([[gradient]])
-    team.rollback()  # the rate of a step that did not count is forgotten, too
+    team.meet([[gradient]])  # the rate of a step that did not count is forgotten, too
     team.step([[gradient]])
     alone = Team("onebit", SHAPES, 1)
     alone.step([[gradient + 4 * kept]])
