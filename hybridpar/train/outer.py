@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.compress.policy import agree_on_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
@@ -49,7 +51,6 @@ from hybridpar.sync.outer import (
     OuterStep,
     Report,
 )
-from hybridpar.sync.policy import agree_on_policy
 from hybridpar.sync.rounds import Round, Timetable
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
@@ -176,7 +177,7 @@ class OuterEngine(Engine):
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
         super().__init__(replace(parts, world=world if self._together else self._party))
         names = dict(model.named_parameters())
-        policy = self._policy = agree_on_policy(plan.sync.codec, names, world)
+        policy = self._policy = agree_on_policy(plan.sync.codec, names, world.gather)
         modules = [stage.module for stage in self.pipeline.stages.values()]
         parameters = {id(one) for module in modules for one in module.parameters()}
         held = {id(one) for module in modules for one in module.buffers()}
@@ -311,9 +312,7 @@ class OuterEngine(Engine):
         mine = {name: row for one in self.codecs for name, row in one.bytes_by_parameter().items()}
         parts: list[Any] = self._job.gather(mine)
         assert not isinstance(self._policy, str)
-        return WireFormat(
-            self._policy, layer_bytes(self.model, {k: v for part in parts for k, v in part.items()}), None
-        )
+        return WireFormat(self._policy, layer_bytes(self.model, ChainMap(*parts)))
 
     # ------------------------------------------------------------------- state
 

@@ -1,8 +1,6 @@
-"""Measures how fast a link and a codec are.
+"""Measures how fast codecs are.
 
-A link is measured by the collectives that codecs really use, each in the type of its messages: how long a
-small message takes, and how much longer a large one. A codec is measured by a whole exchange of a few of the model's
-shapes, over a group that sends nothing.
+A codec is measured by a whole exchange of a few of the model's shapes, over a group that sends nothing.
 """
 
 from __future__ import annotations
@@ -10,9 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,93 +21,10 @@ from hybridpar.compress.group import Group
 from hybridpar.compress.policy import bind
 from hybridpar.machine.steady import halves_apart
 
-#: How a message is reduced, and its type.
-Kind = tuple[Collective, torch.dtype]
-
-_SMALL_BYTES = 4 << 10
-_LARGE_BYTES = 512 << 10
-_SMALL_REPEATS, _LARGE_REPEATS = 7, 3
-
 #: Elements of the largest piece of a parameter that a codec is tried on.
 _MOST_ELEMENTS = 1 << 20
 #: Bytes of gradients that are tried together, more than caches near a core hold; pieces of them at most; and tries.
 _COLD_BYTES, _MOST_PIECES, _TRIES = 16 << 20, 16, 4
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """What a collective of one kind costs.
-
-    Attributes:
-        latency_ms: Of a message of 4 KB.
-        ms_per_byte: For each byte more that a worker hands over.
-    """
-
-    latency_ms: float
-    ms_per_byte: float
-
-    def ms(self, size: int) -> float:
-        """Time of a message of so many bytes."""
-        return self.latency_ms + self.ms_per_byte * size
-
-    @classmethod
-    def slowest(cls, costs: Sequence[LinkCost]) -> LinkCost:
-        """What holds for all of several links."""
-        return cls(max(one.latency_ms for one in costs), max(one.ms_per_byte for one in costs))
-
-
-@torch.no_grad()
-def measure_link(
-    kinds: Iterable[Kind], meet: Callable[[Kind, Tensor], None], device: torch.device
-) -> dict[Kind, LinkCost]:
-    """Measure how long collectives take; every worker calls this with the same kinds."""
-    found = {}
-    for kind in kinds:
-        small, large = (
-            _median_ms(lambda message, kind=kind: meet(kind, message), kind[1], size, device, repeats)  # type: ignore[misc]
-            for size, repeats in ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
-        )
-        found[kind] = LinkCost(small, max(large - small, 0.0) / (_LARGE_BYTES - _SMALL_BYTES))
-    flat = [value for cost in found.values() for value in (cost.latency_ms, cost.ms_per_byte)]
-    told = torch.tensor([*flat, 1.0], dtype=torch.float64, device=device)
-    meet((Collective.SUM, torch.float64), told)
-    *sums, workers = told.tolist()
-    means = [value / workers for value in sums]
-    return {kind: LinkCost(*means[2 * place : 2 * place + 2]) for place, kind in enumerate(found)}
-
-
-def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
-    """A function that reduces messages over a group as `Exchange` does; stripes are of one size."""
-
-    def meet(kind: Kind, message: Tensor) -> None:
-        if kind[0] is Collective.GATHER:
-            group.all_gather(message.new_empty(message.numel() * group.size), message)
-            return
-        if kind[0] is not Collective.SHARD:
-            group.all_reduce(message, kind[0])
-            return
-        stripe = message.numel() // group.size
-        whole = message[: stripe * group.size]
-        sizes = [stripe] * group.size
-        received = torch.empty_like(whole)
-        group.all_to_all(received, whole, sizes, sizes)
-        group.all_gather(whole, received[:stripe].clone())
-
-    return meet
-
-
-def _median_ms(
-    work: Callable[[Tensor], None], dtype: torch.dtype, size: int, device: torch.device, repeats: int
-) -> float:
-    message = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        work(message)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - started))
-    return statistics.median(times[1:])
 
 
 class _Alone(Group):

@@ -1,0 +1,96 @@
+"""`--compress auto`: the codec alone is searched for; where nothing can be measured, the exchange alone decides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.machine.cluster_file import LinkLevel
+from hybridpar.plan import Plan
+from hybridpar.planner import choice, planned_run
+from hybridpar.planner.fixed import Fixed
+from tests.ranks import run_ranks
+from tests.sync.test_compression import Net, Staged, batch
+
+
+def chosen(world: World, fidelity: str, megabytes_per_second: float) -> tuple[str, tuple[str, ...]]:
+    """What a loop that says nothing of its inputs sends, over a link of a speed that is given."""
+    config = TrainConfig(compress="auto", fidelity=fidelity)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        level = LinkLevel(bandwidth=1e6 * megabytes_per_second, latency_ms=1e-3)
+        patch.setattr(choice, "_measure_link", lambda world: level)
+        torch.manual_seed(0)
+        with Trainer(Net(), config=config, world=world) as trainer:
+            trainer.step(batch(world.rank, 0))
+            return str(trainer.engine.wire_format().policy), trainer.planned.lines
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "shared", "speed", "policy", "line"),
+    [
+        ("exact", False, 0.01, "none", "none: fidelity exact allows nothing else"),
+        ("close", True, 0.01, "none", "none: workers that share memory only add"),
+        ("close", False, 0.01, "fp16", "fp16 (of none, fp16, bf16)"),
+        ("close", False, 1e9, "none", "none (of none, fp16, bf16)"),
+        ("lossy", False, 0.01, None, "compared at a learning rate of 0.01"),
+    ],
+)
+def test_all_workers_take_the_codec_whose_exchange_takes_least(fidelity, shared, speed, policy, line):
+    first, other = run_ranks(chosen, 2, fidelity, speed, shared_memory=shared)
+    assert first == other
+    text, lines = first
+    if policy is None:
+        assert "onebit" in text
+    elif policy == "fp16":
+        assert text in ("fp16", "bf16")
+        line = line.replace("fp16 (", f"{text} (")
+    else:
+        assert text == policy
+    assert any(line in one for one in lines), lines
+
+
+def measured(world: World) -> LinkLevel:
+    return choice._measure_link(world)
+
+
+def test_all_workers_know_the_same_link():
+    first, *others = run_ranks(measured, 3, shared_memory=False)
+    assert first.bandwidth > 0
+    assert first.latency_ms > 0
+    assert others == [first, first]
+
+
+def test_with_plan_none_the_search_is_for_the_codec_alone(monkeypatch):
+    answer = Plan.model_validate(
+        {
+            "model": {"name": "Staged", "fingerprint": "0" * 16, "parameters": 10},
+            "partition": {"stages": [{"units": ["a"]}, {"units": ["b"]}]},
+            "pipeline": {"schedule": "gpipe", "micro_batches": 8},
+            "sync": {"lanes": 7, "policy": [{"pattern": "a.*", "codec": "fp16"}]},
+        }
+    )
+    asked = []
+
+    def search(model, world, question, announce):
+        asked.append(question)
+        return answer, ("plan     the answer",)
+
+    monkeypatch.setattr(planned_run, "_search", search)
+    config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
+    followed = planned_run.plan_loop(Staged(), config, World(), batch(0, 0)[0], 10**6, "net")
+    assert asked[0].fixed == Fixed(
+        *(1, 2, 1, 2, "greedy", "linear", "contiguous", "stock"), every_step=True, shard_optimizer=False
+    )
+    assert followed.lines == ("plan     the answer",)
+    plan = followed.plan
+    assert plan.sync.codec == "a.* -> fp16"
+    assert (plan.pipeline.schedule, plan.pipeline.micro_batches, plan.sync.lanes) == ("greedy", 2, 2)
+
+
+def test_a_single_worker_has_nothing_to_choose_and_is_told_so(caplog):
+    with Trainer(Net(), config=TrainConfig(compress="auto", fidelity="close"), world=World()) as trainer:
+        assert trainer.plan.sync.codec == "none"
+        assert "one replica" in trainer.planned.lines[0]
+        assert not caplog.records
