@@ -332,8 +332,8 @@ def agree_on_policy(
 ) -> str | Policy:
     """Read a policy on all workers and compare them; a collective.
 
-    Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an error
-    of a single worker is raised on all of them.
+    Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
+    error of a single worker is raised on all of them.
     """
     mine: str | Policy | HybridparError
     try:

@@ -11,7 +11,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Group
 from hybridpar.formats.cache import measurements_directory
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
-from hybridpar.planner.codecs import BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
+from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
 from hybridpar.planner.inputs import check_fidelity
 from hybridpar.planner.link_ways import laps_of, most_of_all
 from hybridpar.planner.measure import measure_rates
@@ -19,8 +19,6 @@ from hybridpar.planner.network import Network, log_rounds
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.rates import CodecRate
 
-#: A codec is chosen where the exchange is predicted to take at most this part of the time without.
-_MARGIN = 0.9
 #: Bytes and number of the messages that a link is timed with.
 _SMALL, _LARGE = (4 << 10, 7), (512 << 10, 3)
 
@@ -55,14 +53,14 @@ def choose_codecs(
         prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
         buckets = stage_buckets(parameters, bucket_bytes)
         choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)
-        times = {id(one): sum(prices.times(bucket, one).total_ms for bucket in buckets) for one in choices}
-        without = times[id(choices[0])]
-        best = min(choices, key=lambda one: times[id(one)] * one.steps)
-        if times[id(best)] * best.steps > _MARGIN * without:
-            best = choices[0]
+        costs = [(sum(prices.times(bucket, one).total_ms for bucket in buckets), one) for one in choices]
+        plain_ms = costs[0][0]
+        exchange_ms, best = min(costs, key=lambda cost: cost[0] * cost[1].steps)
+        if exchange_ms * best.steps > MARGIN * plain_ms:
+            exchange_ms, best = costs[0]
         return str(best.policy), (
             f"auto     {best.name} (of none, {', '.join(texts)})",
-            f"auto     an exchange takes about {times[id(best)]:,.1f} ms, with none {without:,.1f} ms",
+            f"auto     an exchange takes about {exchange_ms:,.1f} ms, with none {plain_ms:,.1f} ms",
             f"auto     by {world.transport}, {level.bandwidth / 1e6:,.3g} MB/s, {level.latency_ms:.2f} ms a message",
             *(f"auto     {line}" for line in proof_lines(best.codecs.values())),
         )

@@ -42,8 +42,8 @@ FIDELITIES: dict[str, tuple[str, ...]] = {"exact": (), "close": CLOSE, "lossy": 
 #: Speeds of a link, in bytes per second, for which a policy is made.
 RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
 
-#: A bucket gets a codec where that takes at most this part of the time without: less is within the measurements' noise.
-_MARGIN = 0.9
+#: A codec is worth it where that takes at most this part of the time without: less is within the measurements' noise.
+MARGIN = 0.9
 
 #: Training steps until a loss is reached, over those that float32 takes. From benchmarks/sync/results/loss.csv
 #: (ResNet-18 on digits, two workers, means of five seeds): the codec's loss after 100 steps against the line through
@@ -236,7 +236,7 @@ def fastest_codecs(
     for bucket in buckets:
         plain = {one.name: 4 * one.count * ms_per_byte for one in bucket}
         total = sum(plain.values())
-        best, fastest = _MARGIN * total, dict[str, str]()
+        best, fastest = MARGIN * total, dict[str, str]()
         for text, rate in rates.items():
             codec, left = parse_codec(text), ends if text in WITHOUT_ENDS else ()
             fitting = [one for one in bucket if one.name not in left and codec.fits(one.shape)]
