@@ -17,8 +17,10 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.node_worlds import NodeWorlds
@@ -38,27 +40,15 @@ from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.outer import (
-    COUNTED,
-    COUNTS,
-    LOSS,
-    SAMPLES,
-    SAVE,
-    SQUARES,
-    STOP,
-    Arrival,
-    OuterLoop,
-    OuterStep,
-    Report,
-)
-from hybridpar.sync.rounds import Round, Timetable
+from hybridpar.sync.outer import OuterLoop, OuterReport, OuterResult
+from hybridpar.sync.rounds import OuterRound, Timetable
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
 _log = logging.getLogger(__name__)
 
 
-class OwnOutcome(StepOutcome):
+class PartyOutcome(StepOutcome):
     """What a worker knows of a step that its party took alone."""
 
     is_agreed = False
@@ -92,15 +82,14 @@ class OwnOutcome(StepOutcome):
         return 0.0 if index in (2, 3) else self._own._value(index)
 
 
-class MetOutcome(StepOutcome):
+class ExchangeOutcome(StepOutcome):
     """What all workers know of a step that ended with an exchange."""
 
-    def __init__(self, own: StepOutcome, arrival: Arrival, exposed_sync_ms: float, full: int) -> None:
-        head = arrival.head
-        counted = head[COUNTED]
-        squares = head[SQUARES] / head[COUNTS] if head[COUNTS] else -1.0
-        loss = head[LOSS] / counted if counted else float("nan")
-        self._values = (loss, head[SAMPLES], head[STOP], head[SAVE], float(arrival.good), squares)
+    def __init__(self, own: StepOutcome, arrival: OuterResult, exposed_sync_ms: float, full: int) -> None:
+        report = arrival.report
+        squares = report.squares / report.norms if report.norms else -1.0
+        loss = report.loss / report.counted if report.counted else float("nan")
+        self._values = (loss, report.samples, report.stop, report.save, float(arrival.good), squares)
         self._own, self._arrival, self._waited, self._full = own, arrival, exposed_sync_ms, full
 
     @property
@@ -146,7 +135,7 @@ class OuterEngine(Engine):
         self._made: dict[tuple[str, int], Any] = {}
         check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, loop.qsr, warmup_steps)
-        self._round: Round | None = None
+        self._round: OuterRound | None = None
         self._worlds: list[World | NodeWorlds] = []
         self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
         try:
@@ -156,7 +145,7 @@ class OuterEngine(Engine):
             raise
         #: Bytes that an all-reduce of the gradients would have sent.
         self._full_bytes = all_reduce_bytes(self.outer.bytes, world.size)
-        if self._team.size == 1 and self.outer.step.is_mean:
+        if self._team.size == 1 and self.outer.is_mean:
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
 
@@ -184,17 +173,18 @@ class OuterEngine(Engine):
         own = {name for name, one in model.named_buffers() if id(one) in held}
         total = self._timetable.total
         steps = None if total is None else max(0, total - self._together) // self._timetable.every
-        step = OuterStep(*loop.rates(steps))
+        lr, momentum = loop.rates(steps)
+        optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             lambda: {name: one for name, one in model.named_buffers() if name in own},
-            *(self._team, parts.lanes, step, loop.fragments, loop.delay > 0),
+            *(self._team, parts.lanes, None if (lr, momentum) == (1, 0) else optimizer, loop.fragments, loop.delay > 0),
             policy=policy,
             seed=config.seed,
             nodes=nodes,
             bucket_bytes=plan.sync.bucket_bytes,
         )
-        agree = plan.pipeline.micro_batches, self._timetable, step, loop.delay, self.outer.fingerprint
+        agree = plan.pipeline.micro_batches, self._timetable, lr, momentum, loop.delay, self.outer.fingerprint
         replicate(model, self._team, agree=agree)
         #: Integers have no mean: those of the first party count where a model is tested or saved.
         self._buffers = [ReplicaBuffers(one, self._team, None) for one in modules]
@@ -223,10 +213,10 @@ class OuterEngine(Engine):
         self._read(1)  # the step before is known by now
         arrival, waited = self._exchange(own, given)
         if arrival is None:
-            return OwnOutcome(own, round(given.global_samples or given.samples * self._team.size), self._full_bytes)
-        return MetOutcome(own, arrival, waited, self._full_bytes)
+            return PartyOutcome(own, round(given.global_samples or given.samples * self._team.size), self._full_bytes)
+        return ExchangeOutcome(own, arrival, waited, self._full_bytes)
 
-    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[Arrival | None, float]:
+    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[OuterResult | None, float]:
         """Send and take what is due after a step."""
         assert self._round is not None
         arrival, waited = None, 0.0
@@ -237,7 +227,7 @@ class OuterEngine(Engine):
             started = time.perf_counter()
             if one.sent == self._steps:
                 self._send(one.fragment, own, given, plain=self._round.is_last and one.arrives == self._round.stop)
-            if one.arrives == self._steps and self.outer.flight is not None:
+            if one.arrives == self._steps and self.outer.exchange is not None:
                 arrived = self.outer.arrive()
                 # Several fragments arrive in the last step.
                 arrival = arrived if arrival is None else arrived._replace(sent=arrival.sent + arrived.sent)
@@ -247,7 +237,7 @@ class OuterEngine(Engine):
     def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
         self._read(0)
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
-        report = Report(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
+        report = OuterReport.of(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
         self._flags = [False, False]
         self.outer.send(fragment, report, plain=plain)
 
@@ -268,7 +258,7 @@ class OuterEngine(Engine):
     @property
     def _differs(self) -> bool:
         """Whether workers have, or may have, different weights."""
-        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.step.is_mean)
+        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.is_mean)
 
     @contextmanager
     def _at_last_exchange(self) -> Iterator[None]:
@@ -357,7 +347,7 @@ class OuterEngine(Engine):
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `common_state` returned."""
         if self.parted and "round" in state:
-            self._round = None if state["round"] is None else Round(*state["round"])
+            self._round = None if state["round"] is None else OuterRound(*state["round"])
             self.outer.load_common_state(state)
 
     def state_dict(self) -> dict[str, Any]:
