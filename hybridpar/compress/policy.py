@@ -297,7 +297,7 @@ class Policy:
 
 _NONE = parse_codec("none")
 
-#: What asks for a choice of the planner in place of a policy.
+#: What asks for a choice of the planner instead of a policy.
 AUTO = "auto"
 
 
@@ -375,18 +375,18 @@ def check_compression(
     if is_auto(codec):
         return
     policy = _read(codec, parameters)
-    for name, one in parameters.items():
-        used = policy.codec_of(name)
-        if one.requires_grad and one.dtype != torch.float32 and policy.text_of(name) != "none" and used.fits(one.shape):
+    for name, tensor in parameters.items():
+        coded = policy.text_of(name) != "none" and policy.codec_of(name).fits(tensor.shape)
+        if coded and tensor.requires_grad and tensor.dtype != torch.float32:
             raise UsageError(
-                f"the parameter {name!r} of type {one.dtype} with --compress {codec}",
+                f"the parameter {name!r} of type {tensor.dtype} with --compress {codec}",
                 "Codecs take float32 gradients.",
                 f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
             )
     for rule, optimizer in itertools.product(policy.rules, optimizers):
         check_optimizer(rule.codec, optimizer)
     if tell and replicas == 1 and not policy.changes_nothing:
-        _log.warning("--compress %s can gain nothing: there is one replica, and its gradients go nowhere", codec)
+        _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
 
 
 def _read(codec: str | Policy, names: Collection[str]) -> Policy:

@@ -33,15 +33,15 @@ def choose_codecs(
     check_fidelity(fidelity)
     texts, why = planned_codecs(fidelity), ""
     if replicas == 1:
-        why = "there is one replica, and its gradients go nowhere"
+        why = "there is a single replica, and its gradients go nowhere"
     elif not texts:
         why = f"fidelity {fidelity} allows nothing else"
     elif not isinstance(world.lane_sums[0], Group):
         why = "workers that share memory only add"
     if why:
         return "none", (f"auto     none: {why}",)
-    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
-    parameters = tuple(Parameter(name, tuple(one.shape), 0) for name, one in trained)
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
     directory = measurements_directory()
     rates = measure_rates(texts, parameters, replicas, world.device, world=world, cache=directory)
     with world.named_errors("measuring the link"):
@@ -53,7 +53,7 @@ def choose_codecs(
         prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
         buckets = stage_buckets(parameters, bucket_bytes)
         choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)
-        costs = [(sum(prices.times(bucket, one).total_ms for bucket in buckets), one) for one in choices]
+        costs = [(sum(prices.times(bucket, choice).total_ms for bucket in buckets), choice) for choice in choices]
         plain_ms = costs[0][0]
         exchange_ms, best = min(costs, key=lambda cost: cost[0] * cost[1].steps)
         if exchange_ms * best.steps > MARGIN * plain_ms:

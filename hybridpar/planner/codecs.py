@@ -118,7 +118,7 @@ class BucketTimes:
 
     @property
     def total_ms(self) -> float:
-        """All of it, one after the other."""
+        """All of it, nothing beside anything else."""
         return self.encode_ms + self.wire_ms + self.latency_ms + self.decode_ms
 
 
@@ -198,13 +198,13 @@ def _policies(
     choices = [CodecChoice("none", {})]
     for text in rates:
         left = ends if text in WITHOUT_ENDS else frozenset[str]()
-        texts = {one.name: text for one in parameters if one.name not in left}
+        texts = {layer.name: text for layer in parameters if layer.name not in left}
         choices.append(CodecChoice(text, texts, steps_factor([text]), 2 if left else 1))
     for stricter in FIDELITIES:
         allowed = {text: rates[text] for text in planned_codecs(stricter) if text in rates}
         for speed in RUNGS if allowed and workers > 1 else ():
             texts = fastest_codecs(buckets, allowed, workers, 2e3 / speed, ends)
-            if texts and all(texts != dict(one.codecs) for one in choices):
+            if texts and all(texts != dict(choice.codecs) for choice in choices):
                 kinds = sorted(set(texts.values()))
                 label = f"{', '.join(kinds)} for {len(texts)} of {len(parameters)} parameters"
                 choices.append(CodecChoice(label, texts, steps_factor(kinds), 2))
@@ -215,9 +215,9 @@ def _policies(
 
 def small_ends(parameters: Sequence[Parameter]) -> frozenset[str]:
     """The first and the last layer of a model, as far as they have at most `END` of its elements."""
-    layers = [one for one in parameters if len(one.shape) > 1]
-    most = END * sum(one.count for one in layers)
-    return frozenset(one.name for one in (*layers[:1], *layers[-1:]) if one.count <= most)
+    layers = [layer for layer in parameters if len(layer.shape) > 1]
+    most = END * sum(layer.count for layer in layers)
+    return frozenset(layer.name for layer in (*layers[:1], *layers[-1:]) if layer.count <= most)
 
 
 def fastest_codecs(
@@ -229,18 +229,18 @@ def fastest_codecs(
 ) -> dict[str, str]:
     """What layers are best sent as where a link has this speed and no latency: by name, without those left as they are.
 
-    Each kind of message that a bucket holds is a collective of its own, so a bucket has one codec, for those of its
+    Each kind of message that a bucket holds is another collective, so a bucket has one codec, for those of its
     layers that it makes faster.
     """
     texts: dict[str, str] = {}
     for bucket in buckets:
-        plain = {one.name: 4 * one.count * ms_per_byte for one in bucket}
+        plain = {layer.name: 4 * layer.count * ms_per_byte for layer in bucket}
         total = sum(plain.values())
         best, fastest = MARGIN * total, dict[str, str]()
         for text, rate in rates.items():
             codec, left = parse_codec(text), ends if text in WITHOUT_ENDS else ()
-            fitting = [one for one in bucket if one.name not in left and codec.fits(one.shape)]
-            coded = {one.name: _coded_ms(one, codec, rate, workers, ms_per_byte) for one in fitting}
+            fitting = [layer for layer in bucket if layer.name not in left and codec.fits(layer.shape)]
+            coded = {layer.name: _coded_ms(layer, codec, rate, workers, ms_per_byte) for layer in fitting}
             gains = {name: plain[name] - time for name, time in coded.items() if time < plain[name]}
             if gains and total - sum(gains.values()) < best:
                 best, fastest = total - sum(gains.values()), dict.fromkeys(gains, text)
@@ -248,9 +248,9 @@ def fastest_codecs(
     return texts
 
 
-def _coded_ms(one: Parameter, codec: Codec, rate: CodecRate, workers: int, ms_per_byte: float) -> float:
-    moving = sum(entry.bytes for entry in lasting_rounds(codec, one.shape, workers))
-    return sum(rate.times(one.count)) + moving * ms_per_byte
+def _coded_ms(layer: Parameter, codec: Codec, rate: CodecRate, workers: int, ms_per_byte: float) -> float:
+    moving = sum(entry.bytes for entry in lasting_rounds(codec, layer.shape, workers))
+    return sum(rate.times(layer.count)) + moving * ms_per_byte
 
 
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:

@@ -158,7 +158,7 @@ def _settled(config: TrainConfig, world: World, decided: Collection[str]) -> tup
         placement=config.placement or plan.placement.kind,
         memory_format="channels_last" if plan.channels_last else "contiguous",
     )
-    return settled, frozenset(one.name for one in fields(TrainConfig)) - {"compress"}
+    return settled, frozenset(option.name for option in fields(TrainConfig)) - {"compress"}
 
 
 def _require_effect(

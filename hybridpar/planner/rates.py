@@ -28,7 +28,7 @@ _COLD_BYTES, _MOST_PIECES, _TRIES = 16 << 20, 16, 4
 
 
 class _Alone(Group):
-    """A group of which this worker is the first and the only one: whatever it sends comes back from all the others."""
+    """A group in which this worker is alone: whatever it sends comes back as if from all the others."""
 
     rank = 0
     size = 0
@@ -40,9 +40,9 @@ class _Alone(Group):
         """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        own = split(inp, in_sizes)[self.rank]
+        mine = split(inp, in_sizes)[self.rank]
         for piece in split(out, out_sizes):
-            piece.copy_(own)
+            piece.copy_(mine)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
@@ -67,14 +67,14 @@ class CodecRate:
         """Milliseconds to write and to read a parameter of so many elements.
 
         On the line between the two nearest that were tried. A smaller parameter than any takes as long as the smallest,
-        a larger one longer in proportion; so does every one where only one was tried.
+        a larger one longer in proportion; so does every parameter where a single size was tried.
         """
         known = sorted(self.tried)
         if count >= known[-1] or len(known) == 1:
             encode, decode = self.tried[known[-1]]
             return encode * count / known[-1], decode * count / known[-1]
-        place = min(max(bisect_right(known, count), 1), len(known) - 1)
-        low, high = known[place - 1], known[place]
+        index = min(max(bisect_right(known, count), 1), len(known) - 1)
+        low, high = known[index - 1], known[index]
         part = max(0.0, (count - low) / (high - low))
         encode, decode = (
             before + part * (after - before) for before, after in zip(self.tried[low], self.tried[high], strict=True)
@@ -91,8 +91,8 @@ def measure_codec(
     if not fitting:
         return None
     tried, noise = {}, 0.0
-    for place in sorted({0, len(fitting) // 2, len(fitting) - 1}):
-        shape = _piece(codec, fitting[place])
+    for index in sorted({0, len(fitting) // 2, len(fitting) - 1}):
+        shape = _piece(codec, fitting[index])
         encode, decode, apart = _time_exchanges(codec, shape, workers, device)
         tried[math.prod(shape)] = encode, decode
         noise = max(noise, apart)
@@ -115,23 +115,23 @@ def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _time_exchanges(
     codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device
 ) -> tuple[float, float, float]:
-    """Milliseconds to write and to read the messages of one piece of several that are exchanged together, and noise.
+    """Milliseconds to write and to read the messages of a piece of several that are exchanged together, and noise.
 
-    In a step a bucket comes to the codec from memory, after all others; one piece again and again would stay in cache.
+    In a step a bucket comes to the codec from memory, after all others; the same piece each time would stay in cache.
     """
     draw = torch.Generator().manual_seed(0)
     count = math.prod(shape)
     pieces = max(1, min(_MOST_PIECES, _COLD_BYTES // (4 * count)))
     exchange = Exchange(
-        [bind(codec, TensorSpec(f"trial {place}", shape, workers=workers, device=device)) for place in range(pieces)]
+        [bind(codec, TensorSpec(f"trial {index}", shape, workers=workers, device=device)) for index in range(pieces)]
     )
     gradients = [torch.randn(count, generator=draw, dtype=torch.float32).to(device) for _ in range(pieces)]
-    results = [torch.empty_like(one) for one in gradients]
+    results = [torch.empty_like(gradient) for gradient in gradients]
     times = []
-    for _ in range(1 + _TRIES):  # the first one makes the scratch memory
+    for _ in range(1 + _TRIES):  # the first makes the scratch memory
         timer = exchange.run(_Alone(workers), gradients, results).timer
         exchange.commit()
         assert timer is not None
         times.append(timer.times())
-    encode, decode = (statistics.median(getattr(one, way) for one in times[1:]) for way in ("encode", "decode"))
-    return encode / pieces, decode / pieces, halves_apart([one.encode + one.decode for one in times[1:]])
+    encode, decode = (statistics.median(getattr(phase, way) for phase in times[1:]) for way in ("encode", "decode"))
+    return encode / pieces, decode / pieces, halves_apart([phase.encode + phase.decode for phase in times[1:]])

@@ -80,12 +80,11 @@ class OuterReport(NamedTuple):
     @classmethod
     def of(cls, loss: float, samples: int, squares: float, committed: bool, weight: int, *wishes: bool) -> OuterReport:
         """The report of a step; squares are below 0 where they are not known. Wishes are to stop, and to save."""
-        known = committed and squares >= 0
         counted = samples if committed and math.isfinite(loss) else 0
+        known = committed and squares >= 0
+        norm = (1, squares) if known else (0, 0.0)
         stop, save = wishes or (False, False)
-        return cls(
-            loss * counted if counted else 0.0, counted, known, squares if known else 0.0, samples, stop, save, weight
-        )
+        return cls(loss * counted if counted else 0.0, counted, *norm, samples, stop, save, weight)
 
 
 _HEAD = len(OuterReport._fields)
@@ -191,7 +190,15 @@ class _Fragment:
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide tensors, in order, into parts of nearly equal bytes, none of them empty: indices of each part."""
+    """Divide tensors, in order, into parts of nearly equal bytes, none of them empty.
+
+    Args:
+        sizes: Bytes of each tensor, at least as many as parts.
+        parts: Number of parts.
+
+    Returns:
+        Indices of each part.
+    """
     sums, ends = [0, *accumulate(sizes)], [0]
     for part in range(1, parts):
         wanted = part * sums[-1] / parts
@@ -204,7 +211,7 @@ class OuterLoop:
     """Exchanges the parameters of workers that train alone.
 
     The calls: `begin` when workers part; for each exchange `send` and, in the same step or some steps later, `arrive`.
-    At most one exchange is on its way. All are made between steps, on all workers after the same step.
+    At most a single exchange is on its way. All are made between steps, on all workers after the same step.
     """
 
     def __init__(
@@ -222,8 +229,9 @@ class OuterLoop:
         bucket_bytes: int = 8 << 20,
     ) -> None:
         self._team, self._lanes = team, lanes
-        self._optimizer = optimizer
-        self._delayed = delayed
+        self._optimizer, self._delayed = optimizer, delayed
+        #: Whether the new weights are the workers' mean.
+        self.is_mean = optimizer is None
         self._lane = lanes.open("outer", priority=-1)
         policy = read_policy(policy) if isinstance(policy, str) else policy
         check_outer_policy(policy)
@@ -245,11 +253,6 @@ class OuterLoop:
             fragment.compression.cut(fragment.buckets)
         #: The exchange that is under way.
         self.exchange: OuterExchange | None = None
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether the new weights are the workers' mean."""
-        return self._optimizer is None
 
     @property
     def fingerprint(self) -> str:

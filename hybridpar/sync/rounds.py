@@ -45,7 +45,7 @@ class OuterRound:
     is_last: bool = False
 
     def transfers(self, fragments: int, delay: int) -> list[Transfer]:
-        """What is exchanged, in order; at most one fragment is on its way at a time."""
+        """What is exchanged, in order; at most a single fragment is on its way at a time."""
         length = self.stop - self.start
         ends = [self.start + (index + 1) * length // fragments for index in range(fragments)]
         slots = [Transfer(end - delay, end, index) for index, end in enumerate(ends)]

@@ -48,72 +48,49 @@ from hybridpar.train.engine import Engine, EngineParts
 _log = logging.getLogger(__name__)
 
 
-class PartyOutcome(StepOutcome):
-    """What a worker knows of a step that its party took alone."""
+class OuterOutcome(StepOutcome):
+    """What a worker knows of a step that its party took alone, or with the exchange that it ended with.
 
-    is_agreed = False
+    Of an exchange all workers know the same. What is known of the party's step is read when it is asked for.
+    """
 
-    def __init__(self, own: StepOutcome, samples: int, full: int) -> None:
-        self._own, self._samples, self._full = own, samples, full
-
-    @property
-    def exposed_sync_ms(self) -> float:  # type: ignore[override]
-        """Time in which the worker only waited for its party."""
-        return self._own.exposed_sync_ms
-
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes that this worker sent to its party."""
-        return self._own.bytes_sent
-
-    @property
-    def spans(self) -> StepSpans:
-        """When the step ran."""
-        return self._own.spans
-
-    @property
-    def sync(self) -> SyncFigures:
-        """What was sent of what an all-reduce would have."""
-        return replace(self._own.sync, bytes_before=self._full)
-
-    def _value(self, index: int) -> float:
-        if index == 1:
-            return self._samples
-        return 0.0 if index in (2, 3) else self._own._value(index)
-
-
-class ExchangeOutcome(StepOutcome):
-    """What all workers know of a step that ended with an exchange."""
-
-    def __init__(self, own: StepOutcome, arrival: OuterResult, exposed_sync_ms: float, full: int) -> None:
-        report = arrival.report
-        squares = report.squares / report.norms if report.norms else -1.0
-        loss = report.loss / report.counted if report.counted else float("nan")
-        self._values = (loss, report.samples, report.stop, report.save, float(arrival.good), squares)
-        self._own, self._arrival, self._waited, self._full = own, arrival, exposed_sync_ms, full
+    def __init__(
+        self, party: StepOutcome, samples: int, full: int, result: OuterResult | None = None, waited_ms: float = 0.0
+    ) -> None:
+        self.is_agreed = result is not None
+        self._party, self._samples, self._full = party, samples, full
+        self._result, self._waited_ms = result, waited_ms
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
         """Time in which the worker only waited for its party, or for the exchange."""
-        return self._own.exposed_sync_ms + self._waited
+        return self._party.exposed_sync_ms + self._waited_ms
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this worker sent to its party, and to others."""
-        return self._own.bytes_sent + self._arrival.sent
+        return self._party.bytes_sent + (0 if self._result is None else self._result.sent)
 
     @property
     def spans(self) -> StepSpans:
-        """When the step ran; the exchange is not in it."""
-        return self._own.spans
+        """When the step ran; an exchange is not in it."""
+        return self._party.spans
 
     @property
     def sync(self) -> SyncFigures:
-        """What the exchange took."""
-        return replace(add_up([self._arrival.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
+        """What the exchange took, or else the party's sync, of what an all-reduce would have sent."""
+        if self._result is None:
+            return replace(self._party.sync, bytes_before=self._full)
+        return replace(add_up([self._result.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
 
     def _value(self, index: int) -> float:
-        return self._values[index]
+        if self._result is None:
+            known = {1: self._samples, 2: 0.0, 3: 0.0}
+            return known[index] if index in known else self._party._value(index)
+        report = self._result.report
+        squares = report.squares / report.norms if report.norms else -1.0
+        loss = report.loss / report.counted if report.counted else float("nan")
+        return (loss, report.samples, report.stop, report.save, float(self._result.good), squares)[index]
 
 
 class OuterEngine(Engine):
@@ -211,15 +188,14 @@ class OuterEngine(Engine):
         self._steps += 1
         self._unread.append((own, given.samples))
         self._read(1)  # the step before is known by now
-        arrival, waited = self._exchange(own, given)
-        if arrival is None:
-            return PartyOutcome(own, round(given.global_samples or given.samples * self._team.size), self._full_bytes)
-        return ExchangeOutcome(own, arrival, waited, self._full_bytes)
+        result, waited = self._exchange(own, given)
+        samples = round(given.global_samples or given.samples * self._team.size)
+        return OuterOutcome(own, samples, self._full_bytes, result, waited)
 
     def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[OuterResult | None, float]:
         """Send and take what is due after a step."""
         assert self._round is not None
-        arrival, waited = None, 0.0
+        result, waited = None, 0.0
         for one in self._round.transfers(len(self._marks), self._delay):
             if self._steps not in (one.sent, one.arrives):
                 continue
@@ -230,9 +206,9 @@ class OuterEngine(Engine):
             if one.arrives == self._steps and self.outer.exchange is not None:
                 arrived = self.outer.arrive()
                 # Several fragments arrive in the last step.
-                arrival = arrived if arrival is None else arrived._replace(sent=arrival.sent + arrived.sent)
+                result = arrived if result is None else arrived._replace(sent=result.sent + arrived.sent)
             waited += (time.perf_counter() - started) * 1e3
-        return arrival, waited
+        return result, waited
 
     def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
         self._read(0)

@@ -48,7 +48,7 @@ def test_all_workers_take_the_codec_whose_exchange_takes_least(fidelity, shared,
         line = line.replace("fp16 (", f"{text} (")
     else:
         assert text == policy
-    assert any(line in one for one in lines), lines
+    assert any(line in said for said in lines), lines
 
 
 def measured(world: World) -> LinkLevel:
@@ -92,5 +92,5 @@ def test_with_plan_none_the_search_is_for_the_codec_alone(monkeypatch):
 def test_a_single_worker_has_nothing_to_choose_and_is_told_so(caplog):
     with Trainer(Net(), config=TrainConfig(compress="auto", fidelity="close"), world=World()) as trainer:
         assert trainer.plan.sync.codec == "none"
-        assert "one replica" in trainer.planned.lines[0]
+        assert "a single replica" in trainer.planned.lines[0]
         assert not caplog.records
