@@ -113,7 +113,7 @@ def plan_run(
     found: _Found = None, ()
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
-    elif not (config.searches or config.chooses):
+    elif not config.searches and (not config.chooses or config.replicas == 1):
         pass
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))

@@ -139,7 +139,6 @@ class _Fragment:
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> None:
         self.buckets = make_buckets(parameters, limit)
-        self.names = [slot.name for bucket in self.buckets for slot in bucket.slots]
         self.parameters: list[Tensor] = [slot.parameter for bucket in self.buckets for slot in bucket.slots]
         #: Weights of the last exchange, and the optimizer's momentum if it has any; by bucket, 1-D.
         self.anchors: list[Tensor] = []
@@ -165,8 +164,7 @@ class _Fragment:
 
     def gather(self) -> list[Tensor]:
         """The parameters in new memory, by bucket, 1-D."""
-        firsts = [(bucket, bucket.slots[0].parameter) for bucket in self.buckets]
-        flats = [torch.empty(bucket.numel, dtype=bucket.dtype, device=first.device) for bucket, first in firsts]
+        flats = [bucket.slots[0].parameter.new_empty(bucket.numel) for bucket in self.buckets]
         torch._foreach_copy_(list(self.views(flats).values()), self.parameters)
         return flats
 
@@ -279,14 +277,6 @@ class OuterLoop:
         self._note_buffers()
 
     @torch.no_grad()
-    def reset_anchors(self) -> None:
-        """The weights as they are now are those of the last exchange; momentum stays."""
-        for fragment in self.fragments:
-            torch._foreach_copy_(fragment.anchors, fragment.gather())
-        self.exchange = None
-        self._note_buffers()
-
-    @torch.no_grad()
     def load_last(self) -> None:
         """Give parameters and buffers the values of the last exchange, which are equal on all workers."""
         for fragment in self.fragments:
@@ -391,9 +381,7 @@ class OuterLoop:
             for key, flats in (("anchors", fragment.anchors), ("momentum", fragment.moments)):
                 for name, view in fragment.views(flats).items():
                     view.copy_(state[key].get(name, view))
-        self._last_buffers |= {
-            name: state["buffers"][name] for name in self._last_buffers.keys() & state["buffers"].keys()
-        }
+        self._last_buffers |= {name: value for name, value in state["buffers"].items() if name in self._last_buffers}
 
     def _note_buffers(self) -> None:
         now = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}

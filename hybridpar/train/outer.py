@@ -353,8 +353,7 @@ class OuterEngine(Engine):
         self._flags, self._trained, self._marks = [False, False], 0, [0] * len(self._marks)
         own = state.get("local", {}) if self.parted else {}
         self.outer.load_state_dict(own.get("outer", {}))
-        if not own:
-            self.outer.reset_anchors()
+        if not own:  # all are at the weights of the last exchange
             return
         load_values(self.model, own["model"])
         for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):

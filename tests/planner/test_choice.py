@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
@@ -11,6 +12,8 @@ from hybridpar.machine.cluster_file import LinkLevel
 from hybridpar.plan import Plan
 from hybridpar.planner import choice, planned_run
 from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.measure_run import Question
+from hybridpar.planner.planned_run import PlannedRun
 from tests.ranks import run_ranks
 from tests.sync.test_compression import Net, Staged, batch
 
@@ -62,7 +65,8 @@ def test_all_workers_know_the_same_link():
     assert others == [first, first]
 
 
-def test_with_plan_none_the_search_is_for_the_codec_alone(monkeypatch):
+def settled(world: World) -> tuple[list[Question], PlannedRun]:
+    """What is searched for with `--plan none`, and what comes of an answer that says more than that."""
     answer = Plan.model_validate(
         {
             "model": {"name": "Staged", "fingerprint": "0" * 16, "parameters": 10},
@@ -73,20 +77,25 @@ def test_with_plan_none_the_search_is_for_the_codec_alone(monkeypatch):
     )
     asked = []
 
-    def search(model, world, question, announce):
+    def search(model: nn.Module, world: World, question: Question, announce: object) -> tuple[Plan, tuple[str, ...]]:
         asked.append(question)
         return answer, ("plan     the answer",)
 
-    monkeypatch.setattr(planned_run, "_search", search)
     config = TrainConfig(plan="none", compress="auto", fidelity="close", stages=2, micro_batches=2)
-    followed = planned_run.plan_loop(Staged(), config, World(), batch(0, 0)[0], 10**6, "net")
-    assert asked[0].fixed == Fixed(
-        *(1, 2, 1, 2, "greedy", "linear", "contiguous", "stock"), every_step=True, shard_optimizer=False
-    )
-    assert followed.lines == ("plan     the answer",)
-    plan = followed.plan
-    assert plan.sync.codec == "a.* -> fp16"
-    assert (plan.pipeline.schedule, plan.pipeline.micro_batches, plan.sync.lanes) == ("greedy", 2, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned_run, "_search", search)
+        return asked, planned_run.plan_loop(Staged(), config, world, batch(0, 0)[0], 10**6, "net")
+
+
+def test_with_plan_none_the_search_is_for_the_codec_alone():
+    for (question,), run in run_ranks(settled, 4):
+        assert question.fixed == Fixed(
+            *(4, 2, 2, 2, "greedy", "linear", "contiguous", "stock"), every_step=True, shard_optimizer=False
+        )
+        assert run.lines == ("plan     the answer",)
+        assert run.plan.sync.codec == "a.* -> fp16"
+        pipeline = run.plan.pipeline
+        assert (pipeline.schedule, pipeline.micro_batches, run.plan.sync.lanes) == ("greedy", 2, 2)
 
 
 def test_a_single_worker_has_nothing_to_choose_and_is_told_so(caplog):

@@ -157,7 +157,7 @@ def test_fragments_hold_every_parameter_once(parts):
     net = nn.Sequential(tied, nn.Linear(4, 2), tied)
     with Lanes("cpu") as lanes:
         loop = OuterLoop(dict(net.named_parameters()), dict, ALONE, lanes, NESTEROV, 2)
-    assert sorted(name for fragment in loop.fragments for name in fragment.names) == [
+    assert sorted(name for fragment in loop.fragments for name in fragment.views(fragment.gather())) == [
         "0.bias",
         "0.weight",
         "1.bias",
