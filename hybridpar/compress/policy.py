@@ -337,7 +337,7 @@ def agree_on_policy(
     """
     mine: str | Policy | HybridparError
     try:
-        mine = AUTO if is_auto(codec) else _read(codec, names)
+        mine = read_for(codec, names)
     except HybridparError as error:
         mine = error
     said = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
@@ -372,9 +372,9 @@ def check_compression(
     tell: bool = True,
 ) -> None:
     """Check what `--compress` says also where nothing is exchanged, and say so."""
-    if is_auto(codec):
+    policy = read_for(codec, parameters)
+    if not isinstance(policy, Policy):
         return
-    policy = _read(codec, parameters)
     for name, tensor in parameters.items():
         coded = policy.text_of(name) != "none" and policy.codec_of(name).fits(tensor.shape)
         if coded and tensor.requires_grad and tensor.dtype != torch.float32:
@@ -389,7 +389,10 @@ def check_compression(
         _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
 
 
-def _read(codec: str | Policy, names: Collection[str]) -> Policy:
+def read_for(codec: str | Policy, names: Collection[str]) -> str | Policy:
+    """The policy that a text names, checked against all parameters of a model; `auto` as it is."""
+    if is_auto(codec):
+        return AUTO
     policy = read_policy(codec) if isinstance(codec, str) else codec
     policy.check(names)
     return policy

@@ -23,7 +23,7 @@ from hybridpar.comm.world import World
 from hybridpar.compress import Policy, TorchGroup, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.compress.group import timeout_of
-from hybridpar.compress.policy import AUTO, agree_on_policy, is_auto
+from hybridpar.compress.policy import agree_on_policy, is_auto, read_for
 from hybridpar.errors import CheckpointError, UsageError, nearest
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class DataParallel(DistributedDataParallel):
         **options: Any,
     ) -> None:
         check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
-        policy = read_compress(compress, module)
+        policy = read_for(compress, dict(module.named_parameters()))
         with warnings.catch_warnings(record=True) as told:
             super().__init__(module, *arguments, **options)
         for one in told:  # of options that torch is about to drop: at the caller's line, not at this one
@@ -105,7 +105,7 @@ class DataParallel(DistributedDataParallel):
                 "Gradients are compressed in the hook of DistributedDataParallel.",
                 "Train with plain DDP, or leave out compress.",
             )
-        policy = read_compress(compress, ddp.module)
+        policy = read_for(compress, dict(ddp.module.named_parameters()))
         ddp.__class__ = cls
         assert isinstance(ddp, DataParallel)
         ddp._register(policy, seed, fidelity)
@@ -124,8 +124,7 @@ class DataParallel(DistributedDataParallel):
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )
-        names = [name for name, _ in self.module.named_parameters()]
-        agreed = agree_on_policy(policy, names, world.gather, fidelity)
+        agreed = agree_on_policy(policy, dict(self.module.named_parameters()), world.gather, fidelity)
         if not isinstance(agreed, Policy):
             agreed = _choose(self.module, world, fidelity)
         self._may_differ = size == 1 or is_auto(policy)
@@ -202,15 +201,6 @@ class DataParallel(DistributedDataParallel):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state["compression"], state["compress"] = None, "none"
         return state
-
-
-def read_compress(compress: str | Policy, module: nn.Module) -> str | Policy:
-    """Read what `compress` says, before anything is sent."""
-    if is_auto(compress):
-        return AUTO
-    policy = read_policy(compress) if isinstance(compress, str) else compress
-    policy.check([name for name, _ in module.named_parameters()])
-    return policy
 
 
 def check_options(what: str, options: Mapping[str, Any], takers: Sequence[Any]) -> None:
