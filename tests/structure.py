@@ -29,7 +29,7 @@ LAYERS: dict[str, set[str]] = {
     "compress": {"codegen", "comm", "errors", "formats", "machine", "registry", "spec"},
     "sync": {"codegen", "comm", "compress", "errors", "lanes", "machine", "models"},
     "plan": {"errors", "formats"},
-    "pipeline": {"comm", "errors", "lanes", "models", "schedule", "sync"},
+    "pipeline": {"comm", "compress", "errors", "lanes", "models", "schedule", "sync"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry"},
     "config": {"errors", "schedule", "spec"},
     "planner": {
@@ -52,6 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "data": {"config", "errors", "lanes", "machine", "registry"},
     "train": {
         "comm",
+        "compress",
         "config",
         "data",
         "errors",

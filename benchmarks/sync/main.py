@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from benchmarks.rig.command import measure_in_ranks, run_command
 from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing, parse_link
-from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.errors import UsageError
+from hybridpar.planner.codecs import FIDELITIES, PROVEN
 
 RESULTS = Path(__file__).parent / "results"
 

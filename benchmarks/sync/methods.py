@@ -278,15 +278,15 @@ class _Own(Method):
         name, _, fidelity = codec.partition(":")
         options: dict[str, Any] = {"compress": codec}
         if name == "auto" and fidelity:
-            options = {"compress": name, "fidelity": fidelity}
+            options = {"compress": name, "fidelity": fidelity, "plan": "none"}
         config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
         world = place.world(lanes)
         self.model = setting.build()
-        # As in `hybridpar train`, what backward hides of the sync does not count for auto.
-        example = torch.zeros(setting.batch, 3, setting.side, setting.side) if name == "auto" else None
-        self._trainer = Trainer(
-            self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world, example=example
-        )
+        # As in `hybridpar train`, the codec is searched for: by the inputs, for a run that is long enough.
+        known: dict[str, Any] = {}
+        if name == "auto":
+            known = {"example": torch.zeros(setting.batch, 3, setting.side, setting.side), "total_steps": 10**6}
+        self._trainer = Trainer(self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world, **known)
         self._sent = 0
         self.note = f"{lanes} lanes, {world.transport}"
         if name == "auto":

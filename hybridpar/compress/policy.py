@@ -23,8 +23,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import itertools
+import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +37,10 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
-from hybridpar.errors import UsageError, shortened
+from hybridpar.errors import HybridparError, UsageError, shortened
 from hybridpar.spec import fields_of, read_values, split_fields
+
+_log = logging.getLogger(__name__)
 
 #: Characters of a codec with all its options.
 _LONGEST = 500
@@ -293,6 +297,14 @@ class Policy:
 
 _NONE = parse_codec("none")
 
+#: What asks for a choice of the planner instead of a policy.
+AUTO = "auto"
+
+
+def is_auto(codec: str | Policy) -> bool:
+    """Whether the planner is to choose the policy."""
+    return isinstance(codec, str) and codec.strip() == AUTO
+
 
 def read_policy(text: str) -> Policy:
     """The policy that a text names; see the module's header.
@@ -313,6 +325,77 @@ def read_policy(text: str) -> Policy:
             raise UsageError(what, "Rules are pattern -> codec, joined by ;.")
         rules.append(Rule(pattern, parse_codec(codec)))
     return Policy(tuple(rules))
+
+
+def agree_on_policy(
+    codec: str | Policy, names: Collection[str], gather: Callable[[Any], Sequence[Any]], fidelity: str = ""
+) -> str | Policy:
+    """Read a policy on all workers and compare them; a collective.
+
+    Workers that compress by different rules would read each other's messages wrongly. `auto` stays as it is, and an
+    error of a single worker is raised on all of them.
+    """
+    mine: str | Policy | HybridparError
+    try:
+        mine = read_for(codec, names)
+    except HybridparError as error:
+        mine = error
+    said = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
+    answers = gather(("", mine.what) if isinstance(mine, HybridparError) else (said, ""))
+    if isinstance(mine, HybridparError):
+        raise mine
+    first = answers[0][0]
+    for rank, (text, problem) in enumerate(answers):
+        if problem:
+            raise UsageError(
+                f"worker {rank} cannot use the compression policy that it was given: {problem}",
+                "All workers compress alike.",
+                "Give every worker the same policy.",
+            )
+        if text != first:
+            chooses = AUTO in (text.split()[0], first.split()[0])
+            raise UsageError(
+                f"worker {rank} was given another compression policy than worker 0: "
+                + (f"{text} and not {first}" if chooses else read_policy(first).difference(read_policy(text))),
+                "What a worker writes another reads, by the same rules.",
+                "Start all workers with the same --compress.",
+            )
+    return mine
+
+
+def check_compression(
+    codec: str | Policy,
+    parameters: Mapping[str, torch.Tensor],
+    replicas: int,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    tell: bool = True,
+) -> None:
+    """Check what `--compress` says also where nothing is exchanged, and say so."""
+    policy = read_for(codec, parameters)
+    if not isinstance(policy, Policy):
+        return
+    for name, tensor in parameters.items():
+        coded = policy.text_of(name) != "none" and policy.codec_of(name).fits(tensor.shape)
+        if coded and tensor.requires_grad and tensor.dtype != torch.float32:
+            raise UsageError(
+                f"the parameter {name!r} of type {tensor.dtype} with --compress {codec}",
+                "Codecs take float32 gradients.",
+                f"Keep parameters in float32 (--amp leaves them there), or start the rules with {name} -> none.",
+            )
+    for rule, optimizer in itertools.product(policy.rules, optimizers):
+        check_optimizer(rule.codec, optimizer)
+    if tell and replicas == 1 and not policy.changes_nothing:
+        _log.warning("--compress %s can gain nothing: there is a single replica, and its gradients go nowhere", codec)
+
+
+def read_for(codec: str | Policy, names: Collection[str]) -> str | Policy:
+    """The policy that a text names, checked against all parameters of a model; `auto` as it is."""
+    if is_auto(codec):
+        return AUTO
+    policy = read_policy(codec) if isinstance(codec, str) else codec
+    policy.check(names)
+    return policy
 
 
 def exact_rules(codecs: Iterable[tuple[str, str]]) -> Policy:

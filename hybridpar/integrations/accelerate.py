@@ -22,9 +22,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar.compress import Policy
+from hybridpar.compress.policy import check_compression
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.integrations.data_parallel import DataParallel
-from hybridpar.sync.policy import check_compression
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from hybridpar.comm.group import TorchGroup, timeout_of
 from hybridpar.comm.world import World
 from hybridpar.compress import Policy, read_policy
 from hybridpar.compress.ddp import CodecState, ddp_hook
+from hybridpar.compress.policy import agree_on_policy, is_auto, read_for
 from hybridpar.errors import CheckpointError, UsageError, nearest
-from hybridpar.sync.choice import Part, choose_policy
-from hybridpar.sync.policy import AUTO, agree_on_policy, is_auto
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +44,8 @@ class DataParallel(DistributedDataParallel):
     Args:
         module: The model.
         arguments: As those of DDP, by position.
-        compress: How gradients are sent: `none`, a codec such as `onebit` or `powersgd:rank=2`, rules by parameter name
-            or the name of a TOML file with them, or `auto`, which measures the link and the codecs and chooses.
+        compress: How gradients are sent: `none`, a codec such as `onebit` or `powersgd:rank=2`, rules by parameter
+            name, or `auto`, which measures the link and the codecs and chooses.
         seed: For what codecs draw at random; equal on all workers.
         fidelity: What `auto` may choose from: `exact` (no codec), `close` (casts to 16 bits), or `lossy` (also the
             codecs whose accuracy was measured).
@@ -75,7 +74,7 @@ class DataParallel(DistributedDataParallel):
         **options: Any,
     ) -> None:
         check_options("DataParallel", options, (DataParallel.__init__, DistributedDataParallel.__init__))
-        policy = read_compress(compress, module)
+        policy = read_for(compress, dict(module.named_parameters()))
         with warnings.catch_warnings(record=True) as told:
             super().__init__(module, *arguments, **options)
         for one in told:  # of options that torch is about to drop: at the caller's line, not at this one
@@ -106,7 +105,7 @@ class DataParallel(DistributedDataParallel):
                 "Gradients are compressed in the hook of DistributedDataParallel.",
                 "Train with plain DDP, or leave out compress.",
             )
-        policy = read_compress(compress, ddp.module)
+        policy = read_for(compress, dict(ddp.module.named_parameters()))
         ddp.__class__ = cls
         assert isinstance(ddp, DataParallel)
         ddp._register(policy, seed, fidelity)
@@ -125,7 +124,7 @@ class DataParallel(DistributedDataParallel):
             control=group if size > 1 else None,
             transport=dist.get_backend(group),
         )
-        agreed = agree_on_policy(policy, [name for name, _ in self.module.named_parameters()], world, fidelity)
+        agreed = agree_on_policy(policy, dict(self.module.named_parameters()), world.gather, fidelity)
         if not isinstance(agreed, Policy):
             agreed = _choose(self.module, world, fidelity)
         self._may_differ = size == 1 or is_auto(policy)
@@ -204,15 +203,6 @@ class DataParallel(DistributedDataParallel):
         return state
 
 
-def read_compress(compress: str | Policy, module: nn.Module) -> str | Policy:
-    """Read what `compress` says, before anything is sent."""
-    if is_auto(compress):
-        return AUTO
-    policy = read_policy(compress) if isinstance(compress, str) else compress
-    policy.check([name for name, _ in module.named_parameters()])
-    return policy
-
-
 def check_options(what: str, options: Mapping[str, Any], takers: Sequence[Any]) -> None:
     """Refuse options that nobody takes."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -224,9 +214,9 @@ def check_options(what: str, options: Mapping[str, Any], takers: Sequence[Any]) 
 
 def _choose(module: nn.Module, world: World, fidelity: str) -> Policy:
     """What `auto` chooses for the gradients of a model."""
-    groups = [{name: one for name, one in module.named_parameters() if one.requires_grad}]
-    choice = choose_policy([Part(groups)], world, fidelity=fidelity, bucket_bytes=_BUCKET_BYTES, sync_lanes=1)
-    if world.rank == 0:
-        for line in choice.lines:
-            _log.warning(line)  # shown also where logging is not set up
-    return choice.policy
+    from hybridpar.planner.choice import choose_codecs
+
+    text, lines = choose_codecs(module, world, fidelity, _BUCKET_BYTES, world.size)
+    for line in lines if world.rank == 0 else ():
+        _log.warning(line)  # shown also where logging is not set up
+    return read_policy(text)

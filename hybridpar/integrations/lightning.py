@@ -15,9 +15,9 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar.compress import Policy
+from hybridpar.compress.policy import check_compression, is_auto
 from hybridpar.errors import UsageError
 from hybridpar.integrations.data_parallel import DataParallel, check_options
-from hybridpar.sync.policy import check_compression, is_auto
 
 #: Where a checkpoint holds the states of all workers.
 KEY = "hybridpar_compression"

@@ -178,7 +178,7 @@ def _server_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What only a run that compresses gradients, or was to choose, has to tell."""
+    """What only a run that compresses gradients has to tell."""
     rows = []
     if summary["codec"] != "none":
         codec = summary["codec"] if ";" not in summary["codec"] else f"{summary['codec'].count(';') + 1} rules"
@@ -187,12 +187,6 @@ def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         parts = [(key, name) for key, name in _SYNC_PARTS if summary[key] is not None]
         if parts:
             rows.append(("", ", ".join(f"{name} {summary[key]:.2f} ms" for key, name in parts), ""))
-    predicted, measured = summary["predicted_sync_ms"], summary["sync_ms"]
-    if predicted is not None and measured is not None:
-        apart = _apart(predicted, measured, summary["step_ms_median"] or 0.0)
-        rows.append(
-            ("sync", f"predicted {predicted:.2f} ms, measured {measured:.2f} ms" + f", {apart}" * bool(apart), "")
-        )
     return rows
 
 

@@ -35,7 +35,7 @@ from hybridpar.machine.steady import least_apart
 from hybridpar.models.state import twin_of, untouched
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
+from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_step_ms
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -134,18 +134,6 @@ def measure_units(
             if progress is not None:
                 progress(done + 1, passes)
     return _summarise(torch.tensor(rows, dtype=torch.float64), statistics.median(steps))
-
-
-def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> float:
-    """Time of the backward pass of a whole model, in milliseconds; the minimum of three counts, after one more."""
-    clock = Clock(next((tensor.device for tensor in (*model.parameters(), *inputs)), torch.device("cpu")))
-    with untouched(model, training=True):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        why = "What gradient sync can hide behind is measured by a backward pass of the model as it is."
-        fix = "Mend the model or the example of its inputs, or name a codec instead of `auto`."
-        _first_step(model, inputs, clock, why, fix)
-        return min(whole_backward_ms(model, inputs, clock) for _ in range(3))
 
 
 def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:

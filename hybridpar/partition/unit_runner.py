@@ -292,20 +292,10 @@ def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:
 
 
 def whole_step_ms(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
-    return sum(_whole_step(model, inputs, clock))
-
-
-def whole_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Of that the time of the backward pass."""
-    return _whole_step(model, inputs, clock)[1]
-
-
-def _whole_step(model: Callable[..., Any], inputs: Sequence[torch.Tensor], clock: Clock) -> tuple[float, float]:
+    """Time of a plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
     start = clock.mark()
     leaves = [leaf for _, leaf in tensor_leaves(model(*inputs)) if leaf.requires_grad]
-    middle = clock.mark()
     torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
     end = clock.mark()
     clock.wait()
-    return clock.between(start, middle), clock.between(middle, end)
+    return clock.between(start, end)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
+from hybridpar.compress.policy import agree_on_policy
 from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.models.deferred import like_tensor, places
@@ -36,7 +37,6 @@ from hybridpar.pipeline.stage_module import (
     device_of,
     module_of,
     move_stages,
-    parts_of,
     refresh,
 )
 from hybridpar.pipeline.stage_run import Mailbox, RandomKeys, StageRun, key_random_operations
@@ -46,11 +46,7 @@ from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.node_worlds import NodeWorlds
-from hybridpar.sync.policy import agree_on_policy, is_auto
 from hybridpar.sync.reducer import Reducer, SyncLanes, open_sync_lanes
-
-if TYPE_CHECKING:
-    from hybridpar.sync.choice import Choice
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -73,7 +69,6 @@ class PipelineEngine:
         micro_batches: int,
         *,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        time_backward: Callable[[], float] | None = None,
         after_step: Callable[[nn.Module], AfterStep] | None = None,
         make_reducer: MakeReducer = Reducer,
     ) -> None:
@@ -127,10 +122,8 @@ class PipelineEngine:
             )
         self._sums = callable(getattr(loss, "count", None))
         names = dict(model.named_parameters())
-        policy = agree_on_policy(options.sync.codec, names, world, options.sync.fidelity)
+        policy = agree_on_policy(options.sync.codec, names, world.gather)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
-        #: What was measured and chosen for gradients to be sent as, where that was asked for.
-        self.choice: Choice | None = None
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
         names_of_all = [_names(stage) for stage in stages]
@@ -149,7 +142,7 @@ class PipelineEngine:
         self._nodes: NodeWorlds | None = None
         try:
             layout = options.layout(len(stages), replica=self.replica if homes is not None else 0)
-            self._open(layout, loss, optimizer, time_backward, after_step)
+            self._open(layout, loss, optimizer, after_step)
         except BaseException:
             self._release()
             raise
@@ -159,7 +152,6 @@ class PipelineEngine:
         layout: Layout,
         loss: Loss,
         optimizer: Callable[[nn.Module], OptimizerStep | None],
-        time_backward: Callable[[], float] | None,
         after_step: Callable[[nn.Module], AfterStep] | None,
     ) -> None:
         options, lanes = self.options, self._lanes
@@ -180,19 +172,6 @@ class PipelineEngine:
                 "Each has a group of its own, beside those of the gradients.",
                 f"Make the world with more: World.join(lanes={1 + synced + sharded}).",
             )
-        if is_auto(options.sync.codec):
-            from hybridpar.sync.choice import choose_policy
-
-            self.choice = choose_policy(
-                parts_of(self._all_stages, layout, options.backward_ms),
-                replicas,
-                fidelity=options.sync.fidelity,
-                bucket_bytes=options.sync.bucket_bytes,
-                sync_lanes=max(1, sum_lanes),
-                job=self.world,
-                time_backward=time_backward,
-            )
-            options = self.options = replace(options, sync=replace(options.sync, codec=self.choice.policy))
         # A part of a job cannot be divided further.
         if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
             columns = self.grid.columns if self.grid is not None else [range(self.world.size)]

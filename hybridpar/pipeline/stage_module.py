@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.errors import ScheduleError
-from hybridpar.schedule.actions import Layout
-from hybridpar.sync.choice import Part
 
 
 class Border(Protocol):
@@ -138,19 +136,3 @@ def check_stages(stages: Sequence[StageModule]) -> None:
             f"stages {[stage.index for stage in stages]} are not all stages of a model in order",
             "A pipeline is made of what `partition_model` or `split_model` returns, as it is.",
         )
-
-
-def parts_of(
-    stages: Sequence[StageModule],
-    layout: Layout,
-    backward_ms: Sequence[float] | None,
-) -> list[Part]:
-    """What each position of a pipeline exchanges with its replicas, and behind what."""
-    parts, times = [], backward_ms
-    for position in range(layout.workers):
-        own = [index for index in range(layout.stages) if layout.home(index) == position]
-        groups = [dict(module_of(stages[index]).named_parameters()) for index in reversed(own)]
-        # The last micro-batch comes to the stages before the first of these afterwards.
-        behind = (sum(times[index] for index in own), sum(times[: own[0]])) if times else (None, 0.0)
-        parts.append(Part(groups, *behind))
-    return parts

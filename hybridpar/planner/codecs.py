@@ -1,8 +1,8 @@
-"""What a bucket of gradients costs: bytes, time and core time, by codec, link and device.
+"""What a bucket of gradients costs: bytes, time and core time, by codec, link and device; and what may be chosen.
 
-Which layers are worth a codec is decided by `hybridpar.compress.auto`, as in a run; here that is asked for several
-speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster
-link can then only make the best of them faster. The search decides which of these policies fits this link.
+Which layers are worth a codec is asked for several speeds of the link that do not depend on the cluster, so that
+candidates are the same whatever the link is: a faster link can then only make the best of them faster. The search
+decides which of these policies fits this link.
 
 How many more training steps a codec takes to the same loss comes from committed measurements; a codec that is not in
 that table is not planned with, however fast it is.
@@ -10,22 +10,40 @@ that table is not planned with, however fast it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybridpar.compress import Codec, Policy, format_codec, parse_codec
-from hybridpar.compress.auto import FIDELITIES, PLAIN, WITHOUT_ENDS, Layers, choose, kinds_of, small_ends
-from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
-from hybridpar.planner.inputs import Fidelity, PlannerInputs
-from hybridpar.planner.network import Network
+from hybridpar.compress import Codec, Policy, parse_codec, read_policy
+from hybridpar.compress.policy import exact_rules
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.network import PLAIN, Network
 from hybridpar.planner.outer_steps import OuterSteps, expected_steps, planned_intervals
 from hybridpar.planner.profile import Parameter
+from hybridpar.planner.rates import CodecRate, lasting_rounds
 from hybridpar.sync.buckets import cut_buckets
+
+#: Casts, whose rounding is that of mixed precision.
+CLOSE = ("fp16", "bf16")
+
+#: Codecs, as text, for which the table in benchmarks/sync shows that the accuracy stays: the mean difference to float32
+#: is above -0.5 points, and the lower end of its 95 % interval above -1.0; and the loss after 100 steps is at most 0.05
+#: above. With the learning rate at which it does, the best of a grid (32 images a step, momentum 0.9).
+PROVEN = {"onebit:decay=0.5": 0.01, "qsgd_mn:bits=4": 0.005}
+
+#: Codecs that leave the model's first and last layer as they are, where each has at most `END` of the elements: with
+#: few bytes more the loss stays nearer to that of float32 (benchmarks/sync).
+WITHOUT_ENDS = ("onebit:decay=0.5",)
+END = 1 / 500
+
+#: What may be chosen from. `exact` allows no codec.
+FIDELITIES: dict[str, tuple[str, ...]] = {"exact": (), "close": CLOSE, "lossy": (*CLOSE, *PROVEN)}
 
 #: Speeds of a link, in bytes per second, for which a policy is made.
 RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
 
+#: A codec is worth it where that takes at most this part of the time without: less is within the measurements' noise.
+MARGIN = 0.9
 
 #: Training steps until a loss is reached, over those that float32 takes. From benchmarks/sync/results/loss.csv
 #: (ResNet-18 on digits, two workers, means of five seeds): the codec's loss after 100 steps against the line through
@@ -68,6 +86,13 @@ class CodecChoice:
         """Steps from one exchange to the next."""
         return 1 if self.outer is None else self.outer.every
 
+    @property
+    def policy(self) -> Policy:
+        """The rules; a codec for all parameters is a rule alone."""
+        if self.rank < 2:
+            return read_policy(next(iter(self.codecs.values()), "none"))
+        return exact_rules(self.codecs.items())
+
 
 @dataclass(frozen=True)
 class BucketTimes:
@@ -91,6 +116,11 @@ class BucketTimes:
     core_ms: float | None = None
     link_part: float = 1.0
 
+    @property
+    def total_ms(self) -> float:
+        """All of it, nothing beside anything else."""
+        return self.encode_ms + self.wire_ms + self.latency_ms + self.decode_ms
+
 
 def steps_factor(codecs: Iterable[str]) -> float:
     """Steps to the target over those of float32; of several codecs the most."""
@@ -107,14 +137,22 @@ def left_out(fidelity: str) -> tuple[str, ...]:
     return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)
 
 
+def proof_lines(codecs: Iterable[str]) -> list[str]:
+    """What is known of the accuracy with codecs that lose something, where some were chosen."""
+    rates = [PROVEN[text] for text in codecs if text in PROVEN]
+    if not rates:
+        return []
+    measured = f"its accuracy was compared at a learning rate of {min(rates):g} (momentum 0.9, 32 images a step)"
+    return [f"{measured}; a higher rate may cost some"]
+
+
 def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
     """All choices of codecs, `none` first: codecs for everything, policies per layer, and outer loops.
 
     Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
     """
-    rates = tuple((text, tuple(tried.items())) for text, tried in inputs.rates.items())
-    parts = (inputs.profile.parameters, rates, inputs.workers, inputs.bucket_bytes, inputs.sync_lanes)
-    return (*_choices(inputs.fidelity, *parts), *_outer_choices(inputs))
+    parts = inputs.profile.parameters, inputs.rates, inputs.workers, inputs.bucket_bytes
+    return (*policies_of(inputs.fidelity, *parts), *_outer_choices(inputs))
 
 
 def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
@@ -135,54 +173,84 @@ def _outer_choices(inputs: PlannerInputs) -> list[CodecChoice]:
     return found
 
 
-@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
-def _choices(
-    fidelity: Fidelity,
+def policies_of(
+    fidelity: str,
     parameters: tuple[Parameter, ...],
-    rates: tuple[tuple[str, tuple[tuple[int, tuple[float, float]], ...]], ...],
+    rates: Mapping[str, Mapping[int, tuple[float, float]]],
     workers: int,
     bucket_bytes: int,
-    sync_lanes: int,
 ) -> tuple[CodecChoice, ...]:
-    found = [CodecChoice("none", {})]
-    timed = {text: CodecRate(dict(tried)) for text, tried in rates}
-    known = [text for text in planned_codecs(fidelity) if text in timed]
-    names = [one.name for one in parameters]
-    codecs = {text: parse_codec(text) for text in known}
-    # A policy leaves out what is at its default.
-    spelled = {format_codec(codec): text for text, codec in codecs.items()}
-    buckets = [[(one.name, one.shape) for one in bucket] for bucket in stage_buckets(parameters, bucket_bytes)]
-    layers = Layers(buckets, workers, sync_lanes)
-    ends = small_ends([(one.name, one.shape) for one in parameters])
-    for text in known:
-        whole = ends if text in WITHOUT_ENDS else frozenset[str]()
-        texts = {name: text for name in names if name not in whole}
-        found.append(CodecChoice(text, texts, steps_factor([text]), 2 if whole else 1))
+    """All choices of codecs for the gradients of every step, `none` first."""
+    timed = tuple((text, tuple(rates[text].items())) for text in planned_codecs(fidelity) if text in rates)
+    return _policies(fidelity, parameters, timed, workers, bucket_bytes)
+
+
+@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
+def _policies(
+    fidelity: str,
+    parameters: tuple[Parameter, ...],
+    timed: tuple[tuple[str, tuple[tuple[int, tuple[float, float]], ...]], ...],
+    workers: int,
+    bucket_bytes: int,
+) -> tuple[CodecChoice, ...]:
+    rates = {text: CodecRate(dict(tried)) for text, tried in timed}
+    buckets, ends = stage_buckets(parameters, bucket_bytes), small_ends(parameters)
+    choices = [CodecChoice("none", {})]
+    for text in rates:
+        left = ends if text in WITHOUT_ENDS else frozenset[str]()
+        texts = {layer.name: text for layer in parameters if layer.name not in left}
+        choices.append(CodecChoice(text, texts, steps_factor([text]), 2 if left else 1))
     for stricter in FIDELITIES:
-        allowed = {text: codec for text, codec in codecs.items() if text in planned_codecs(stricter)}
-        for policy in _policies(layers, allowed, timed, ends) if workers > 1 else ():
-            texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
-            if texts and all(texts != dict(one.codecs) for one in found):
+        allowed = {text: rates[text] for text in planned_codecs(stricter) if text in rates}
+        for speed in RUNGS if allowed and workers > 1 else ():
+            texts = fastest_codecs(buckets, allowed, workers, 2e3 / speed, ends)
+            if texts and all(texts != dict(choice.codecs) for choice in choices):
                 kinds = sorted(set(texts.values()))
-                label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
-                found.append(CodecChoice(label, texts, steps_factor(kinds), 2))
+                label = f"{', '.join(kinds)} for {len(texts)} of {len(parameters)} parameters"
+                choices.append(CodecChoice(label, texts, steps_factor(kinds), 2))
         if stricter == fidelity:
             break
-    return tuple(found)
+    return tuple(choices)
 
 
-def _policies(
-    layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, CodecRate], ends: frozenset[str]
-) -> list[Policy]:
-    """What layers are best sent as, for links of several speeds."""
-    if not codecs:
-        return []
-    kinds = kinds_of(codecs, [layers])
-    policies = []
-    for speed in RUNGS:
-        link = {kind: LinkCost(0.0, 1e3 * 2 / speed) for kind in kinds}
-        policies.append(choose([layers], codecs, rates, link, ends=ends)[0])
-    return policies
+def small_ends(parameters: Sequence[Parameter]) -> frozenset[str]:
+    """The first and the last layer of a model, as far as they have at most `END` of its elements."""
+    layers = [layer for layer in parameters if len(layer.shape) > 1]
+    most = END * sum(layer.count for layer in layers)
+    return frozenset(layer.name for layer in (*layers[:1], *layers[-1:]) if layer.count <= most)
+
+
+def fastest_codecs(
+    buckets: Iterable[Sequence[Parameter]],
+    rates: Mapping[str, CodecRate],
+    workers: int,
+    ms_per_byte: float,
+    ends: Collection[str] = (),
+) -> dict[str, str]:
+    """What layers are best sent as where a link has this speed and no latency: by name, without those left as they are.
+
+    Each kind of message that a bucket holds is another collective, so a bucket has one codec, for those of its
+    layers that it makes faster.
+    """
+    texts: dict[str, str] = {}
+    for bucket in buckets:
+        plain = {layer.name: 4 * layer.count * ms_per_byte for layer in bucket}
+        total = sum(plain.values())
+        best, fastest = MARGIN * total, dict[str, str]()
+        for text, rate in rates.items():
+            codec, left = parse_codec(text), ends if text in WITHOUT_ENDS else ()
+            fitting = [layer for layer in bucket if layer.name not in left and codec.fits(layer.shape)]
+            coded = {layer.name: _coded_ms(layer, codec, rate, workers, ms_per_byte) for layer in fitting}
+            gains = {name: plain[name] - time for name, time in coded.items() if time < plain[name]}
+            if gains and total - sum(gains.values()) < best:
+                best, fastest = total - sum(gains.values()), dict.fromkeys(gains, text)
+        texts |= fastest
+    return texts
+
+
+def _coded_ms(layer: Parameter, codec: Codec, rate: CodecRate, workers: int, ms_per_byte: float) -> float:
+    moving = sum(entry.bytes for entry in lasting_rounds(codec, layer.shape, workers))
+    return sum(rate.times(layer.count)) + moving * ms_per_byte
 
 
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:

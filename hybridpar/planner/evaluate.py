@@ -13,11 +13,10 @@ from functools import cache, partial
 from itertools import accumulate
 
 from hybridpar.compress import Collective
-from hybridpar.compress.auto import PLAIN
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.memory import device_bytes, device_limits, gradient_bytes, least_saved
-from hybridpar.planner.network import Network
+from hybridpar.planner.network import PLAIN, Network
 from hybridpar.planner.space import Candidate, Space
 from hybridpar.planner.speeds import LEAST_MS, shares_by_speed, stage_speeds, stage_throughputs
 from hybridpar.schedule.actions import Layout, Schedule, Shape

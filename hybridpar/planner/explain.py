@@ -32,7 +32,7 @@ _LOOSER: tuple[Fidelity, ...] = ("exact", "close", "lossy")
 #: Noise above which a profile is hardly worth planning with.
 NOISY = 0.1
 #: Why no codec is compared.
-_NO_CODEC = "no codec was timed, as workers that share memory only add, and one worker sends nothing"
+_NO_CODEC = "no codec was timed: in shared memory gradients are added where they lie, and a single worker sends nothing"
 #: Differences below this are not named.
 _SMALL_MS = 0.05
 

@@ -113,7 +113,7 @@ def fixed_by(
         every_step="sync" in decided or codecs is not None or config.cuda_graph or config.shares.strip() != "equal",
         exchanged=bool(needs_replicas(config, named)),
         staged=bool(needs_stages(config, named)),
-        shard_optimizer=True if config.shard_optimizer else (False if _looks_at_all(config) else None),
+        shard_optimizer=config.shard_optimizer if "shard_optimizer" in decided or _looks_at_all(config) else None,
         **chosen,
     )
 

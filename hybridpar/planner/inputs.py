@@ -10,23 +10,28 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from hybridpar.compress.auto import FIDELITIES
-from hybridpar.compress.rates import CodecRate
-from hybridpar.errors import PlanError, UsageError, nearest, shortened
+from hybridpar.errors import PlanError, UsageError, check, nearest, shortened
 from hybridpar.formats.file_reader import first_problem
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts
 from hybridpar.plan import Plan
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.rates import CodecRate
 
 #: Raised only together with a reader for the version before.
 INPUTS_VERSION: Literal[1] = 1
 
 Fidelity = Literal["exact", "close", "lossy"]
+
+
+def check_fidelity(fidelity: str) -> None:
+    """Refuse a fidelity that there is not."""
+    known = get_args(Fidelity)
+    check(fidelity in known, f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, known))
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,7 @@ class PlannerInputs:
     version: Literal[1] = INPUTS_VERSION
 
     def __post_init__(self) -> None:
-        if self.fidelity not in FIDELITIES:
-            raise UsageError(f"unknown fidelity {self.fidelity!r}", fix=nearest(self.fidelity, FIDELITIES))
+        check_fidelity(self.fidelity)
         for name, least in (
             ("batch", 1),
             ("optimizer_copies", self.averages),

@@ -15,7 +15,6 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
-from hybridpar.compress.rates import measure_codec
 from hybridpar.errors import HybridparError
 from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
@@ -30,6 +29,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
+from hybridpar.planner.rates import measure_codec
 from hybridpar.planner.step_costs import StepCosts, measure_step_costs
 from hybridpar.planner.store import NOISE, remembered, steadied
 from hybridpar.tvm_kernels.swap import has_tuned_kernels, optimize, restore

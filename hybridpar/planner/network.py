@@ -19,13 +19,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from hybridpar.compress import Collective
-from hybridpar.compress.auto import PLAIN
-from hybridpar.compress.rates import Kind, LinkCost
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.schedule.costs import Link
 
+#: How a message is reduced, and its type.
+Kind = tuple[Collective, torch.dtype]
+
+#: Gradients without a codec.
+PLAIN: Kind = (Collective.SUM, torch.float32)
+
 _FREE = LinkLevel(bandwidth=1e300)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What a collective of one kind costs.
+
+    Attributes:
+        latency_ms: Of an empty message.
+        ms_per_byte: For each byte that a worker hands over.
+    """
+
+    latency_ms: float
+    ms_per_byte: float
 
 
 @dataclass(frozen=True)

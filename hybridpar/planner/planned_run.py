@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
+from hybridpar.compress.policy import agree_on_policy, is_auto
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
@@ -94,6 +95,8 @@ def plan_run(
     if config.plan_file is not None:
         named &= set(given)
     decided = decided_options(config, given) if decided is None else decided
+    names = [path for path, _ in model.named_parameters()]
+    agree_on_policy(config.compress, names, world.gather, config.fidelity)
     _require_effect(config, named, world.size)
     require_unwrapped(model)
     require_saved(model)
@@ -104,10 +107,12 @@ def plan_run(
         input=tuple(sample_shape) if sample_shape is not None else None,
     )
     plan = plan or _read_own_plan(config, world)
+    if plan is None and config.chooses and not config.searches:
+        config, decided = _settled(config, world, decided)
     found: _Found = None, ()
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
-    elif not config.searches:
+    elif not config.searches and (not config.chooses or config.replicas == 1):
         pass
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
@@ -124,7 +129,7 @@ def plan_run(
         from hybridpar.planner.measure_run import Question
         from hybridpar.tvm_kernels.swap import has_tuned_kernels
 
-        fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
+        fixed = fixed_by(config, decided, world.size, names, named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps)
@@ -133,7 +138,26 @@ def plan_run(
     followed, lines = found
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
     _require_effect(config, named, world.size, resolved.placement)
+    if is_auto(resolved.sync.codec):  # there was nothing to search with
+        from hybridpar.planner.choice import choose_codecs
+
+        how = config.fidelity, config.bucket_bytes, resolved.placement.replicas
+        codec, chosen = choose_codecs(model, world, *how)
+        resolved, lines = resolved.with_codec(codec), (*lines, *chosen)
     return PlannedRun(resolved, lines)
+
+
+def _settled(config: TrainConfig, world: World, decided: Collection[str]) -> tuple[TrainConfig, Collection[str]]:
+    """Options that leave nothing but the codec to the search, and the names of all others."""
+    plan = resolve(config, world.size, None, decided, device=world.device.type)
+    settled = replace(
+        config,
+        replicas=plan.placement.replicas,
+        schedule=plan.pipeline.schedule,
+        placement=config.placement or plan.placement.kind,
+        memory_format="channels_last" if plan.channels_last else "contiguous",
+    )
+    return settled, frozenset(option.name for option in fields(TrainConfig)) - {"compress"}
 
 
 def _require_effect(
@@ -372,6 +396,7 @@ def _expected(plan: Plan) -> str:
 
 def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
     """Which plan was chosen, and how much slower the next best is."""
+    from hybridpar.planner.codecs import proof_lines
     from hybridpar.planner.explain import brief, caveats
 
     chosen = answer.chosen
@@ -382,12 +407,14 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
         told = "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
         line += f" (next best: {brief(other.candidate, answer)}, {told})"
     lines = [f"{line}; planned in {seconds:.1f} s{_DETAILS}"]
-    if (outer := answer.evaluator.space.codec_choices[chosen.candidate.codec].outer) is not None:
+    choice = answer.evaluator.space.codec_choices[chosen.candidate.codec]
+    if (outer := choice.outer) is not None:
         exchange_ms = outer.every * sum(answer.evaluator.outer(chosen.candidate)[:2])
         lines.append(
             f"         an exchange takes about {_ms(exchange_ms)}, so it is made every {outer.every} steps only"
         )
         lines.append(f"         expected, as ResNet-18 on digits showed: {outer.told()}")
+    lines += [f"         {line}" for line in proof_lines(choice.codecs.values())]
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
     return (*lines, *(f"         {one}" for one in caveats(inputs)))

@@ -6,7 +6,6 @@ import hashlib
 import json
 
 from hybridpar.compress import format_codec
-from hybridpar.compress.policy import exact_rules
 from hybridpar.partition.planning import plan_stages
 from hybridpar.plan import (
     Kernels,
@@ -163,8 +162,5 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
 
 
 def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:
-    """Codec rules for gradients; one codec for all is one rule."""
-    if codec.rank < 2:
-        return (SyncRule(codec=next(iter(codec.codecs.values()), "none")),)
-    policy = exact_rules(codec.codecs.items())
-    return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)
+    """Codec rules for gradients."""
+    return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in codec.policy.rules)

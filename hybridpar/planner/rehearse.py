@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
-from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.steady import halves_apart
@@ -32,7 +31,7 @@ from hybridpar.pipeline.step import WHOLE, PipelineOptions
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.network import Network
+from hybridpar.planner.network import PLAIN, Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
 from hybridpar.planner.store import NOISE, remembered

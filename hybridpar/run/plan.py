@@ -70,10 +70,6 @@ def plan_of_run(trainer: Trainer, device: str, wire_format: WireFormat) -> Resol
     if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
         here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}
         update["measured"] = plan.measured.model_copy(update=here)
-    if wire_format.choice is not None and wire_format.choice.backward_ms is not None and not plan.is_staged:
-        stage = plan.partition.stages[0].model_copy(update={"backward_ms": wire_format.choice.backward_ms})
-        samples = plan.micro_batch_samples(trainer.config.batch_size)
-        update["partition"] = plan.partition.model_copy(update={"stages": (stage,), "micro_batch": samples})
     return plan.model_copy(update=update)
 
 

@@ -67,7 +67,6 @@ from hybridpar.run.timeline import StageWatch, check_timeline
 from hybridpar.run.timings import StepClock, StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
-from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
 from hybridpar.train.trainer import Evaluation, StepResult, Trainer
@@ -286,8 +285,7 @@ class Run(RunLoop):
         return batches_of
 
     def _example(self, plan: ResolvedPlan) -> Tensor | None:
-        needed = plan.is_staged or is_auto(plan.sync.codec)
-        return example_batch(self.data, self.config, plan) if needed else None
+        return example_batch(self.data, self.config, plan) if plan.is_staged else None
 
     def _prepare_kernels(self, plan: ResolvedPlan) -> KernelUse | None:
         if plan.kernels is None:
@@ -361,7 +359,6 @@ class Run(RunLoop):
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
         wire_format = self.trainer.engine.wire_format()
         notes += wire_format_lines(wire_format, self.place.directory if self.world.is_main else None)
-        self.choice = wire_format.choice
         plan: Plan = plan_of_run(self.trainer, device, wire_format)
         if self.kernels is not None:
             notes += self.kernels.notes()
@@ -551,8 +548,6 @@ class Run(RunLoop):
         plan = self.watch.plan
         summary |= predicted_fields(plan.predicted)
         warnings = close_plan(plan, summary, self.place.directory / "plan.json")
-        if self.choice is not None and self.choice.predicted is not None:
-            summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         timeline = self.config.timeline
         problems = [self.watch.problem, None if self.profile is None else self.profile.problem]
         shown = timeline is not None and self.watch.problem is None and timeline.exists()

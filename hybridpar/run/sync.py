@@ -15,9 +15,7 @@ TABLE_FILE = "compress.csv"
 
 def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
     """Lines to show at the start; nothing where gradients are added as they are and no codec was asked for."""
-    choice, lines = wire_format.choice, list[str]()
-    if choice is not None:
-        lines += choice.lines
+    lines: list[str] = []
     if wire_format.layers:
         if directory is not None:
             replace_file(directory / TABLE_FILE, [table_csv(wire_format.layers)])

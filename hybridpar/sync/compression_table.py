@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass, fields
 from torch import nn
 
 from hybridpar.compress import Policy, read_policy
-from hybridpar.sync.choice import Choice
 
 #: Layers that the short table shows, the largest ones.
 SHOWN = 10
@@ -52,12 +51,10 @@ class WireFormat:
     Attributes:
         policy: By which rules.
         layers: Each parameter; empty where gradients are added as they are.
-        choice: What was measured for it, where that was asked for.
     """
 
     policy: Policy
     layers: Sequence[LayerBytes]
-    choice: Choice | None
 
     @property
     def applied(self) -> Policy:

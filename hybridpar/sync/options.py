@@ -19,9 +19,8 @@ class SyncOptions:
         not_clipped: Names of parameters that `agc` leaves alone.
         pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
         sync_batch_norm: Also normalise by the moments over the replicas, on a group of its own.
-        codec: What gradients are sent as: a policy of `hybridpar.compress` or its text, or `auto`, which measures.
-            Anything but `none` needs process groups.
-        fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
+        codec: What gradients are sent as: a policy of `hybridpar.compress` or its text. Anything but `none` needs
+            process groups.
         seed: Of what codecs draw at random.
         hierarchy: Where there are several nodes, and one of them has several workers, codecs are used between nodes
             alone.
@@ -37,7 +36,6 @@ class SyncOptions:
     pool_batch_norm: bool = True
     sync_batch_norm: bool = False
     codec: str | Policy = "none"
-    fidelity: str = "exact"
     seed: int = 0
     hierarchy: bool = True
     delayed: bool = False

@@ -1,6 +1,6 @@
 """When the parts of a model are exchanged in the outer loop: rounds of H steps, and the steps of each round.
 
-In a round every fragment of the parameters is sent once, each in a slot of its own, and its result arrives `delay`
+In a round every fragment of the parameters is sent once, each in its turn, and its result arrives `delay`
 steps later. Rounds may grow as the learning rate falls, by the quadratic synchronisation rule (Gu et al., "A Quadratic
 Synchronization Rule for Distributed Deep Learning", ICLR 2024):
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Transfer(NamedTuple):
-    """One exchange of a fragment.
+    """An exchange of a fragment.
 
     Attributes:
         sent: Step after which the fragment leaves.
@@ -31,7 +31,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class OuterRound:
     """Steps `start` + 1 to `stop`, in which each fragment is exchanged once.
 
     Attributes:
@@ -45,7 +45,7 @@ class Round:
     is_last: bool = False
 
     def transfers(self, fragments: int, delay: int) -> list[Transfer]:
-        """What is exchanged, in order; at most one fragment is on its way at a time."""
+        """What is exchanged, in order; at most a single fragment is on its way at a time."""
         length = self.stop - self.start
         ends = [self.start + (index + 1) * length // fragments for index in range(fragments)]
         slots = [Transfer(end - delay, end, index) for index, end in enumerate(ends)]
@@ -60,7 +60,7 @@ class Timetable:
     """The rounds of a run.
 
     Attributes:
-        every: H, steps of a round; of the shortest one with `ratio`.
+        every: H, steps of a round; of the shortest with `ratio`.
         first: Step after which the first round begins.
         total: Steps of the run; None where that is not known, and no round is the last.
         ratio: Of the quadratic rule; None keeps H.
@@ -73,7 +73,7 @@ class Timetable:
     ratio: float | None = None
     warmup: int = 0
 
-    def next_round(self, start: int, rate_factor: float) -> Round:
+    def next_round(self, start: int, rate_factor: float) -> OuterRound:
         """The round that begins after a step.
 
         Args:
@@ -85,11 +85,11 @@ class Timetable:
         if self.ratio is not None and start >= self.warmup:
             root = self.ratio / rate_factor if rate_factor > 0 else math.inf
             length = max(length, math.floor(root * root) if root < 2**15 else 2**30)
-        return Round(
+        return OuterRound(
             start, start + (length if left is None else min(length, left)), left is not None and length >= left
         )
 
-    def round_at(self, step: int) -> Round:
+    def round_at(self, step: int) -> OuterRound:
         """The round of fixed length that a step is in, where nothing else is known.
 
         Args:

@@ -2,7 +2,7 @@
 
 Each replica steps the parameters that it owns, and keeps optimizer state for those alone; then all hand round the new
 values (stage 1 of ZeRO: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
-models", section 5.1). A parameter has one owner as a whole, so any optimizer that treats each parameter by itself makes
+models", section 5.1). A parameter has a single owner, so any optimizer that treats each parameter by itself makes
 the step that it would make on all of them, bit for bit.
 """
 
@@ -24,14 +24,14 @@ CHUNK_BYTES = 8 << 20
 def owners(sizes: Sequence[int], replicas: int) -> list[int]:
     """Which replica owns which parameter: the largest first, each to the replica that owns least so far."""
     loads, owner = [0] * replicas, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         owner[index] = loads.index(min(loads))
         loads[owner[index]] += sizes[index]
     return owner
 
 
 def largest_share(sizes: Sequence[int], replicas: int) -> int:
-    """The most that one replica owns."""
+    """The most that a replica owns."""
     loads = [0] * replicas
     for size, owner in zip(sizes, owners(sizes, replicas), strict=True):
         loads[owner] += size
@@ -41,8 +41,8 @@ def largest_share(sizes: Sequence[int], replicas: int) -> int:
 def owned(module: nn.Module, replica: int, replicas: int) -> set[int]:
     """The ids of the parameters that a replica owns."""
     parameters = list(module.parameters())
-    owner = owners([one.numel() for one in parameters], replicas)
-    return {id(one) for one, its in zip(parameters, owner, strict=True) if its == replica}
+    owner = owners([parameter.numel() for parameter in parameters], replicas)
+    return {id(parameter) for parameter, its in zip(parameters, owner, strict=True) if its == replica}
 
 
 class ParameterShards:
@@ -50,7 +50,7 @@ class ParameterShards:
 
     def __init__(self, module: nn.Module, replicas: World, group: Group) -> None:
         self._parameters = list(module.parameters())
-        self._owners = owners([one.numel() for one in self._parameters], replicas.size)
+        self._owners = owners([parameter.numel() for parameter in self._parameters], replicas.size)
         self._replicas = replicas
         self._group = group
 
@@ -67,29 +67,29 @@ class ParameterShards:
             if dense is not parameter.data and owner != rank:
                 laid.append((parameter, dense))
             rows[owner].append(flat_view(dense).view(torch.uint8))
-        totals = [sum(one.numel() for one in row) for row in rows]
+        totals = [sum(flat.numel() for flat in row) for row in rows]
         with self._replicas.named_errors("handing round updated parameters"):
             for start in range(0, max(totals), CHUNK_BYTES):
                 count = min(CHUNK_BYTES, max(totals) - start)
                 parts = [list(_between(row, start, start + count)) for row in rows]
-                own = torch.empty(count, dtype=torch.uint8, device=self._replicas.device)
+                mine = torch.empty(count, dtype=torch.uint8, device=self._replicas.device)
                 every = torch.empty(count * size, dtype=torch.uint8, device=self._replicas.device)
-                for place, part in parts[rank]:
-                    own[place : place + part.numel()] = part
-                self._group.all_gather(every, own)
+                for offset, part in parts[rank]:
+                    mine[offset : offset + part.numel()] = part
+                self._group.all_gather(every, mine)
                 for other, row in enumerate(every.view(size, count)):
-                    for place, part in parts[other] if other != rank else ():
-                        part.copy_(row[place : place + part.numel()])
+                    for offset, part in parts[other] if other != rank else ():
+                        part.copy_(row[offset : offset + part.numel()])
         for parameter, dense in laid:
             parameter.data.copy_(dense)
         return max(totals) * (size - 1)
 
 
 def _between(row: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-    """The parts of tensors that lie between two places of all of them laid end to end, each with its place there."""
-    place = 0
-    for one in row:
-        low, high = max(start, place), min(end, place + one.numel())
+    """The parts of tensors that lie in a range of all of them laid end to end, each with its offset there."""
+    offset = 0
+    for flat in row:
+        low, high = max(start, offset), min(end, offset + flat.numel())
         if low < high:
-            yield low - start, one[low - place : high - place]
-        place += one.numel()
+            yield low - start, flat[low - offset : high - offset]
+        offset += flat.numel()

@@ -1,11 +1,11 @@
-"""Means over workers that trained on their own: of a whole model, and of its buffers.
+"""Means over workers that trained alone: of a whole model, and of its buffers.
 
 Two BatchNorm layers with means m_k and variances v_k saw, together, data with
 
     mean = sum w_k m_k        variance = sum w_k (v_k + m_k^2) - mean^2
 
 (w_k: the worker's share of the samples), which is not the mean of the variances: the means may lie apart. Counters of
-batches become the largest one; other floating-point buffers become their weighted mean. Other integers stay, and so do
+batches become the largest; other floating-point buffers become their weighted mean. Other integers stay, and so do
 buffers that are not finite when training begins, such as masks.
 """
 
@@ -29,16 +29,16 @@ class Statistics:
         self._buffers = buffers  # by name, as they are now: forward may assign others
         self._rank, self._workers = rank, workers
         now = buffers()
-        floats = {name: one for name, one in now.items() if one.is_floating_point() and one.numel()}
+        floats = {name: buffer for name, buffer in now.items() if buffer.is_floating_point() and buffer.numel()}
         self._means = [name for name in floats if name.endswith(_MEAN) and _variance_of(name) in floats]
         self._variances = [_variance_of(name) for name in self._means]
         taken = {*self._means, *self._variances}
-        self._others = [name for name, one in floats.items() if name not in taken and bool(torch.isfinite(one).all())]
+        self._others = [name for name, buffer in floats.items() if name not in taken and bool(buffer.isfinite().all())]
         self._counters = [name for name in now if name.endswith(_COUNTER)]
 
     @torch.no_grad()
     def message(self, weight: float) -> Tensor:
-        """What this worker adds: weighted moments and values, then its counters in a place of their own."""
+        """What this worker adds: weighted moments and values, then its counters, which no other worker writes to."""
         now = self._buffers()
         means = [now[name].double() for name in self._means]
         parts = [mean.flatten() for mean in means]
@@ -46,7 +46,7 @@ class Statistics:
             (now[name].double() + mean.square()).flatten() for name, mean in zip(self._variances, means, strict=True)
         ]
         parts += [now[name].double().flatten() for name in self._others]
-        device = next((one.device for one in parts), torch.device("cpu"))
+        device = next((part.device for part in parts), torch.device("cpu"))
         values = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
         values = values * weight if weight else torch.zeros_like(values)
         counts = torch.zeros(self._workers, len(self._counters), dtype=torch.float64, device=device)

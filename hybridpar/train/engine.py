@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridpar.comm.replicate import average_buffers
 from hybridpar.comm.world import World
+from hybridpar.compress.policy import check_compression
 from hybridpar.config import TrainConfig
 from hybridpar.config.recipe import refuse
 from hybridpar.errors import UsageError, shortened
@@ -54,7 +55,6 @@ from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.pieces import Gradients, can_step, step_in_pieces
-from hybridpar.sync.policy import check_compression
 from hybridpar.sync.reducer import Reducer
 from hybridpar.sync.shards import owned
 from hybridpar.train.stages import check_modes, modes_of_graphs, pipeline_options
@@ -79,8 +79,7 @@ class EngineParts:
         config: Options, without those that the plan says, and without a recipe.
         world: The workers.
         lanes: Lanes of this worker.
-        example: Inputs of one micro-batch, on the device: the plan's times of stages are in proportion to its samples,
-            and codec `auto` times the backward pass of a model that is not cut by it.
+        example: Inputs of a micro-batch, on the device: the plan's times of stages are in proportion to its samples.
         own_only: This worker holds the tensors of its own stages only; those of others are on the meta device.
     """
 
@@ -162,17 +161,9 @@ class Engine:
                 sync=sync,
             )
 
-        def time_backward() -> float:
-            from hybridpar.partition.profile import measure_backward_ms
-
-            assert example is not None
-            with self.autocast():
-                return measure_backward_ms(self.model, (example,))
-
         return PipelineEngine(
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
-            time_backward=None if example is None or plan.is_staged else time_backward,
             after_step=self._after_step_of if config.model_ema is not None or config.amp == "fp16" else None,
             make_reducer=self._make_reducer,
         )
@@ -426,7 +417,7 @@ class Engine:
 
     def wire_format(self) -> WireFormat:
         """What gradients are sent as; a collective."""
-        return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes(), self.pipeline.choice)
+        return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes())
 
     # ------------------------------------------------------------------- state
 
@@ -578,7 +569,6 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
         pool_batch_norm=sync.batch_norm != "local",
         sync_batch_norm=sync.batch_norm == "sync",
         codec=sync.codec,
-        fidelity=config.fidelity,
         seed=config.seed,
         hierarchy=config.hierarchy,
         delayed=config.double_buffer != "off",

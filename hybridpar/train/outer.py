@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.compress.policy import agree_on_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
@@ -36,94 +40,57 @@ from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.outer import (
-    COUNTED,
-    COUNTS,
-    LOSS,
-    SAMPLES,
-    SAVE,
-    SQUARES,
-    STOP,
-    Arrival,
-    OuterLoop,
-    OuterStep,
-    Report,
-)
-from hybridpar.sync.policy import agree_on_policy
-from hybridpar.sync.rounds import Round, Timetable
+from hybridpar.sync.outer import OuterLoop, OuterReport, OuterResult
+from hybridpar.sync.rounds import OuterRound, Timetable
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
 _log = logging.getLogger(__name__)
 
 
-class OwnOutcome(StepOutcome):
-    """What a worker knows of a step that its party took alone."""
+class OuterOutcome(StepOutcome):
+    """What a worker knows of a step that its party took alone, or with the exchange that it ended with.
 
-    is_agreed = False
+    Of an exchange all workers know the same. What is known of the party's step is read when it is asked for.
+    """
 
-    def __init__(self, own: StepOutcome, samples: int, full: int) -> None:
-        self._own, self._samples, self._full = own, samples, full
-
-    @property
-    def exposed_sync_ms(self) -> float:  # type: ignore[override]
-        """Time in which the worker only waited for its party."""
-        return self._own.exposed_sync_ms
-
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes that this worker sent to its party."""
-        return self._own.bytes_sent
-
-    @property
-    def spans(self) -> StepSpans:
-        """When the step ran."""
-        return self._own.spans
-
-    @property
-    def sync(self) -> SyncFigures:
-        """What was sent of what an all-reduce would have."""
-        return replace(self._own.sync, bytes_before=self._full)
-
-    def _value(self, index: int) -> float:
-        if index == 1:
-            return self._samples
-        return 0.0 if index in (2, 3) else self._own._value(index)
-
-
-class MetOutcome(StepOutcome):
-    """What all workers know of a step that ended with an exchange."""
-
-    def __init__(self, own: StepOutcome, arrival: Arrival, exposed_sync_ms: float, full: int) -> None:
-        head = arrival.head
-        counted = head[COUNTED]
-        squares = head[SQUARES] / head[COUNTS] if head[COUNTS] else -1.0
-        loss = head[LOSS] / counted if counted else float("nan")
-        self._values = (loss, head[SAMPLES], head[STOP], head[SAVE], float(arrival.good), squares)
-        self._own, self._arrival, self._waited, self._full = own, arrival, exposed_sync_ms, full
+    def __init__(
+        self, party: StepOutcome, samples: int, full: int, result: OuterResult | None = None, waited_ms: float = 0.0
+    ) -> None:
+        self.is_agreed = result is not None
+        self._party, self._samples, self._full = party, samples, full
+        self._result, self._waited_ms = result, waited_ms
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
         """Time in which the worker only waited for its party, or for the exchange."""
-        return self._own.exposed_sync_ms + self._waited
+        return self._party.exposed_sync_ms + self._waited_ms
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this worker sent to its party, and to others."""
-        return self._own.bytes_sent + self._arrival.sent
+        return self._party.bytes_sent + (0 if self._result is None else self._result.sent)
 
     @property
     def spans(self) -> StepSpans:
-        """When the step ran; the exchange is not in it."""
-        return self._own.spans
+        """When the step ran; an exchange is not in it."""
+        return self._party.spans
 
     @property
     def sync(self) -> SyncFigures:
-        """What the exchange took."""
-        return replace(add_up([self._arrival.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
+        """What the exchange took, or else the party's sync, of what an all-reduce would have sent."""
+        if self._result is None:
+            return replace(self._party.sync, bytes_before=self._full)
+        return replace(add_up([self._result.costs]), bytes_before=self._full, bytes_after=self.bytes_sent)
 
     def _value(self, index: int) -> float:
-        return self._values[index]
+        if self._result is None:
+            known = {1: self._samples, 2: 0.0, 3: 0.0}
+            return known[index] if index in known else self._party._value(index)
+        report = self._result.report
+        squares = report.squares / report.norms if report.norms else -1.0
+        loss = report.loss / report.counted if report.counted else float("nan")
+        return (loss, report.samples, report.stop, report.save, float(self._result.good), squares)[index]
 
 
 class OuterEngine(Engine):
@@ -145,7 +112,7 @@ class OuterEngine(Engine):
         self._made: dict[tuple[str, int], Any] = {}
         check_length(config, every, total_steps)
         self._timetable = Timetable(every, self._together, total_steps, loop.qsr, warmup_steps)
-        self._round: Round | None = None
+        self._round: OuterRound | None = None
         self._worlds: list[World | NodeWorlds] = []
         self._pipelines: dict[bool, PipelineEngine] = {}  # of steps together, and of steps of this party alone
         try:
@@ -155,7 +122,7 @@ class OuterEngine(Engine):
             raise
         #: Bytes that an all-reduce of the gradients would have sent.
         self._full_bytes = all_reduce_bytes(self.outer.bytes, world.size)
-        if self._team.size == 1 and self.outer.step.is_mean:
+        if self._team.size == 1 and self.outer.is_mean:
             who = "worker" if world.size == 1 else "replica"
             _log.warning("--sync %s changes nothing: there is one %s, and no other to exchange with", config.sync, who)
 
@@ -176,24 +143,25 @@ class OuterEngine(Engine):
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
         super().__init__(replace(parts, world=world if self._together else self._party))
         names = dict(model.named_parameters())
-        policy = self._policy = agree_on_policy(plan.sync.codec, names, world)
+        policy = self._policy = agree_on_policy(plan.sync.codec, names, world.gather)
         modules = [stage.module for stage in self.pipeline.stages.values()]
         parameters = {id(one) for module in modules for one in module.parameters()}
         held = {id(one) for module in modules for one in module.buffers()}
         own = {name for name, one in model.named_buffers() if id(one) in held}
         total = self._timetable.total
         steps = None if total is None else max(0, total - self._together) // self._timetable.every
-        step = OuterStep(*loop.rates(steps))
+        lr, momentum = loop.rates(steps)
+        optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             lambda: {name: one for name, one in model.named_buffers() if name in own},
-            *(self._team, parts.lanes, step, loop.fragments, loop.delay > 0),
+            *(self._team, parts.lanes, None if (lr, momentum) == (1, 0) else optimizer, loop.fragments, loop.delay > 0),
             policy=policy,
             seed=config.seed,
             nodes=nodes,
             bucket_bytes=plan.sync.bucket_bytes,
         )
-        agree = plan.pipeline.micro_batches, self._timetable, step, loop.delay, self.outer.fingerprint
+        agree = plan.pipeline.micro_batches, self._timetable, lr, momentum, loop.delay, self.outer.fingerprint
         replicate(model, self._team, agree=agree)
         #: Integers have no mean: those of the first party count where a model is tested or saved.
         self._buffers = [ReplicaBuffers(one, self._team, None) for one in modules]
@@ -220,15 +188,14 @@ class OuterEngine(Engine):
         self._steps += 1
         self._unread.append((own, given.samples))
         self._read(1)  # the step before is known by now
-        arrival, waited = self._exchange(own, given)
-        if arrival is None:
-            return OwnOutcome(own, round(given.global_samples or given.samples * self._team.size), self._full_bytes)
-        return MetOutcome(own, arrival, waited, self._full_bytes)
+        result, waited = self._exchange(own, given)
+        samples = round(given.global_samples or given.samples * self._team.size)
+        return OuterOutcome(own, samples, self._full_bytes, result, waited)
 
-    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[Arrival | None, float]:
+    def _exchange(self, own: StepOutcome, given: StepInput) -> tuple[OuterResult | None, float]:
         """Send and take what is due after a step."""
         assert self._round is not None
-        arrival, waited = None, 0.0
+        result, waited = None, 0.0
         for one in self._round.transfers(len(self._marks), self._delay):
             if self._steps not in (one.sent, one.arrives):
                 continue
@@ -236,17 +203,17 @@ class OuterEngine(Engine):
             started = time.perf_counter()
             if one.sent == self._steps:
                 self._send(one.fragment, own, given, plain=self._round.is_last and one.arrives == self._round.stop)
-            if one.arrives == self._steps and self.outer.flight is not None:
+            if one.arrives == self._steps and self.outer.exchange is not None:
                 arrived = self.outer.arrive()
                 # Several fragments arrive in the last step.
-                arrival = arrived if arrival is None else arrived._replace(sent=arrival.sent + arrived.sent)
+                result = arrived if result is None else arrived._replace(sent=result.sent + arrived.sent)
             waited += (time.perf_counter() - started) * 1e3
-        return arrival, waited
+        return result, waited
 
     def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
         self._read(0)
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
-        report = Report(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
+        report = OuterReport.of(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
         self._flags = [False, False]
         self.outer.send(fragment, report, plain=plain)
 
@@ -267,7 +234,7 @@ class OuterEngine(Engine):
     @property
     def _differs(self) -> bool:
         """Whether workers have, or may have, different weights."""
-        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.step.is_mean)
+        return self.parted and not self._equal and (self._team.size > 1 or not self.outer.is_mean)
 
     @contextmanager
     def _at_last_exchange(self) -> Iterator[None]:
@@ -311,9 +278,7 @@ class OuterEngine(Engine):
         mine = {name: row for one in self.codecs for name, row in one.bytes_by_parameter().items()}
         parts: list[Any] = self._job.gather(mine)
         assert not isinstance(self._policy, str)
-        return WireFormat(
-            self._policy, layer_bytes(self.model, {k: v for part in parts for k, v in part.items()}), None
-        )
+        return WireFormat(self._policy, layer_bytes(self.model, ChainMap(*parts)))
 
     # ------------------------------------------------------------------- state
 
@@ -358,7 +323,7 @@ class OuterEngine(Engine):
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `common_state` returned."""
         if self.parted and "round" in state:
-            self._round = None if state["round"] is None else Round(*state["round"])
+            self._round = None if state["round"] is None else OuterRound(*state["round"])
             self.outer.load_common_state(state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,8 +353,7 @@ class OuterEngine(Engine):
         self._flags, self._trained, self._marks = [False, False], 0, [0] * len(self._marks)
         own = state.get("local", {}) if self.parted else {}
         self.outer.load_state_dict(own.get("outer", {}))
-        if not own:
-            self.outer.reset_anchors()
+        if not own:  # all are at the weights of the last exchange
             return
         load_values(self.model, own["model"])
         for optimizer, saved in zip(self.optimizers, own["optimizers"], strict=False):

@@ -48,7 +48,6 @@ from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun, plan_loop
 from hybridpar.planner.resolve import join_workers
 from hybridpar.sync.compression import settle_codecs
-from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import (
     CheckpointData,
     Held,
@@ -259,8 +258,7 @@ class Trainer:
         if options.outer is not None:
             kind = self._open_outer_engine
         if not plan.is_staged:
-            timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
-            return kind(replace(parts, example=timed))
+            return kind(parts)
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",

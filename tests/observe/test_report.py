@@ -93,12 +93,6 @@ def test_a_run_that_compresses_says_what_it_saved_and_what_that_took():
     ]
 
 
-def test_a_choice_that_was_predicted_is_shown_beside_what_was_measured():
-    assert printed(SUMMARY | {"predicted_sync_ms": 6.4}).splitlines()[12] == (
-        "sync           predicted 6.40 ms, measured 8.00 ms, +25%"
-    )
-
-
 def test_a_run_with_servers_tells_where_gradients_met_and_how_old_they_were():
     ages = {"mean": 1.875, "most": 4, "histogram": {"1": 3, "4": 1}}
     more = {"sync": "softsync:2", "servers": 1, "staleness": ages, "bytes_pulled_per_step": 45_000_000}

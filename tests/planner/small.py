@@ -7,10 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hybridpar.compress.auto import FIDELITIES
 from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.plan import ModelInfo
+from hybridpar.planner.codecs import FIDELITIES
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant
 

@@ -12,11 +12,10 @@ import pytest
 
 from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
-from hybridpar.compress.auto import WITHOUT_ENDS
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import read_plan
-from hybridpar.planner.codecs import STEPS_TO_TARGET
+from hybridpar.planner.codecs import STEPS_TO_TARGET, WITHOUT_ENDS
 from hybridpar.planner.explain import curve_lines, notes, rows, what_ifs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.record import plan_of

@@ -11,13 +11,12 @@ import torch
 
 from hybridpar.comm.world import World
 from hybridpar.compress import Collective
-from hybridpar.compress.auto import PLAIN
 from hybridpar.errors import SyncError
 from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel, parse_cluster
 from hybridpar.planner import links
 from hybridpar.planner.link_ways import PLAIN_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.network import Network
+from hybridpar.planner.network import PLAIN, Network
 from tests.ranks import run_ranks
 
 

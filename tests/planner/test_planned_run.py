@@ -315,12 +315,12 @@ def test_a_loop_of_ones_own_with_one_worker_is_warned_and_names_no_codec(caplog)
 
 def test_a_codec_that_fits_no_layer_is_told_and_not_named():
     row = LayerBytes("fc.weight", "linear", 100, "none", 400, 400)
-    wire_format = WireFormat(read_policy("hylo"), [row], None)
+    wire_format = WireFormat(read_policy("hylo"), [row])
     assert str(wire_format.applied) == "none"
     assert wire_format_lines(wire_format, None) == [
         "warning: --compress hylo changes nothing: it fits no layer of this model"
     ]
-    sent = WireFormat(read_policy("hylo"), [row, replace(row, codec="hylo", bytes_after=50)], None)
+    sent = WireFormat(read_policy("hylo"), [row, replace(row, codec="hylo", bytes_after=50)])
     assert str(sent.applied) == "hylo"
     assert "gradients are sent as hylo" in wire_format_lines(sent, None)
 

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
 from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.comm.world import World
-from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.machine.cluster_file import ClusterSpec, CoreUse, parse_cluster, read_cluster_file
 from hybridpar.plan import Plan, Sync, parse_plan
-from hybridpar.planner.codecs import STEPS_TO_TARGET
+from hybridpar.planner.codecs import FIDELITIES, PROVEN, STEPS_TO_TARGET
 from hybridpar.planner.cuts import StageDevice, cuts_of
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import contributions, describe, notes

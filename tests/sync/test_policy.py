@@ -6,29 +6,23 @@ import csv
 import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
-from hybridpar.compress import Policy, parse_codec
-from hybridpar.compress.auto import PROVEN
+from hybridpar.compress.policy import check_compression
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline import local_stage
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.step import WHOLE
-from hybridpar.sync.choice import proof_lines
 from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.policy import check_compression
 from tests.ranks import run_ranks
 from tests.runs import check_run, train_rank
 from tests.sync.test_compression import Net, Staged, batch, kept, make, state_of
@@ -57,12 +51,6 @@ def test_workers_with_different_policies_are_refused_at_the_start(texts, told):
     for part in told:
         assert part in texts_of_workers[0][0]
     assert [code for _, code in texts_of_workers] == [2, 2]
-
-
-@pytest.mark.parametrize("codec", [*PROVEN, "fp16"])
-def test_codecs_that_lose_something_come_with_what_is_known_of_it(codec: str) -> None:
-    told = proof_lines(Policy.of(parse_codec(codec)))
-    assert [f"learning rate of {PROVEN[codec]:g}" in line for line in told] == [True] * (codec in PROVEN)
 
 
 def trained(world: World, codec: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[str], Any, list[Any]]:
@@ -187,72 +175,7 @@ def test_a_decision_that_is_left_on_the_device_is_not_read_before_the_next_backw
         assert any(bool(residual.any()) for residual in residuals.values())
 
 
-def chosen(
-    world: World, fidelity: str, example: Tensor | None = None, stages: int = 1
-) -> tuple[str, tuple[str, ...], float | None]:
-    config = TrainConfig(compress="auto", fidelity=fidelity, stages=stages)  # type: ignore[arg-type]
-    torch.manual_seed(0)
-    with Trainer(Net() if stages == 1 else Staged(), config=config, world=world, example=example) as trainer:
-        assert all(parameter.grad is None for parameter in trainer.model.parameters())
-        trainer.step(batch(world.rank, 0))
-        choice = trainer.engine.wire_format().choice
-        assert choice is not None
-        return str(choice.policy), choice.lines, None if choice.predicted is None else choice.predicted.sync_ms
-
-
-@pytest.mark.parametrize(
-    ("fidelity", "shared", "told"),
-    [
-        ("exact", False, "exact allows nothing else"),
-        ("close", True, "in shared memory"),
-        ("close", False, "none, fp16, bf16"),
-    ],
-)
-def test_all_workers_take_one_measured_choice(fidelity, shared, told):
-    one, other = run_ranks(chosen, 2, fidelity, shared_memory=shared)
-    assert one == other
-    policy, lines, predicted = one
-    if "allows" in told or shared:
-        assert policy == "none"
-    assert told in lines[1]
-    assert max(map(len, lines)) < 80
-    assert predicted is not None
-    assert f"{predicted:,.1f} ms" in lines[2]
-    assert any("backward" in line for line in lines) == (fidelity != "exact" and not shared)
-
-
-@pytest.mark.parametrize(("stages", "workers"), [(1, 2), (2, 4)])
-def test_what_the_backward_pass_hides_is_measured_with_stages_and_without(stages, workers):
-    answers = run_ranks(chosen, workers, "close", batch(0, 0)[0], stages, shared_memory=False)
-    assert answers == [answers[0]] * workers
-    (*_, sync, hidden) = answers[0][1]
-    assert ("on position" in sync) == (stages > 1)
-    assert "of backward hide it but for" in hidden
-    assert max(map(len, answers[0][1])) < 80
-    assert float(hidden.split()[1]) > 0
-
-
-def train_over_the_network(world: World, run_dir: Path, options: dict[str, Any]) -> int:
-    """As workers of two machines."""
-    with mock.patch.object(World, "memory_host", return_value=None):
-        return train_rank(world, run_dir, "plain", None, options)
-
-
-def test_a_run_leaves_the_time_of_its_backward_pass_in_the_plan(tmp_path):
-    options = {"workers": 2, "compress": "auto", "fidelity": "close", "epochs": 1, "checkpoint_every": "never"}
-    options |= {"micro_batches": 2, "batch_size": 64}
-    assert run_ranks(train_over_the_network, 2, tmp_path / "run", options) == [0, 0]
-    partition = json.loads((tmp_path / "run" / "plan.json").read_text())["partition"]
-    assert partition["micro_batch"] == 16
-    assert partition["stages"][0]["backward_ms"] > 0
-
-
-def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):
-    with Trainer(Net(), config=TrainConfig(compress="auto", fidelity="close"), world=World()) as trainer:
-        choice = trainer.engine.wire_format().choice
-        assert choice is not None
-        assert "one replica" in choice.lines[0]
-        assert not caplog.records
+def test_a_policy_with_a_single_replica_can_gain_nothing_and_says_so(caplog):
     check_compression("auto", {}, 1)
     check_compression("none", {}, 1)
     assert not caplog.records

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hybridpar.sync.rounds import Round, Timetable, Transfer
+from hybridpar.sync.rounds import OuterRound, Timetable, Transfer
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_rounds_grow_as_the_quadratic_rule_says(rate, steps):
 
 @pytest.mark.parametrize("ratio", [None, 2.0])
 def test_rounds_make_up_the_run_and_end_with_it(ratio):
-    timetable, rounds, at = Timetable(4, first=3, total=101, ratio=ratio, warmup=10), list[Round](), 3
+    timetable, rounds, at = Timetable(4, first=3, total=101, ratio=ratio, warmup=10), list[OuterRound](), 3
     while at < 101:
         rounds.append(timetable.next_round(at, max(0.0, 1 - at / 101)))
         at = rounds[-1].stop
@@ -29,23 +29,23 @@ def test_rounds_make_up_the_run_and_end_with_it(ratio):
     assert [one.is_last for one in rounds] == [False] * (len(rounds) - 1) + [True]
     assert lengths[:2] == [4, 4]
     assert (max(lengths) > 4) == (ratio is not None)
-    assert timetable.next_round(200, 1.0) == Round(200, 204), "a run that goes on after its end"
+    assert timetable.next_round(200, 1.0) == OuterRound(200, 204), "a run that goes on after its end"
 
 
 def test_a_rate_of_zero_makes_one_round_of_what_is_left():
-    assert Timetable(4, total=50, ratio=2.0).next_round(10, 0.0) == Round(10, 50, is_last=True)
+    assert Timetable(4, total=50, ratio=2.0).next_round(10, 0.0) == OuterRound(10, 50, is_last=True)
 
 
 def test_where_nothing_else_is_known_rounds_begin_at_multiples():
-    assert Timetable(4, first=3).round_at(9) == Round(7, 11)
-    assert Timetable(4, first=3, total=10, ratio=2.0).round_at(9) == Round(7, 10, is_last=True)
+    assert Timetable(4, first=3).round_at(9) == OuterRound(7, 11)
+    assert Timetable(4, first=3, total=10, ratio=2.0).round_at(9) == OuterRound(7, 10, is_last=True)
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 3, 4])
 @pytest.mark.parametrize("length", [4, 7, 12])
 def test_each_fragment_has_a_slot_of_its_own(fragments, length):
     delay = length // fragments - 1
-    found = Round(20, 20 + length).transfers(fragments, delay)
+    found = OuterRound(20, 20 + length).transfers(fragments, delay)
     assert [one.fragment for one in found] == list(range(fragments))
     assert found[-1].arrives == 20 + length
     assert all(one.sent == one.arrives - delay > 20 - (delay == 0) for one in found)
@@ -53,6 +53,6 @@ def test_each_fragment_has_a_slot_of_its_own(fragments, length):
 
 
 def test_the_last_round_ends_with_all_fragments():
-    last = Round(8, 16, is_last=True)
+    last = OuterRound(8, 16, is_last=True)
     assert last.transfers(2, 1) == [Transfer(11, 12, 0), Transfer(16, 16, 0), Transfer(16, 16, 1)]
-    assert Round(8, 10, is_last=True).transfers(3, 1) == [Transfer(10, 10, index) for index in range(3)]
+    assert OuterRound(8, 10, is_last=True).transfers(3, 1) == [Transfer(10, 10, index) for index in range(3)]

@@ -1,0 +1,82 @@
+"""Chooses codecs by the exchange alone, for loops of which nothing else is known."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from torch import nn
+
+from hybridpar.comm.world import World
+from hybridpar.formats.cache import measurements_directory
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
+from hybridpar.planner.codecs import MARGIN, BucketPrices, planned_codecs, policies_of, proof_lines, stage_buckets
+from hybridpar.planner.inputs import check_fidelity
+from hybridpar.planner.link_ways import laps_of, most_of_all
+from hybridpar.planner.measure import measure_rates
+from hybridpar.planner.network import Network, log_rounds
+from hybridpar.planner.profile import Parameter
+from hybridpar.planner.rates import CodecRate
+
+#: Bytes and number of the messages that a link is timed with.
+_SMALL, _LARGE = (4 << 10, 7), (512 << 10, 3)
+
+
+def choose_codecs(
+    model: nn.Module, world: World, fidelity: str, bucket_bytes: int, replicas: int
+) -> tuple[str, tuple[str, ...]]:
+    """What gradients travel fastest as, in the syntax of `--compress`, and what to say of it; a collective.
+
+    Nothing is known of the computation, so all of the exchange counts, as if nothing could hide it.
+    """
+    check_fidelity(fidelity)
+    texts, why = planned_codecs(fidelity), ""
+    if replicas == 1:
+        why = "there is a single replica, and its gradients go nowhere"
+    elif not texts:
+        why = f"fidelity {fidelity} allows nothing else"
+    elif world.transport == "shared memory":
+        why = "in shared memory gradients are added where they lie"
+    if why:
+        return "none", (f"auto     none: {why}",)
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
+    directory = measurements_directory()
+    rates = measure_rates(texts, parameters, replicas, world.device, world=world, cache=directory)
+    with world.named_errors("measuring the link"):
+        level = _measure_link(world)
+
+    def decide() -> tuple[str, tuple[str, ...]]:
+        hosts = Hosts(count=replicas, kind="cuda" if world.device.type == "cuda" else "cpu")
+        network = Network(ClusterSpec(hosts=(hosts,), between=level), 1, replicas)
+        prices = BucketPrices(network, {text: CodecRate(tried) for text, tried in rates.items()}, 1.0)
+        buckets = stage_buckets(parameters, bucket_bytes)
+        choices = policies_of(fidelity, parameters, rates, replicas, bucket_bytes)
+        costs = [(sum(prices.times(bucket, choice).total_ms for bucket in buckets), choice) for choice in choices]
+        plain_ms = costs[0][0]
+        exchange_ms, best = min(costs, key=lambda cost: cost[0] * cost[1].steps)
+        if exchange_ms * best.steps > MARGIN * plain_ms:
+            exchange_ms, best = costs[0]
+        return str(best.policy), (
+            f"auto     {best.name} (of none, {', '.join(texts)})",
+            f"auto     an exchange takes about {exchange_ms:,.1f} ms, with none {plain_ms:,.1f} ms",
+            f"auto     by {world.transport}, {level.bandwidth / 1e6:,.3g} MB/s, {level.latency_ms:.2f} ms a message",
+            *(f"auto     {line}" for line in proof_lines(best.codecs.values())),
+        )
+
+    return world.from_main(decide)
+
+
+def _measure_link(world: World) -> LinkLevel:
+    """The link between workers, by sums of small and of large messages; a collective."""
+
+    def time(size: int, count: int) -> float:
+        message = torch.zeros(size // 4, device=world.device)
+        return most_of_all(statistics.median(laps_of(world.lane_groups[0].all_reduce, message, count)), world)
+
+    small, large = time(*_SMALL), time(*_LARGE)
+    sent = 2 * (world.size - 1) / world.size * (_LARGE[0] - _SMALL[0])
+    # Of a link that is too fast to time, what was timed is latency.
+    return LinkLevel(
+        bandwidth=sent / max(large - small, 0.01 * large), latency_ms=1e3 * small / (2 * log_rounds(world.size))
+    )
