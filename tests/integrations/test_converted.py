@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState
-from hybridpar.sync.compression import Compression
+from hybridpar.sync.meetings import EncodedMeeting
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ NEEDS = {"timm_loop": "timm", "accelerate_cv_example": "accelerate", "lightning_
 
 def run_scripts(world: World, folder: str, jobs: list[tuple[str, list[str]]]) -> dict[str, dict[str, Any]]:
     """Run scripts as torchrun would, in the process group that is there; by name what they print, and exchanges."""
-    exchange, carry, calls, found = CodecState.exchange, Compression.carry, list[int](), {}
+    exchange, carry, calls, found = CodecState.exchange, EncodedMeeting.meet, list[int](), {}
 
     def count(state: CodecState, bucket: Any) -> Any:
         calls.append(1)
@@ -60,7 +60,7 @@ def run_scripts(world: World, folder: str, jobs: list[tuple[str, list[str]]]) ->
     with (
         mock.patch.dict(os.environ, place),
         mock.patch.object(CodecState, "exchange", count),
-        mock.patch.object(Compression, "carry", count_of_engine),
+        mock.patch.object(EncodedMeeting, "meet", count_of_engine),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
         warnings.catch_warnings(),
