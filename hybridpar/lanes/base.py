@@ -77,7 +77,7 @@ class Family:
         """Refuse what must not be issued from here or now."""
         if self.closed:
             raise LaneError("the lanes are closed", "A closed family takes no work, events or waits.")
-        if self.inside or not self.is_issuer():
+        if self.inside or threading.get_ident() != self._issuer:
             raise LaneError(
                 "a lane was given work, an event or a wait by other code than its issuing thread",
                 "One host thread issues everything, so that there is one order and no deadlock.",
