@@ -125,7 +125,7 @@ class EncodedMeeting(Meeting):
     def __init__(self, bucket: Bucket, exchange_of: Callable[[Bucket], Exchange], workers: int) -> None:
         super().__init__(bucket)
         self._exchange_of = exchange_of
-        self._exchange = exchange_of(bucket)
+        self._exchange: Exchange
         self._full = all_reduce_bytes(bucket.bytes, workers)
         self._encode_ms = 0.0
 

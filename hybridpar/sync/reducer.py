@@ -116,6 +116,8 @@ class Reducer:
             self._choose_meetings(nodes)
         #: Whether gradients are taken in the hook, and stay unwritten until the optimizer reads them.
         self.takes = self._shared is not None or self._encodes
+        if self.takes:
+            functions()  # so that no step waits for a compiler
         self._exact = exact or not self.takes
         self._gradients = Gradients({})
         self._order: list[str] = list(parameters)[::-1]
@@ -136,8 +138,6 @@ class Reducer:
         options, parameters = self._options, self._parameters.values()
         in_hook = self._compute.device.type == "cpu" and not options.delayed  # the gradient is in the cache there
         in_hook = in_hook and all(one.is_floating_point() and is_dense(one) for one in parameters)
-        if in_hook:
-            functions()  # so that no step waits for a compiler
         if not options.policy.changes_nothing:
             groups = [group for _, group in self._sync_lanes]
             self.compression = Compression(options.policy, self._world, groups, options.seed, nodes)
@@ -219,8 +219,10 @@ class Reducer:
 
         It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
         """
+        if self._world.size > 1 or not self._measure:
+            return
         gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
-        if self._world.size > 1 or not self._measure or not gradients:
+        if not gradients:
             return
         if self._complex:
             gradients = list(map(as_real, gradients))
@@ -265,15 +267,12 @@ class Reducer:
         if self.takes:
             self._gradients.factor = factor
             return
-        done: set[int] = set()
-        for bucket in self.buckets:
-            if any(slot.parameter.grad is not None for slot in bucket.slots):
-                flat = bucket.flat()
-                flat.mul_(factor.to(flat.dtype))
-            done.update(id(slot.parameter) for slot in bucket.slots)
-        for parameter in self._parameters.values():
-            if parameter.grad is not None and id(parameter) not in done:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        used = [bucket for bucket in self.buckets if any(slot.parameter.grad is not None for slot in bucket.slots)]
+        gradients = [bucket.flat() for bucket in used]
+        if not self.buckets:
+            gradients = [one.grad for one in self._parameters.values() if one.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.dtype))
 
     def first_bad(self) -> str | None:
         """Name of the first parameter, in the model's order, whose gradient is not finite."""

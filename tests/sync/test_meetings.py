@@ -107,6 +107,37 @@ def test_every_access_to_shared_memory_is_ordered_across_lanes() -> None:
     run_ranks(train, 2, [{}, {"clip_norm": 0.1}], SharedMeeting, None, True, shared_memory=True)
 
 
+class TwoTypes(nn.Module):
+    """Some parameters are float64, so that there is a bucket of each type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(192, 7), nn.Linear(7, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.flatten(1)).double())
+
+
+def train_two_types(world: World, kind: type, options: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    net = TwoTypes()
+    with Trainer(net, config=make_config(bucket_mb=100.0, **options), world=world) as trainer:
+        assert kind_of(trainer) is kind
+        for step in range(5):
+            net.first.requires_grad_(step != 2)  # a bucket less in one of the steps
+            trainer.step(make_data(8, seed=10 * step + world.rank))
+        return state_of(trainer)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}])
+def test_buckets_of_two_types_meet_in_one_memory(options: dict[str, Any]) -> None:
+    ours = run_ranks(train_two_types, 2, SharedMeeting, options)
+    theirs = run_ranks(train_two_types, 2, FlatMeeting, options, shared_memory=False)
+    for name, expected in theirs[0].items():
+        assert torch.equal(ours[0][name], ours[1][name])
+        torch.testing.assert_close(ours[0][name], expected, rtol=1e-4 if options else 0, atol=1e-5 if options else 0)
+
+
 def hand_over_only(world: World) -> tuple[bool, bool]:
     """Whether gradients are gone after the backward pass, and whether one beyond 1e35 counts as not finite."""
     torch.manual_seed(0)
