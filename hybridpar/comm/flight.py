@@ -99,12 +99,12 @@ class FlightRecorder:
     @contextlib.contextmanager
     def outside(self, doing: str) -> Iterator[None]:
         """Context of something that the process does outside of a step, for which others may have to wait."""
-        self._outside = doing
+        before, self._outside = self._outside, doing
         try:
             with self.noted(doing):
                 yield
         finally:
-            self._outside = ""
+            self._outside = before
 
     def open(self, directory: Path, rank: int, size: int) -> None:
         """Move the notes to `directory/rank-N`. Where that cannot be written they stay in memory."""

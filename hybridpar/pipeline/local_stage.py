@@ -85,7 +85,8 @@ class LocalStage:
         self._step = 0
         self.is_open = False  # a step has begun, and is neither committed nor rolled back
         self.guarded = options.guard
-        self.measured = options.guard or options.global_norm is not None
+        self._global_norm = options.global_norm
+        self.measured = options.guard or self._global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
         self._shards = None if shard_group is None else ParameterShards(self.module, replicas, shard_group)
@@ -114,7 +115,7 @@ class LocalStage:
     def _make_gradients(self) -> Reducer:
         options = self.options
         # Stages know the norm of all of them only once they have added theirs up.
-        exact = options.global_norm is not None or self.lane is not self._lanes.caller
+        exact = self._global_norm is not None or self.lane is not self._lanes.caller
         kind = DelayedReducer if options.delayed and self.replicas.size > 1 else self._make_reducer
         return kind(
             *(dict(self.module.named_parameters()), self.replicas, self._lanes, self.lane, self._sync_lanes, options),
@@ -218,8 +219,8 @@ class LocalStage:
     def _clip(self, values: Tensor | None) -> tuple[Gradients | None, Tensor | None]:
         """Clip the gradients of the stage, which are those of all replicas by now."""
         options, unwritten, squares = self.options, self.gradients.unwritten, None
-        if options.global_norm is not None and values is not None:
-            shrink = clip_factor(values[SQUARES], options.global_norm)
+        if self._global_norm is not None and values is not None:
+            shrink = clip_factor(values[SQUARES], self._global_norm)
             if shrink is not None:
                 self.gradients.scale(shrink)
         elif options.clip_norm is not None and options.clip_mode != "norm":

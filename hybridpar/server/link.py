@@ -57,6 +57,7 @@ class ServerLink:
         self._connection: wire.Connection | None = None
         self._hello: wire.Hello
         self._before = 0, 0  # bytes of connections that broke
+        self._closed = False
         self.clock = self.sequence = 0
         #: Running statistics as they came last.
         self.statistics = torch.empty(0)
@@ -86,7 +87,7 @@ class ServerLink:
             try:
                 return self._ask(message)
             except (OSError, wire.Garbled):
-                if not self._options.returns:
+                if self._closed or not self._options.returns:
                     raise
                 self._come()
                 return self._ask(message)  # computed on the weights of before, as its clock says
@@ -98,6 +99,7 @@ class ServerLink:
 
     def close(self, *, graceful: bool = True) -> None:
         """Leave."""
+        self._closed = True
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 if graceful:

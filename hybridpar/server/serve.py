@@ -130,6 +130,8 @@ class ShardServer:
         # Connections in the handshake, since when, oldest first; and addresses that were refused.
         self._most_waiting = max(_LEAST_WAITING, _WAITING_PER_WORKER * options.rules.learners)
         self._strangers: dict[Connection, float] = {}
+        self._let_in: dict[Connection, float] = {}  # those that have not said who they are, since when
+        self._ended = False
         self._named: set[str] = set()
 
     @property
@@ -158,8 +160,10 @@ class ShardServer:
             raise
         finally:
             self._listener.close()
-            for connection in [*self._strangers, *self._hellos]:
-                connection.end()
+            with self._changed:
+                self._ended = True
+                for connection in [*self._strangers, *self._let_in, *self._hellos]:
+                    connection.end()
 
     # ------------------------------------------------------------- connections
 
@@ -192,6 +196,7 @@ class ShardServer:
             return
         with self._changed:
             self._strangers.pop(connection, None)
+            self._let_in[connection] = self._now()
         problem: Exception | None = None
         try:
             while not isinstance(message := connection.receive(self._most_bytes(connection)), wire.Bye):
@@ -209,8 +214,9 @@ class ShardServer:
 
     def _part(self, connection: Connection, error: Exception | None) -> None:
         """A connection has ended, with an error or without; whatever it is, the others are served on."""
-        if isinstance(error, HybridparError):
+        if isinstance(error, HybridparError) and connection in self._hellos:
             raise error
+        self._let_in.pop(connection, None)
         hello = self._hellos.pop(connection, None)
         connection.end()
         if error is not None and not isinstance(error, OSError):
@@ -259,6 +265,8 @@ class ShardServer:
     def _handle(self, connection: Connection, message: wire.ServerMessage) -> wire.ServerMessage:
         """Do what a worker asks, under the lock; what to answer."""
         hello = message if isinstance(message, wire.Hello) else self._hellos.get(connection)
+        if self._ended:
+            raise ConnectionResetError("the server has ended")
         if hello is None:
             raise Garbled(f"a {type(message).__name__} before the Hello")
         worker, peer = hello.worker, self._peers.get(hello.worker)
@@ -270,10 +278,10 @@ class ShardServer:
             return self._welcome(connection, hello)
         if peer is None or peer.connection is not connection:
             raise Garbled(f"a {type(message).__name__} of a worker that takes no part")
-        if isinstance(message, wire.Gradient) and message.learner == worker:
+        if isinstance(message, wire.Gradient) and message.learner == worker and message.clock <= self._started.clock:
             self._push(peer, message)
             return self._answer(peer, worker)
-        if isinstance(message, wire.Squares) and worker == 0:
+        if isinstance(message, wire.Squares) and worker == 0 and self._started.squares is not None:
             self._deliver(self._started.finish(message.squares))
             return self._answer(peer, worker)
         if isinstance(message, wire.GatherItem):
@@ -299,6 +307,7 @@ class ShardServer:
             )
             return wire.Refused(error=error)
         self._hellos[connection] = hello
+        self._let_in.pop(connection, None)
         if self.shard is None and hello.worker == 0:
             return wire.Welcome()
         self._wait(connection, lambda: self.shard is not None)
@@ -406,11 +415,15 @@ class ShardServer:
         rules = self._options.rules
         all_there = set(range(rules.learners)) if rules.barrier else set(self._peers)
         party = self._parties.setdefault(_occasion(message.tag), all_there)
-        self._changed.notify_all()
         if worker not in party:  # it came late, and there is no other message for it
             return wire.GatheredItems(items={worker: message.item})
+        for earlier in self._parties.values() if not rules.barrier else ():
+            if earlier is party:
+                break
+            earlier.discard(worker)  # all come to occasions in the same order: it comes to none of these
         items = self._items.setdefault(message.tag, {})
         items[worker] = message.item
+        self._changed.notify_all()
         self._wait(peer.connection, lambda: party <= items.keys())
         self._items.pop(message.tag, None)
         return wire.GatheredItems(items=dict(sorted(items.items())))
@@ -456,6 +469,8 @@ class ShardServer:
         now, timeout, barrier = self._now(), self._options.timeout, self._options.rules.barrier
         for connection in [stranger for stranger, since in self._strangers.items() if now - since > HANDSHAKE_SECONDS]:
             self._refuse(connection, f"it sent no reply within {HANDSHAKE_SECONDS:g} s")
+        for connection in [silent for silent, since in self._let_in.items() if now - since > timeout]:
+            connection.end()  # its thread then ends
         waiting = {worker for worker, peer in self._peers.items() if peer.connection in self._waiting}
         self._waiting_since = (self._waiting_since or now) if waiting else None
         # Without a barrier worker 0 may be testing, which takes some time.

@@ -61,9 +61,8 @@ class Decision:
 class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
-    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `settle`,
-    when it is known whether
-    the step counts, or `settle_later`, where that is left on the device; in that case `catch_up` before the
+    The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `settle`, when it is
+    known whether the step counts, or `settle_later`, where that is left on the device; in that case `catch_up` before the
     next step's first `add`.
     """
 

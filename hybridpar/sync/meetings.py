@@ -40,8 +40,8 @@ class Meeting(ABC):
     """Adds the gradients of one bucket over the workers.
 
     The calls of a step: `open`; `take` for each gradient, in the hook; `gather` when all are taken; `meet`, on a sync
-    lane; then `received` and `squares` are there. What codecs keep is committed or rolled back for all buckets
-    together.
+    lane; then `received` and `squares` are there. What codecs remember is committed for all buckets together, if
+    the step counts.
 
     Args:
         bucket: The parameters whose gradients are added.

@@ -167,6 +167,7 @@ def test_no_bytes_end_a_server(served, worker, known, caplog):
         frame("Gradient", {**PUSH, "pieces": [torch.zeros(4)]}),
         frame("Gradient", {**PUSH, "pieces": [[torch.zeros(4)]]}),
         frame("Gradient", {**PUSH, "learner": 0}),
+        frame("Gradient", {**PUSH, "clock": 99}),
         frame("Gradient", {**PUSH, "samples": "many"}),
         frame("GatherItem", {"tag": "a/0", "item": None}, 1 << 30),
         frame("Squares", {"squares": 1.0}),

@@ -21,7 +21,7 @@ from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
 from hybridpar.server.serve import save_occasion
-from hybridpar.server.wire import Gradient
+from hybridpar.server.wire import Connection, Gradient
 from tests.server.problems import unsent
 from tests.server.serving import Clock, Net, Worker, copies, images, serving, together
 from tests.waiting import eventually
@@ -419,6 +419,45 @@ def test_a_worker_that_joins_after_a_checkpoint_was_asked_for_is_not_waited_for(
         last = [partial(one.links.gather, "last/0", one.number) for one in (team[0], late)]
         assert together(last) == [{0: 0, 1: 1}] * 2
         late.close(), team[0].close()
+
+
+def test_a_worker_at_a_later_checkpoint_is_not_waited_for_at_an_earlier():
+    """Worker 0 dies after it asked for a checkpoint of which only worker 1 has heard; the next one asks for another."""
+    rules = Rules.asynchronous(3)
+    with serving(rules) as served, ThreadPoolExecutor(2) as pool:
+        team, _ = train(served, rules, 3, 1)
+        assert team[0].step(1, save=True).save == 1
+        team[0].close(graceful=False)
+        eventually(lambda: served.servers[0]._peers.keys() == {1, 2})
+        assert team[1].step(2).save == 1
+        early = pool.submit(team[1].links.gather, f"{save_occasion(1)}/0", 1)
+        successor = Worker(served, 0, copies(1)[0], rules)
+        successor.begin()
+        assert successor.step(3, save=True).save == 2
+        later = pool.submit(successor.links.gather, f"{save_occasion(2)}/0", 0)
+        assert team[2].step(4).save == 2
+        last = ThreadPoolExecutor(1).submit(team[2].links.gather, f"{save_occasion(2)}/0", 2)
+        assert early.result(10) == {1: 1}
+        assert team[1].links.gather(f"{save_occasion(2)}/0", 1) == {0: 0, 1: 1, 2: 2}
+        assert later.result(10) == last.result(10) == {0: 0, 1: 1, 2: 2}
+        successor.close(), team[1].close(), team[2].close()
+
+
+def test_a_server_that_has_ended_takes_nobody_in():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        first, late = (Worker(served, number, model, rules) for number, model in enumerate(copies(2)))
+        first.begin()
+        link = late.links.links[0]
+        host, _, port = link._address.rpartition(":")
+        link._connection = Connection(socket.create_connection((host, int(port)), 10), 10.0, 10.0)
+        link._connection.knock(link._options.token, link._address)  # it is let in, and has not said who it is
+        eventually(lambda: served.servers[0]._let_in)
+        first.close()
+        eventually(lambda: served.servers[0]._ended)
+        with pytest.raises(OSError, match=r"closed|reset|pipe"):
+            link._connection.receive(1 << 20)
+        link._connection.end()
 
 
 def test_workers_with_different_models_are_told_apart_at_the_first_message():
