@@ -228,12 +228,7 @@ class Coder(ABC):
     # ------------------------------------------------------------------------------ what is around it calls these
 
     def open(self) -> Coder:
-        """The coder that works in the next step, this or one inside; equal on all workers, and asked once in a step."""
-        return self
-
-    @property
-    def current(self) -> Coder:
-        """The coder that works in the step under way."""
+        """The coder that works in the next step, this or one inside; equal on all workers. It may be asked twice."""
         return self
 
     @property
@@ -331,7 +326,7 @@ class WarmUpCoder(Coder):
     def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
         super().__init__(spec, later.rounds)
         self._warmup, self._first, self._later = warmup, first, later
-        self._chosen = self._working = later
+        self._chosen = later
 
     @property
     def warm(self) -> bool:
@@ -341,22 +336,17 @@ class WarmUpCoder(Coder):
     def open(self) -> Coder:
         self._chosen = self._first if self.warm else self._later
         self._chosen.samples = self.samples
-        self._working = self._chosen.open()
-        return self._working
-
-    @property
-    def current(self) -> Coder:
-        return self._working
+        return self._chosen.open()
 
     @property
     def lasting(self) -> Coder:
         return self._later.lasting
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._working.write(index, parts)
+        raise NotImplementedError("what `open` returns does the work")
 
     def finish(self, out: Tensor) -> None:
-        self._working.finish(out)
+        raise NotImplementedError("what `open` returns does the work")
 
     def commit(self) -> None:
         super().commit()

@@ -8,7 +8,7 @@ with connections of its own: a chain of collectives that is started from callbac
 worker, and then hangs. On a GPU it runs on a stream of its own, issued from the thread that calls.
 
 DDP does not say whether a step counts. So a step is settled when the next one begins: where a gradient was not finite,
-every parameter's residual is put back, as a loss scaler skips the whole step.
+no parameter's residual changes, as a loss scaler skips the whole step.
 """
 
 from __future__ import annotations
@@ -172,15 +172,15 @@ class CodecState(ParameterCoders):
         return self._on_thread(run, lane)
 
     def settle(self) -> None:
-        """The step that was exchanged last is over: its residuals count if it was finite."""
-        for exchange in self._used if all(bool(finite) for finite in self._finite) else ():
+        """The step that was exchanged last is over: its residuals count if all of it arrived, and is finite."""
+        arrived = len(self._finite) == len(self._used)
+        for exchange in self._used if arrived and all(bool(finite) for finite in self._finite) else ():
             exchange.commit()
         self._used, self._finite = [], []
 
     def rollback(self) -> None:
-        """Put back what the last step left: to be called where the loop skips it for a reason of its own."""
-        self._finite = [torch.tensor(False)]
-        self.settle()
+        """Forget what the last step left: to be called where the loop skips it for a reason of its own."""
+        self._used, self._finite = [], []
 
     # ------------------------------------------------------------------- state
 

@@ -366,7 +366,7 @@ class Exchange:
         return replace(self._traffic, timer=timer)
 
     def open(self) -> None:
-        """Begin a step in which gradients come one by one: `take` each, then `carry`, then `finish` of each coder.
+        """Begin a step in which gradients come one by one: `take` each, then `carry`, then `received`.
 
         For codecs that take gradients at once (`Codec.at_once`).
         """
@@ -413,8 +413,8 @@ class Exchange:
         coder.release()
 
     def carry(self, group: Group) -> Traffic:
-        """Exchange the messages that `take` wrote, and those that follow. What comes of them is had from each coder's
-        `finish`.
+        """Exchange the messages that `take` wrote, and those that follow. What comes of them is in
+        `received`.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.

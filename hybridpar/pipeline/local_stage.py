@@ -239,7 +239,7 @@ class LocalStage:
         return values[COMMIT] if on_device else bool(values[COMMIT])
 
     def _settle_codecs(self, commit: bool | Tensor, unused: list[str], costs: SyncCosts | None) -> None:
-        """Let codecs keep what the step left, or put it back."""
+        """Let codecs remember what the step left, if it counts."""
         compression = self.gradients.compression
         if compression is None:
             return

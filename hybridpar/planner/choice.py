@@ -29,16 +29,9 @@ def choose_codecs(
 
     Nothing is known of the computation, so all of the exchange counts, as if nothing could hide it.
     """
-    check_fidelity(fidelity)
-    texts, why = planned_codecs(fidelity), ""
-    if replicas == 1:
-        why = "there is a single replica, and its gradients go nowhere"
-    elif not texts:
-        why = f"fidelity {fidelity} allows nothing else"
-    elif world.transport == "shared memory":
-        why = "in shared memory gradients are added where they lie"
-    if why:
+    if why := nothing_to_choose(model, world, fidelity, replicas):
         return "none", (f"auto     none: {why}",)
+    texts = planned_codecs(fidelity)
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     parameters = tuple(Parameter(name, tuple(parameter.shape), 0) for name, parameter in trained)
     directory = measurements_directory()
@@ -65,6 +58,26 @@ def choose_codecs(
         )
 
     return world.from_main(decide)
+
+
+def nothing_to_choose(model: nn.Module, world: World, fidelity: str, replicas: int) -> str:
+    """Why gradients are sent as they are, whatever a measurement would say; empty where one is needed."""
+    check_fidelity(fidelity)
+    if replicas == 1:
+        return "there is a single replica, and its gradients go nowhere"
+    if not planned_codecs(fidelity):
+        return f"fidelity {fidelity} allows nothing else"
+    if world.transport == "shared memory":
+        return "in shared memory gradients are added where they lie"
+    return other_types(model)
+
+
+def other_types(model: nn.Module) -> str:
+    """Why no codec can be used for a model whose parameters are not all float32; empty where they are."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            return f"the parameter {name!r} is {parameter.dtype}, and codecs take float32"
+    return ""
 
 
 def _measure_link(world: World) -> LinkLevel:

@@ -107,12 +107,19 @@ def plan_run(
         input=tuple(sample_shape) if sample_shape is not None else None,
     )
     plan = plan or _read_own_plan(config, world)
-    if plan is None and config.chooses and not config.searches:
-        config, decided = _settled(config, world, decided)
     found: _Found = None, ()
+    nothing = ""  # for a codec to be chosen by
+    if plan is None and config.chooses:
+        from hybridpar.planner.choice import nothing_to_choose, other_types
+
+        if config.searches and (why := other_types(model)):
+            config, found = replace(config, compress="none"), (None, (f"auto     none: {why}",))
+        elif not config.searches:
+            config, decided = _settled(config, world, decided)
+            nothing = nothing_to_choose(model, world, config.fidelity, config.replicas or 1)
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
-    elif not config.searches and (not config.chooses or config.replicas == 1):
+    elif not config.searches and (not config.chooses or nothing):
         pass
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
@@ -134,7 +141,8 @@ def plan_run(
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps)
         with same_random([world.device.index or 0] if world.device.type == "cuda" else []):
-            found = _search(model, world, question, announce)
+            planned, said = _search(model, world, question, announce)
+            found = planned, (*found[1], *said)
     followed, lines = found
     resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
     _require_effect(config, named, world.size, resolved.placement)

@@ -65,8 +65,6 @@ class Bucket:
         self.slots = tuple(slots)
         #: Gradients that are still to come in the step under way.
         self.pending = len(slots)
-        #: Milliseconds that encoding its gradients took so far, where they are encoded one by one.
-        self.encode_ms = 0.0
         first = slots[0].parameter
         self.numel = sum(slot.parameter.numel() for slot in slots)
         self.dtype = first.dtype

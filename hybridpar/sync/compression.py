@@ -62,7 +62,7 @@ class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
     The calls of a step: for each bucket, on its sync lane, `add` or those of `exchange`; then `settle`, when it is
-    known whether the step counts, or `settle_later`, where that is left on the device; in that case `catch_up` before the
+    known whether the step counts, or `settle_later`, where that is left on the device, and then `catch_up` before the
     next step's first `add`.
     """
 
@@ -188,7 +188,8 @@ class Compression(ParameterCoders):
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
             return "none", full, full
-        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting.rounds)
+        rounds = coder.lasting.open().rounds
+        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in rounds)
 
     @property
     def _on_one_node(self) -> bool:

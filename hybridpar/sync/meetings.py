@@ -32,8 +32,8 @@ from hybridpar.sync.pieces import PIECE
 #: Slots of shared memory begin at whole cache lines.
 _ALIGN = 64
 
-#: A larger sum of squares counts as not finite: below it, the sum of all workers' gradients cannot overflow.
-_MOST_SQUARES = 1e70
+#: A worker's gradient of a larger norm counts as not finite.
+_MOST_NORM = 1e35
 
 
 class Meeting(ABC):
@@ -214,6 +214,8 @@ class SharedMeeting(Meeting):
         self._mine = [terms[shared.world.rank] for terms in self._terms]
         self.received = [Sum(terms) for terms in self._terms]
         self._squares = torch.zeros(len(bucket.slots), dtype=torch.float64)
+        # Below this sum of squares the sum of all workers' gradients cannot overflow.
+        self._safe_squares = min(torch.finfo(bucket.dtype).max / shared.world.size, _MOST_NORM) ** 2
         self._into = self._squares.unbind()
 
     def take(self, index: int, gradient: Tensor | None) -> None:
@@ -240,9 +242,15 @@ class SharedMeeting(Meeting):
             ]
             return torch.stack(mine).sum() if mine else 0.0
         total = float(self._squares.sum())
-        if not total < _MOST_SQUARES:  # the sum itself may have overflowed
+        if not total < self._safe_squares:  # the sum itself may have overflowed
             total = float(torch.stack([sum_of_squares(one) for one in self._mine]).sum())
-        return 0.0 if total < _MOST_SQUARES else float("inf")
+        is_safe = total < self._safe_squares
+        if not is_safe and total < _MOST_NORM**2:  # of a type with a smaller range: only the sums themselves tell
+            sums = [torch.empty_like(one) for one in self._mine]
+            for received, out in zip(self.received, sums, strict=True):
+                received.write(out)
+            is_safe = all(bool(torch.isfinite(out).all()) for out in sums)
+        return 0.0 if is_safe else float("inf")
 
 
 def _squares_of(received: Received, parameter: nn.Parameter) -> Tensor:

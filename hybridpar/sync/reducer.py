@@ -173,8 +173,8 @@ class Reducer:
         """Forget the gradients of the step before, and expect those of the next in every bucket."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
+        for bucket, meeting in zip(self.buckets, self._meetings, strict=True):
+            bucket.pending, meeting.memory = len(bucket.slots), ()
         self._gradients = Gradients({})
         self._step = step
 

@@ -79,7 +79,7 @@ class Team:
         return [exchange.coders[index] for exchange in self.exchanges]
 
     def meet(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """One step, neither committed nor rolled back; results by worker and parameter."""
+        """One step, which is not committed; results by worker and parameter."""
         outs = [[torch.full((gradient.numel(),), torch.nan) for gradient in mine] for mine in gradients]
         run_together(self.exchanges, gradients, outs)
         return outs

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import hybridpar
 from hybridpar.comm.world import World
-from hybridpar.compress import CODECS
+from hybridpar.compress import CODECS, parse_codec
+from hybridpar.planner.rates import lasting_rounds
 from tests.compress import test_every_codec
 from tests.compress.test_ddp import batch, net, weights
 from tests.ranks import run_ranks
@@ -68,6 +69,7 @@ def test_two_workers_train_by_its_name(text: str) -> None:
 
 def kept(_world: World, text: str) -> None:
     with registered(text):
+        assert sum(entry.bytes for entry in lasting_rounds(parse_codec(text), (64, 64), 2)) > 0, "known before a step"
         test_every_codec.test_a_bad_number_is_seen_by_all_and_can_be_taken_back(text)
         test_every_codec.test_state_is_saved_and_restored(text)
 

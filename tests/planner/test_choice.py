@@ -16,6 +16,8 @@ from hybridpar.planner.measure_run import Question
 from hybridpar.planner.planned_run import PlannedRun
 from tests.ranks import run_ranks
 from tests.sync.test_compression import Net, Staged, batch
+from tests.sync.test_meetings import TwoTypes
+from tests.sync.test_reducer import make_data
 
 
 def chosen(world: World, fidelity: str, megabytes_per_second: float) -> tuple[str, tuple[str, ...]]:
@@ -54,6 +56,22 @@ def test_all_workers_take_the_codec_whose_exchange_takes_least(fidelity, shared,
     assert any(line in said for said in lines), lines
 
 
+def with_two_types(world: World, plan: str) -> tuple[str, tuple[str, ...]]:
+    torch.manual_seed(0)
+    config = TrainConfig(compress="auto", fidelity="close", plan=plan)  # type: ignore[arg-type]
+    known = {"example": torch.zeros(8, 3, 8, 8), "total_steps": 10**6}
+    with Trainer(TwoTypes(), config=config, world=world, **known) as trainer:  # type: ignore[arg-type]
+        trainer.step(make_data(8, seed=world.rank))
+        return str(trainer.engine.wire_format().policy), trainer.planned.lines
+
+
+@pytest.mark.parametrize("plan", ["none", "auto"])
+def test_a_model_with_other_types_than_float32_is_sent_as_it_is(plan: str) -> None:
+    for policy, lines in run_ranks(with_two_types, 2, plan, shared_memory=False):
+        assert policy == "none"
+        assert any("none: the parameter 'second.weight' is torch.float64" in line for line in lines), lines
+
+
 def measured(world: World) -> LinkLevel:
     return choice._measure_link(world)
 
@@ -88,7 +106,7 @@ def settled(world: World) -> tuple[list[Question], PlannedRun]:
 
 
 def test_with_plan_none_the_search_is_for_the_codec_alone():
-    for (question,), run in run_ranks(settled, 4):
+    for (question,), run in run_ranks(settled, 4, shared_memory=False):
         assert question.fixed == Fixed(
             *(4, 2, 2, 2, "greedy", "linear", "contiguous", "stock"), every_step=True, shard_optimizer=False
         )

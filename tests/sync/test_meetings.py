@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,6 +137,24 @@ def test_buckets_of_two_types_meet_in_one_memory(options: dict[str, Any]) -> Non
     for name, expected in theirs[0].items():
         assert torch.equal(ours[0][name], ours[1][name])
         torch.testing.assert_close(ours[0][name], expected, rtol=1e-4 if options else 0, atol=1e-5 if options else 0)
+
+
+def scaled_sum(size: float, outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum() * size
+
+
+def half_sums(world: World, size: float) -> bool:
+    """Whether a step counts whose gradients are float16, finite on each worker, and as large as `size`."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 1).half())
+    loss = partial(scaled_sum, size)
+    with Trainer(net, config=make_config(lr=1e-4), loss=loss, world=world) as trainer:
+        images, labels = torch.zeros(1, 3, 8, 8, dtype=torch.float16), torch.zeros(1, dtype=torch.long)
+        return bool(trainer.step((images, labels)).outcome.committed)
+
+
+def test_sums_of_float16_may_be_large_and_must_not_overflow() -> None:
+    assert run_ranks(half_sums, 2, 60000.0) == [True, True]
+    assert run_ranks(half_sums, 2, 130000.0) == [False, False]
 
 
 def hand_over_only(world: World) -> tuple[bool, bool]:

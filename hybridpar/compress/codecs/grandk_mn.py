@@ -41,6 +41,7 @@ class GlobalRandomK(LargeTensorCodec):
     levels: str = "4"
     least: int = 1000
     name = "grandk_mn"
+    kernels = ("cpu", "cuda")
     biased = True
     reads_state = True
     feedback = True

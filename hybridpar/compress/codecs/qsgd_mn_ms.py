@@ -34,6 +34,7 @@ class QsgdMultiScale(LargeTensorCodec):
     levels: str = "4/6/8"
     least: int = 1000
     name = "qsgd_mn_ms"
+    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:

@@ -35,6 +35,7 @@ class QsgdTwoScale(LargeTensorCodec):
     high: int = 8
     least: int = 1000
     name = "qsgd_mn_ts"
+    kernels = ("cpu", "cuda")
     biased = False
 
     def __post_init__(self) -> None:
