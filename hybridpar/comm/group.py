@@ -25,6 +25,27 @@ class Reduction(enum.Enum):
     AND = "and"
 
 
+#: Sums of at most so many bytes are added up by every worker: one message instead of two.
+SMALL = 1 << 15
+
+#: Every worker's item, on every worker, by rank.
+Gather = Callable[[object], list[object]]
+
+#: Asked after a time-out: whether to wait as long again, because a worker is alive and busy.
+WaitOn = Callable[[], bool]
+
+
+def never() -> bool:
+    """Do not wait on after a time-out."""
+    return False
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory; the tensor must outlive it."""
+    memory: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(memory)
+
+
 class Group(ABC):
     """Some workers that exchange tensors. Calls come in the same order on all of them.
 

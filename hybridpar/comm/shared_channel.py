@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridpar.comm.shared_memory import Bell, WaitOn, call, map_segment, never, open_door, shared_directory
+from hybridpar.comm.group import WaitOn, never
+from hybridpar.comm.shared_memory import Bell, call, map_segment, open_door, shared_directory
 from hybridpar.comm.transport import MessagePart, cut, memory_of, payload
 
 #: Bytes of a slot: small enough to stay in the last-level cache, large enough that copying it takes longer than to wake

@@ -24,14 +24,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import Group, Reduction, reduce_rows, split
+from hybridpar.comm.group import SMALL, Gather, Group, Reduction, WaitOn, never, reduce_rows, split
 
 #: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
 #: twice per chunk costs little.
 CHUNK_BYTES = 2 << 20
-
-#: Sums of at most so many bytes are added up by every worker: they meet once instead of twice.
-_SMALL = 1 << 15
 
 #: Bytes of a piece of a message between two: the receiver copies a piece while the sender writes the next.
 _PIECE_BYTES = CHUNK_BYTES // 2
@@ -40,15 +37,6 @@ _SHARED = Path("/dev/shm")
 _RANK = struct.Struct("I")
 
 _T = TypeVar("_T")
-
-Gather = Callable[[object], list[object]]
-#: Asked after a time-out: whether to wait as long again, because a worker is alive and busy.
-WaitOn = Callable[[], bool]
-
-
-def never() -> bool:
-    """Do not wait on after a time-out."""
-    return False
 
 
 def shared_directory() -> tempfile.TemporaryDirectory[str]:
@@ -234,7 +222,7 @@ class SharedMemoryGroup(SharedSegment, Group):
         step = CHUNK_BYTES // flat.element_size()
         for start in range(0, flat.numel(), step):
             chunk = flat[start : start + step]
-            if chunk.nbytes <= _SMALL:
+            if chunk.nbytes <= SMALL:
                 slots = self._next_slots(chunk.dtype)[:, : chunk.numel()]
                 slots[self.rank] = chunk
                 self._meet("handing out tensors")

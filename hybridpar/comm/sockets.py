@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.group import REDUCE, Group, Reduction, reduce_rows, split
+from hybridpar.comm.group import REDUCE, SMALL, Gather, Group, Reduction, WaitOn, buffer_of, never, reduce_rows, split
 from hybridpar.comm.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
@@ -40,9 +40,6 @@ from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 #: Bytes after which what arrives is added up while the rest is on its way.
 _CHUNK = 1 << 18
 
-#: Sums of at most so many bytes are gathered by every worker, which adds them up: one message instead of two.
-_SMALL = 1 << 15
-
 #: Workers up to which each has a connection to every other one.
 MOST_WORKERS = 16
 
@@ -56,15 +53,11 @@ _HEADER = struct.Struct("!II")  # rank of the caller, number of the group; behin
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
-Gather = Callable[[object], list[object]]
-
 
 class SocketGroup(Group):
     """A connection to every other worker. After `timeout` seconds of silence `wait_on` says whether to wait again."""
 
-    def __init__(
-        self, rank: int, peers: dict[int, socket.socket], timeout: float, wait_on: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, rank: int, peers: dict[int, socket.socket], timeout: float, wait_on: WaitOn = never) -> None:
         self.rank, self.size = rank, len(peers) + 1
         self._peers = dict(sorted(peers.items()))
         self._timeout = timeout
@@ -82,7 +75,7 @@ class SocketGroup(Group):
             return
         if self.size == 2:
             self._reduce_with_the_other(flat, REDUCE[reduction])
-        elif flat.nbytes <= _SMALL:
+        elif flat.nbytes <= SMALL:
             rows = flat.new_empty(self.size * flat.numel())
             self.all_gather(rows, flat)
             reduce_rows(rows.view(self.size, -1), flat, reduction)
@@ -206,7 +199,7 @@ class _Stream:
     def __init__(self, rank: int, connection: socket.socket, sent: Tensor, received: Tensor) -> None:
         self._rank = rank
         self._socket = connection
-        self._out, self._in = _memory_of(sent), _memory_of(received)
+        self._out, self._in = buffer_of(sent), buffer_of(received)
         self.number = connection.fileno()
         self.left = self.arrived = 0
         if self.number < 0:
@@ -253,12 +246,6 @@ class _Stream:
             raise ConnectionResetError(f"worker {self._rank} of the group has left") from error
 
 
-def _memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    memory: Any = tensor.detach().view(torch.uint8).numpy()
-    return memoryview(memory)
-
-
 # --------------------------------------------------------------------- set-up
 
 
@@ -268,7 +255,7 @@ def open_sockets(
     gather: Gather,
     timeout: float,
     count: int,
-    wait_on: Callable[[], bool] = lambda: False,
+    wait_on: WaitOn = never,
 ) -> list[SocketGroup]:
     """Connect every worker of a party to every other one, for several groups; a collective of all parties.
 

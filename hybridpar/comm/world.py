@@ -62,7 +62,7 @@ class World:
         timeout: Seconds after which a silent peer is an error.
         lane_groups: What exchanges gradients, one group for each sync lane.
         control_group: What adds control messages.
-        control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
+        control: Process group for broadcasts at the start, and for facts where there are no sockets for them.
         transport: What sends gradients: `sockets`, `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
         members: The workers' ranks in the whole job, by rank here.

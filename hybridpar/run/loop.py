@@ -38,6 +38,7 @@ from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.timings import RunningMean
 from hybridpar.train.checkpoint_files import prune_checkpoints
 from hybridpar.train.evaluation import Evaluation
+from hybridpar.train.trainer import Trainer
 
 
 class RunLoop(ABC):
@@ -50,6 +51,7 @@ class RunLoop(ABC):
     total: int
     #: This worker's share of the test set.
     test: TestBatches
+    trainer: Trainer
 
     def __init__(
         self,
@@ -190,6 +192,13 @@ class RunLoop(ABC):
             self._loggers.put(end)
         wanted = last or end in self.keep_rule.best(self.at.tested) or self._stops_early() is not None
         return self.rule.epoch or (self.rule != SaveRule() and wanted)
+
+    def _evaluate_average(self) -> Evaluation | None:
+        """The result of the moving average (`--model-ema`), if there is one."""
+        if self.trainer.config.model_ema is None:
+            return None
+        with self.trainer.averaged():
+            return self.trainer.evaluate(self.test)
 
     def _stops_early(self) -> str | None:
         """Why the run is to end before its time; None where it goes on."""

@@ -69,7 +69,7 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import digest_of, resolve_checkpoint
-from hybridpar.train.trainer import Evaluation, StepResult, Trainer
+from hybridpar.train.trainer import StepResult, Trainer
 
 if TYPE_CHECKING:
     from hybridpar.run.batch_search import BatchSelector
@@ -437,13 +437,6 @@ class Run(RunLoop):
         """Divide the steps to come, and the test set, by other shares."""
         self.batches.shares = shares
         self.test = self._make_test(shares)
-
-    def _evaluate_average(self) -> Evaluation | None:
-        """The result of the moving average (`--model-ema`), if one is kept."""
-        if self.config.model_ema is None:
-            return None
-        with self.trainer.averaged():
-            return self.trainer.evaluate(self.test)
 
     def _steps_of(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.

@@ -46,7 +46,6 @@ from hybridpar.server.serve import save_occasion
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.wire import Weights
 from hybridpar.train.checkpoint_files import step_of
-from hybridpar.train.evaluation import Evaluation
 from hybridpar.train.step_result import StepResult
 
 
@@ -289,13 +288,6 @@ class ServedRun(RunLoop):
             self._save(f"step-{step}")
         else:
             self._save_asked |= self.is_main
-
-    def _evaluate_average(self) -> Evaluation | None:
-        """The result of the moving average (`--model-ema`), if one is kept."""
-        if not self.trainer.engine.averages:
-            return None
-        with self.trainer.averaged():
-            return self.trainer.evaluate(self.test)
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:
         """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""

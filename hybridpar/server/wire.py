@@ -25,6 +25,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
+from hybridpar.comm.group import buffer_of
 from hybridpar.comm.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
@@ -233,11 +234,6 @@ _ANSWERS = (Welcome, Weights, GatheredItems, ShardState, Wait, Refused)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory; the tensor must outlive it."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
 class Connection:
     """Either end of a connection, which blocks.
 
@@ -289,7 +285,7 @@ class Connection:
             self._write(memoryview(_HEADER.pack(_MAGIC, len(head), size) + head))
             for tensor in tensors:
                 if tensor.numel():
-                    self._write(bytes_of(tensor))
+                    self._write(buffer_of(tensor))
 
     def receive(self, most: int) -> Any:
         """The next message, whose tensors may have so many bytes."""
@@ -311,7 +307,7 @@ class Connection:
             raise Garbled(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
         for tensor in tensors:
             if tensor.numel():
-                self._fill(bytes_of(tensor))
+                self._fill(buffer_of(tensor))
         try:
             return adapter.validate_python(put_together(text, tensors))
         except (ValueError, TypeError, OverflowError) as error:
