@@ -84,13 +84,10 @@ class ComponentCoder(Coder):
         until_last_tile = torch.zeros(tiles * self._tile, device=spec.device)
         self._momentum = self.register_state("momentum", until_last_tile)
 
-    def begin(self, gradient: Tensor) -> None:
-        """A step begins."""
-        torch.mul(self._momentum.now, self._config.momentum, out=self._momentum.next)
-        self._momentum.next[: self.spec.count].add_(gradient)
-
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write the message of the only round."""
+        torch.mul(self._momentum.now, self._config.momentum, out=self._momentum.next)
+        self._momentum.next[: self.spec.count].add_(self.gradient)
         components = self._transform(self._momentum.next)
         top = components.view(-1, self._tile).abs().topk(self._picked, sorted=False).indices
         first = torch.arange(0, components.numel(), self._tile, device=components.device)
@@ -102,7 +99,7 @@ class ComponentCoder(Coder):
     def finish(self, out: Tensor) -> None:
         """Add up what all workers have sent, and transform it back."""
         components = torch.empty_like(self._momentum.now)
-        self._picks.read(self._received, components, self.spec.divisor)
+        self._picks.read(self.messages, components, self.spec.divisor)
         total = self._transform(components, back=True)[: self.spec.count]
         torch.mul(total.sign(), total.abs().mean(), out=out)
 

@@ -18,8 +18,9 @@ State is registered: each step writes its `next`, which becomes its `now` if the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,26 +69,33 @@ class MomentumCoder(Coder):
         super().__init__(spec)
         self._config = config
         self._sparse = len(spec.shape) > 1 and spec.count >= config.least
+        self._lay_out()
         self._momentum, self._unsent = (
             self.register_state(name, torch.zeros(spec.count, device=spec.device)) for name in ("momentum", "unsent")
         )
 
-    def open(self) -> Coder:
-        """How many elements the next step sends, and how their message looks: gathered; a sum where that is cheaper."""
+    def _lay_out(self) -> None:
+        """Decide how many elements the next step sends: gathered with indices, or as a sum where that is cheaper."""
         level = self.steps // self._config.ramp if self._config.ramp else math.inf
         rate = max(self._config.rate, 0.25 ** (level + 1)) if self._sparse else 1.0
         self._picks = Picks.of(self.spec, rate)
         self.rounds = (self._picks.round,)
-        return self
 
-    def begin(self, gradient: Tensor) -> None:
-        """A step begins."""
-        torch.add(gradient, self._momentum.now, alpha=self._config.momentum, out=self._momentum.next)
-        torch.add(self._unsent.now, self._momentum.next, out=self._unsent.next)
+    def commit(self) -> None:
+        """The step counts."""
+        super().commit()
+        self._lay_out()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state)
+        self._lay_out()
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """Write the message of the only round."""
         momentum, unsent = self._momentum.next, self._unsent.next
+        torch.add(self.gradient, self._momentum.now, alpha=self._config.momentum, out=momentum)
+        torch.add(self._unsent.now, momentum, out=unsent)
         if not self._sparse:
             parts[0].copy_(momentum)
             unsent.zero_()
@@ -100,4 +108,4 @@ class MomentumCoder(Coder):
 
     def finish(self, out: Tensor) -> None:
         """Add up what all workers have sent."""
-        self._picks.read(self._received, out, self.spec.divisor)
+        self._picks.read(self.messages, out, self.spec.divisor)

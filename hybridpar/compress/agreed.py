@@ -59,15 +59,15 @@ class GridsCoder(Coder):
         self._noise = Noise(spec, rounding)
         self._values = self._scale = self._divisor = self._planes = torch.empty(0)
 
-    def begin(self, gradient: Tensor) -> None:
-        super().begin(gradient)
+    def _begin(self) -> None:
+        """Take what is to be sent in the step."""
         self._noise.begin(self.steps)
-        self._memory = self.memory[WORKER]
-        self._values = self._memory.take(gradient)
+        self._values = self.memory[WORKER].take(self.gradient)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
         if index == 0:
+            self._begin()
             self._write_scale(out)
         elif index < len(self.rounds) - 1:
             self._write_what_is_small(out)
@@ -88,7 +88,7 @@ class GridsCoder(Coder):
 
     def finish(self, out: Tensor) -> None:
         zero, unit = self.spec.workers * self._coarse, self.spec.divisor * self._coarse
-        (words,) = self._received
+        (words,) = self.messages
         if not self._finer and kernels.qsgd_read(words, self._scale, self._fields, zero, unit, out, add=False):
             return
 
@@ -104,7 +104,7 @@ class GridsCoder(Coder):
 
     def _write_by_kernel(self, out: Tensor) -> bool:
         """Write codes in one pass, on one grid, where nothing is left over; whether there is a kernel for that."""
-        if self._finer or self._memory.keeps or not self._noise.random:
+        if self._finer or self.memory[WORKER].keeps or not self._noise.random:
             return False
         numbers = self._noise, self._coarse, self._fields
         return kernels.qsgd_encode(self._values, self._scale, *numbers, out, self._scratch)
@@ -114,7 +114,7 @@ class GridsCoder(Coder):
         torch.div(values, self._divisor, out=into)
         self._noise.round_(into.mul_(steps))
         into.clamp_(max=self._coarse)
-        if self._memory.keeps:
+        if self.memory[WORKER].keeps:
             values.sub_(torch.div(into, steps).mul_(self._scale))
         into.add_(self._coarse)
 

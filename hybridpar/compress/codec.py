@@ -134,54 +134,51 @@ class TensorSpec:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-_NOTHING = torch.empty(0)
+#: What a coder has for a gradient when it needs none.
+NOTHING = torch.empty(0)
 
 
 class Coder(ABC):
     """A codec at work on one parameter of one worker.
 
-    The calls of a step: `begin`; for every round `write`, where stripes are sharded `merge`, and `read`; then `finish`;
-    then `commit`, if the step counts. Tensors handed to `write` and `read` are views that stay as they are until
-    `finish`. What lasts from step to step is in `memory`, `register_state` and `steps`, all of which `commit` alone
-    changes: a step that does not count leaves no trace.
+    The calls of a step: for every round `write`, where stripes are sharded `merge`, and `read`; then `finish`; then
+    `commit`, if the step counts. Tensors handed to `write` and `read` are views that stay as they are until `finish`.
+    What lasts from step to step is in `memory`, `register_state` and `steps`, all of which `commit` alone changes: a
+    step that does not count leaves no trace.
 
     A non-finite gradient on any worker makes the result non-finite on all of them; it is for the caller not to commit.
 
     Args:
         spec: The parameter.
-        rounds: The rounds of every step; a subclass whose rounds change sets them in `open`.
+        rounds: The rounds of every step; a subclass whose rounds change sets them in `commit`.
     """
 
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round] = ()) -> None:
         self.spec = spec
         self.rounds = tuple(rounds)
+        #: The gradient of the step under way, 1-D float32 of any stride; not to be changed.
+        self.gradient = NOTHING
+        #: What came of the last round.
+        self.messages: Sequence[Tensor] = ()
+        #: The coder that works in the next step: this, or in a warm-up another inside. Equal on all workers.
+        self.working: Coder = self
         #: Which elements of the gradient each residual is about that error feedback may remember, by key.
         self.residuals: dict[str, range] = {}
         #: Gives v, and takes what is not sent, by key. Error feedback puts its residuals here.
         self.memory: dict[str, Memory] = defaultdict(Memory)
         #: How many steps counted.
         self.steps = 0
-        #: Learning rate of the coming steps in any unit, and their samples as a multiple of what options are given for.
-        self.learning_rate, self.samples = 0.0, 1.0
+        self._samples = 1.0
         self._scratch = Scratch(spec.device)
         self._states: dict[str, State] = {}
-        self._gradient = _NOTHING
-        self._received: Sequence[Tensor] = ()
 
     # ----------------------------------------------------------------------- a codec's author writes these
 
-    def begin(self, gradient: Tensor) -> None:
-        """Start a step.
-
-        Args:
-            gradient: 1-D float32 of any stride; it is not changed, and must stay as it is until `finish`. The coder
-                takes v = gradient + residual from `memory`, and leaves v - C(v), what it does not send, there.
-        """
-        self._gradient = gradient
-
     @abstractmethod
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """Write the message of a round.
+        """Write the message of a round. In the first, take v = gradient + residual from `memory`.
+
+        What is not sent, v - C(v), is left in `memory`, by the end of the last round.
 
         Args:
             index: Number of the round.
@@ -199,13 +196,14 @@ class Coder(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no sharded round {index}")
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """Take what came of a round.
+        """Take what came of a round. Here it is left in `messages` for `finish`.
 
         Args:
             index: Number of the round.
-            parts: The reduced message; or by rank all merged stripes, or all workers' messages.
+            parts: The reduced message; or by rank all merged stripes, or all workers' messages. The same memory in
+                every step.
         """
-        self._received = parts
+        self.messages = parts
 
     @abstractmethod
     def finish(self, out: Tensor) -> None:
@@ -227,14 +225,18 @@ class Coder(ABC):
 
     # ------------------------------------------------------------------------------ what is around it calls these
 
-    def open(self) -> Coder:
-        """The coder that works in the next step, this or one inside; equal on all workers. It may be asked twice."""
-        return self
-
     @property
     def lasting(self) -> Coder:
         """The coder that works once a warm-up is over."""
         return self
+
+    def set_samples(self, samples: float) -> None:
+        """Say how many samples the coming steps have.
+
+        Args:
+            samples: As a multiple of what options are given for.
+        """
+        self._samples = samples
 
     def use(self, scratch: Scratch) -> None:
         """Borrow scratch memory that coders share which never work at the same time.
@@ -256,12 +258,11 @@ class Coder(ABC):
         for coder, mine in zip(coders, parts, strict=True):
             coder.write(index, mine)
 
-    def release(self) -> None:
-        """Let go of the gradient: the first message is written; only for codecs that take gradients `Codec.at_once`."""
-        self._gradient = _NOTHING
-
     def received(self) -> Received:
-        """What came of the step, once everything was read: the mean over the workers, or their sum, not yet written."""
+        """What comes of every step: the mean over the workers, or their sum, not yet written; there when all is read.
+
+        It is asked for once, when the memory of `read` is known.
+        """
         return Decoded(self.finish, self.spec.count, self.spec.device)
 
     def commit(self) -> None:
@@ -304,16 +305,16 @@ class Full(Coder):
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         if self.spec.wire == torch.float32:
-            parts[0].copy_(self._gradient)
+            parts[0].copy_(self.gradient)
         else:
-            torch.mul(self._gradient, self.spec.share, out=parts[0])
+            torch.mul(self.gradient, self.spec.share, out=parts[0])
 
     def received(self) -> Received:
         as_it_is = self.spec.wire == torch.float32 and self.spec.divisor == 1
-        return Sum(self._received) if as_it_is else super().received()
+        return Sum(self.messages) if as_it_is else super().received()
 
     def finish(self, out: Tensor) -> None:
-        (reduced,) = self._received
+        (reduced,) = self.messages
         if self.spec.wire == torch.float32:
             torch.div(reduced, self.spec.divisor, out=out)
         else:
@@ -326,31 +327,35 @@ class WarmUpCoder(Coder):
     def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
         super().__init__(spec, later.rounds)
         self._warmup, self._first, self._later = warmup, first, later
-        self._chosen = later
+        self._choose()
 
-    @property
-    def warm(self) -> bool:
-        """Whether the next step is of the warm-up."""
-        return self.steps < self._warmup
-
-    def open(self) -> Coder:
-        self._chosen = self._first if self.warm else self._later
-        self._chosen.samples = self.samples
-        return self._chosen.open()
+    def _choose(self) -> None:
+        self._chosen = self._first if self.steps < self._warmup else self._later
+        self.working = self._chosen.working
 
     @property
     def lasting(self) -> Coder:
         return self._later.lasting
 
+    def set_samples(self, samples: float) -> None:
+        super().set_samples(samples)
+        self._first.set_samples(samples)
+        self._later.set_samples(samples)
+
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        raise NotImplementedError("what `open` returns does the work")
+        raise NotImplementedError("`working` does the work")
 
     def finish(self, out: Tensor) -> None:
-        raise NotImplementedError("what `open` returns does the work")
+        raise NotImplementedError("`working` does the work")
 
     def commit(self) -> None:
         super().commit()
         self._chosen.commit()
+        self._choose()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._choose()
 
 
 class Codec(ABC):

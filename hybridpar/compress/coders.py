@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridpar.comm.group import split
 from hybridpar.compress.codec import Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange
+from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 
@@ -67,6 +68,7 @@ class ParameterCoders:
         self._own_place = place
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
+        self._rescaling: list[FeedbackCoder] = []
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
 
@@ -84,14 +86,14 @@ class ParameterCoders:
 
     def set_rate(self, learning_rate: float) -> None:
         """Say which learning rate the coming steps use, for error feedback with `rescale`."""
-        for coder in self._coders.values():
-            coder.learning_rate = learning_rate
+        for coder in self._rescaling:
+            coder.set_rate(learning_rate)
 
     def set_batch_scale(self, samples: float) -> None:
         """Say how many samples the coming steps have."""
         self._samples = samples
         for coder in self._coders.values():
-            coder.samples = samples
+            coder.set_samples(samples)
 
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
@@ -111,7 +113,7 @@ class ParameterCoders:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Forget all coders; those that are made from now on go on from a state."""
-        self._coders, self._saved = {}, dict(state.get("parameters", {}))
+        self._coders, self._rescaling, self._saved = {}, [], dict(state.get("parameters", {}))
         if self._members and "leaders" in state:
             self._leaders.adopt(state["leaders"])
 
@@ -124,7 +126,9 @@ class ParameterCoders:
             shape = tuple(parameter.shape)
             spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
-            coder.samples = self._samples
+            coder.set_samples(self._samples)
+            if isinstance(coder, FeedbackCoder) and coder.rescales:
+                self._rescaling.append(coder)
             saved = self._saved.pop(name, None)
             if saved is not None:
                 coder.load_state_dict(saved)

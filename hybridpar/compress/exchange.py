@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm.group import Group, Reduction, split
-from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import NOTHING, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.memory import Scratch
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.received import Received
@@ -163,8 +163,9 @@ class _Meeting(ABC):
     """The messages of a round that share collectives."""
 
     traffic: Traffic
-    #: For each coder what it writes.
+    #: For each coder what it writes, and what it reads.
     parts: Sequence[Sequence[Tensor]]
+    received: Sequence[Sequence[Tensor]]
 
     def __init__(self, index: int, coders: Sequence[Coder]) -> None:
         self.index = index
@@ -184,12 +185,20 @@ class _Meeting(ABC):
 
     @abstractmethod
     def meet(self, group: Group, timer: PhaseTimer) -> None:
-        """Send the messages, and have all coders read what came of them."""
+        """Send the messages; what comes of them is then in `received`."""
 
-    def _read(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        for coder, views in zip(self._coders, parts, strict=True):
-            with named_range(coder, "decode"):
-                coder.read(self.index, views)
+    def hand_out(self) -> None:
+        """Say where what comes will be, in every step."""
+        for coder, views in zip(self._coders, self.received, strict=True):
+            coder.messages = views
+
+    def read(self) -> None:
+        """Have all coders read what came; most do nothing then but know where it is."""
+        self.hand_out()
+        with named_range(self._coders[0], "decode"):
+            for coder, views in zip(self._coders, self.received, strict=True):
+                if type(coder).read is not Coder.read:
+                    coder.read(self.index, views)
 
 
 class _Reduced(_Meeting):
@@ -201,14 +210,13 @@ class _Reduced(_Meeting):
         sizes = [entry.sizes[0] for entry in rounds]
         self._reduction: Reduction = rounds[0].collective.value
         self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
-        self.parts = [(view,) for view in split(self._buffer, sizes)]
+        self.parts = self.received = [(view,) for view in split(self._buffer, sizes)]
         wire = 2 * self._buffer.nbytes * (workers - 1) // workers
         self.traffic = Traffic(self._buffer.nbytes, wire, wire // 2)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_reduce(self._buffer, self._reduction)
         timer.end(Phase.WIRE)
-        self._read(self.parts)
 
 
 class _Gathered(_Meeting):
@@ -219,7 +227,6 @@ class _Gathered(_Meeting):
         rounds = [coder.rounds[index] for coder in coders]
         sizes = [aligned(entry.bytes) for entry in rounds]
         count = sum(sizes)
-        self._added = [entry.collective is Collective.SUM for entry in rounds]
         self._sent = torch.zeros(count, dtype=torch.uint8, device=self._device)
         self._gathered = torch.zeros(workers * count, dtype=torch.uint8, device=self._device)
 
@@ -228,14 +235,19 @@ class _Gathered(_Meeting):
             return [piece[: entry.bytes].view(entry.dtype) for piece, entry in pieces]
 
         self.parts = [(view,) for view in views(self._sent)]
-        self._received = list(zip(*map(views, split(self._gathered, [count] * workers)), strict=True))
+        rows = split(self._gathered, [count] * workers)
+        self.received = list(zip(*map(views, rows), strict=True))
+        # What is added comes last, and of two workers: see `Exchange.open`.
+        gathered = sum(entry.collective is Collective.GATHER for entry in rounds)
+        self._terms = [row[sum(sizes[:gathered]) :].view(torch.float32) for row in rows]
+        self.received[gathered:] = [(view,) for view in views(rows[0])[gathered:]]
         self.traffic = Traffic(count, (workers - 1) * count)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_gather(self._gathered, self._sent)
         timer.end(Phase.WIRE)
-        received = zip(self._added, self._received, strict=True)
-        self._read([(torch.add(*views),) if added else views for added, views in received])
+        if self._terms[0].numel():
+            self._terms[0].add_(self._terms[1])
 
 
 class _Sharded(_Meeting):
@@ -258,7 +270,7 @@ class _Sharded(_Meeting):
         self.parts = _by_coder(split(self._sent, self._in_sizes), written)
         self._stripes = _by_coder(split(self._stripe, self._out_sizes), [written[rank]] * workers)
         self._merged = split(self._sum, merged[rank])
-        self._received = _by_coder(split(self._sums, [most] * workers), merged)
+        self.received = _by_coder(split(self._sums, [most] * workers), merged)
         pull = (workers - 1) * most
         self.traffic = Traffic(self._sent.numel() + most, self._sent.numel() - self._in_sizes[rank] + pull, pull)
 
@@ -271,7 +283,6 @@ class _Sharded(_Meeting):
         timer.end(Phase.DECODE)
         group.all_gather(self._sums, self._sum)
         timer.end(Phase.WIRE)
-        self._read(self._received)
 
 
 #: How messages of each collective meet; the others are reduced.
@@ -282,7 +293,7 @@ _MEETINGS: dict[Collective, Callable[[int, Sequence[Coder], int], _Meeting]] = {
 
 
 def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
-    if gradient.layout == torch.strided and gradient.dtype == torch.float32 and gradient.shape == (spec.count,):
+    if gradient.shape == (spec.count,) and gradient.dtype == torch.float32 and gradient.layout == torch.strided:
         return
     kind = "" if gradient.layout == torch.strided else "sparse "
     fix = "Hand over gradients as views: parameter.grad.view(-1)."
@@ -330,6 +341,8 @@ class Exchange:
         self._meetings: list[_Meeting] = []
         self._first: list[Sequence[Tensor]] = []
         self._traffic = Traffic()
+        #: What comes of each parameter's gradients; there when everything was carried.
+        self.received: list[Received] = []
 
     @property
     def traffic(self) -> Traffic:
@@ -358,7 +371,7 @@ class Exchange:
         for coder, gradient in zip(self._working, gradients, strict=True):
             _check_gradient(coder.spec, gradient)
         for coder, gradient in zip(self._working, gradients, strict=True):
-            coder.begin(gradient)
+            coder.gradient = gradient
         self._meet(group, timer, written=False)
         for coder, out in zip(self._working, outs, strict=True):
             coder.finish(out)
@@ -366,11 +379,11 @@ class Exchange:
         return replace(self._traffic, timer=timer)
 
     def open(self) -> None:
-        """Begin a step in which gradients come one by one: `take` each, then `carry`, then `received`.
+        """Begin a step in which gradients come one by one: `take` each, then `carry`; then `received` is there.
 
         For codecs that take gradients at once (`Codec.at_once`).
         """
-        working = [coder.open() for coder in self.coders]
+        working = [coder.working for coder in self.coders]
         rounds = [coder.rounds for coder in working]
         if working == self._working and rounds == self._rounds:
             return
@@ -382,7 +395,7 @@ class Exchange:
                 if index < len(entries):
                     kinds[entries[index].collective, entries[index].dtype].append(number)
             # Between two workers sums of float32 go along with what is gathered: as many bytes, and one call less.
-            gathered = kinds.get((Collective.GATHER, torch.uint8))
+            gathered = kinds.get((Collective.GATHER, torch.uint8))  # they come first
             if gathered is not None and self.coders[0].spec.workers == 2:
                 gathered += kinds.pop((Collective.SUM, torch.float32), [])
             for (collective, _), numbers in kinds.items():
@@ -394,6 +407,9 @@ class Exchange:
         self._traffic = sum((meeting.traffic for meeting in self._meetings), Traffic())
         for coder in working:
             coder.use(self._scratch)
+        for meeting in self._meetings:
+            meeting.hand_out()
+        self.received = [coder.received() for coder in working]
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Write the first message of a parameter; the gradient is not needed afterwards.
@@ -406,15 +422,14 @@ class Exchange:
             UsageError: The gradient does not fit.
         """
         coder = self._working[index]
-        _check_gradient(coder.spec, gradient)
-        with named_range(coder, "encode"):
-            coder.begin(gradient)
-            coder.write(0, self._first[index])
-        coder.release()
+        if gradient.numel() != coder.spec.count or gradient.dtype != torch.float32:
+            _check_gradient(coder.spec, gradient)
+        coder.gradient = gradient
+        coder.write(0, self._first[index])
+        coder.gradient = NOTHING
 
     def carry(self, group: Group) -> Traffic:
-        """Exchange the messages that `take` wrote, and those that follow. What comes of them is in
-        `received`.
+        """Exchange the messages that `take` wrote, and those that follow. What comes of them is in `received`.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
@@ -441,11 +456,8 @@ class Exchange:
                 meeting.write()
                 timer.end(Phase.ENCODE)
             meeting.meet(group, timer)
+            meeting.read()
             timer.end(Phase.DECODE)
-
-    def received(self) -> list[Received]:
-        """What came of each parameter's gradients, once everything was carried."""
-        return [coder.received() for coder in self._working]
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.

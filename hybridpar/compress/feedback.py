@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Codec, Coder, Full, TensorSpec, WarmUpCoder
+from hybridpar.compress.codec import Codec, Full, TensorSpec, WarmUpCoder
 from hybridpar.compress.memory import Residual
 from hybridpar.errors import CheckpointError, check, check_choice
 
@@ -72,7 +72,10 @@ class FeedbackCoder(WarmUpCoder):
             key: Residual.zeros(len(part), spec.device, dtype) for key, part in self.lasting.residuals.items()
         }
         self.lasting.memory.update(self._residuals)
+        #: Whether it must know the learning rate.
+        self.rescales = config.rescale
         self._rate_now = self._rate_before = 0.0  # of the step under way and of the last that counted; 0: not known
+        self._set_factor()
 
     def residual_squares(self) -> Tensor:
         """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it."""
@@ -83,18 +86,22 @@ class FeedbackCoder(WarmUpCoder):
         """What is left under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy."""
         return self._residuals[key].left
 
-    def open(self) -> Coder:
-        """The residual's factor is that of the coming step, by the option `rescale` and the learning rate."""
-        last = self._rate_before
-        now = self._rate_now = self.learning_rate or last  # at a rate of 0 nothing moves, and nothing is left out
-        factor = self._config.decay * (last / now if self._config.rescale and last and now else 1.0)
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use, in any unit."""
+        self._rate_now = learning_rate or self._rate_before  # at a rate of 0 nothing moves, and nothing is left out
+        self._set_factor()
+
+    def _set_factor(self) -> None:
+        last, now = self._rate_before, self._rate_now
+        factor = self._config.decay * (last / now if self.rescales and last and now else 1.0)
         for residual in self._residuals.values():
             residual.factor = factor
-        return super().open()
 
     def commit(self) -> None:
         super().commit()
-        self._rate_before = self._rate_now
+        if self.rescales:
+            self._rate_before = self._rate_now
+            self._set_factor()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals by key, how many steps counted, the last learning rate, and the inner coder's state."""
@@ -119,3 +126,5 @@ class FeedbackCoder(WarmUpCoder):
         for key, residual in saved.items():
             self.residual(key).copy_(residual)
         self.steps, self._rate_before = int(state["steps"]), float(state["learning_rate"])
+        self._set_factor()
+        self._choose()

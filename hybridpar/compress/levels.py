@@ -45,6 +45,8 @@ class LevelQuantiser(Quantiser):
         #: Buckets are not cut.
         self.unit = bucket or 1
 
+    draws = True
+
     def begin(self, step: int) -> None:
         self._noise.begin(step)
 

@@ -166,7 +166,7 @@ class Residual(Memory):
     def halves(self) -> tuple[Tensor, Tensor]:
         """What is left and what is pending, for a kernel that reads all of the former and writes all of the latter."""
         self._wide.clear()
-        return self.left, self.pending
+        return self._left if self._owed is None else self.left, self.pending
 
     def commit(self) -> None:
         owing, self._owing = self._owing, None

@@ -14,6 +14,7 @@ rates keep their meaning. CNTK divides by the mean of 1 / sqrt(h) to that end, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +97,7 @@ class OwnerCoder(WarmUpCoder):
             self._adagrad(total)
         if self._rule.momentum:
             # As much is forgotten per sample as before: mu becomes mu^samples.
-            mu = self._rule.momentum**self.samples
+            mu = self._rule.momentum**self._samples
             total.copy_(torch.add(total, self._momentum.now, alpha=mu, out=self._momentum.next))
         if self._rule.adagrad == "after":
             self._adagrad(total)
@@ -119,8 +120,9 @@ class StripeCoder(QuantisedCoder):
         """The elements that this worker owns."""
         return self._ranges[self.spec.rank]
 
-    def begin(self, gradient: Tensor) -> None:
-        super().begin(self._owner.prepare(gradient))
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        self.gradient = self._owner.prepare(self.gradient)
+        super().write(index, parts)
 
     def _process(self, total: Tensor) -> None:
         self._owner.process(total)

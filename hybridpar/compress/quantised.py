@@ -47,6 +47,8 @@ class Quantiser(ABC):
     unit = 1
     #: Whether anything is left out.
     lossy = True
+    #: Whether `begin` starts draws.
+    draws = False
 
     def begin(self, step: int) -> None:  # noqa: B027 - most draw nothing
         """Start the draws of a step.
@@ -161,6 +163,7 @@ class QuantisedCoder(Coder):
         self.reply = reply or quantiser
         gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
         layout = quantiser.view(torch.empty(spec.count, device="meta"))
+        self._shape = layout.shape
         row = layout[0].numel()
         self._stripes = cut_stripes(len(layout), quantiser.unit, 1 if gather else spec.workers)
         self._ranges = [range(start * row, stop * row) for start, stop in self._stripes]
@@ -176,16 +179,14 @@ class QuantisedCoder(Coder):
             self.residuals[OWNER] = self._ranges[spec.rank]
         self._total = torch.empty(0 if gather else self._shapes[spec.rank], dtype=torch.float32, device=spec.device)
 
-    def begin(self, gradient: Tensor) -> None:
-        super().begin(self.quantiser.view(gradient))
-        self.quantiser.begin(self.steps)
-
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        memory = self.memory[WORKER]
+        memory, values = self.memory[WORKER], self.gradient.view(self._shape)
+        if self.quantiser.draws:
+            self.quantiser.begin(self.steps)
         for (start, stop), part, size, out in zip(self._stripes, self._ranges, self._sizes, parts, strict=True):
             if size:
                 mine = memory if len(parts) == 1 else memory.part(part.start, part.stop)
-                self.quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
+                self.quantiser.encode(values[start:stop], mine, out[:size], self._scratch)
                 out[size:].zero_()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
@@ -202,21 +203,21 @@ class QuantisedCoder(Coder):
     def _process(self, total: Tensor) -> None:
         """What the owner of a stripe does to the sum, 1-D, before it is sent; nothing here."""
 
-    def messages(self) -> Messages:
+    def by_stripe(self) -> Messages:
         """What came of the step."""
         stripes = list(zip(self._stripes, self._reply_sizes, strict=True))
         if self.rounds[0].collective is Collective.GATHER:
             ((start, stop), size), *_ = stripes
-            return [(start, stop, [message[:size] for message in self._received])]
-        received = zip(stripes, self._received, strict=True)
+            return [(start, stop, [message[:size] for message in self.messages])]
+        received = zip(stripes, self.messages, strict=True)
         return [(start, stop, [message[:size]]) for ((start, stop), size), message in received if size]
 
     def received(self) -> Received:
-        return self.reply.received(super().received(), self.messages())
+        return self.reply.received(super().received(), self.by_stripe())
 
     def finish(self, out: Tensor) -> None:
         """Messages are added by rank, so that all workers get the same bits."""
-        shaped, divisor = self.quantiser.view(out), self.spec.divisor
-        for start, stop, messages in self.messages():
+        shaped, divisor = out.view(self._shape), self.spec.divisor
+        for start, stop, messages in self.by_stripe():
             for number, message in enumerate(messages):
                 self.reply.read(message, shaped[start:stop], self._scratch, divisor, add=number > 0)

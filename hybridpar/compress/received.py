@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.codegen.tir_writer import LANES
+from hybridpar.comm.transport import flat_view
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -58,14 +59,12 @@ class Sgd:
             is_first_step=False,
         )
 
-    def kernel(self, name: str, weight: Tensor) -> Function | None:
-        """The compiled kernel of this step on sums of a kind, if there is one."""
-        return functions().get(f"{name}_{self._kind}") if weight.dtype == torch.float32 else None
-
     @functools.cached_property
-    def _kind(self) -> str:
+    def kernels(self) -> dict[str, Function]:
+        """The compiled kernels of this step, by the kind of sums; for parameters in float32."""
         kind = "nesterov" if self.nesterov else "momentum" if self.momentum else "plain"
-        return f"{kind}_decay" if self.weight_decay else kind
+        ending = f"_{kind}_decay" if self.weight_decay else f"_{kind}"
+        return {name.removesuffix(ending): one for name, one in functions().items() if name.endswith(ending)}
 
     @functools.cached_property
     def rates(self) -> tuple[float, ...]:
@@ -97,8 +96,8 @@ class Received(ABC):
         """Take a step of SGD on a multiple of the sum, in one pass; False where there is no kernel for it.
 
         Args:
-            weight: The parameter, 1-D in memory order.
-            momentum: Its momentum buffer, if it has one.
+            weight: The parameter, dense in memory.
+            momentum: Its momentum buffer, if it has one; with the same strides.
             options: Of the step.
             squares: Where the sum of squares of the multiple goes, 0-d float64.
         """
@@ -123,23 +122,24 @@ class Sum(Received):
             out.add_(other)
 
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(term).all()) for term in self._terms)
+        return bool(torch.isfinite(torch.cat(list(self._terms))).all())
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        kernel, first = options.kernel("sgd", weight), self._terms[0]
-        if kernel is None:
+        kernel, first = options.kernels.get("sgd"), self._terms[0]
+        if kernel is None or weight.dtype != torch.float32:
             return False
         count = weight.numel() // LANES * LANES
         apart = self._terms[1].data_ptr() - first.data_ptr() if len(self._terms) > 1 else 0
-        addresses = weight.data_ptr(), _address(momentum), first.data_ptr(), squares.data_ptr()
+        addresses = weight.data_ptr(), 0 if momentum is None else momentum.data_ptr(), first.data_ptr()
         numbers = count, len(self._terms), apart // first.element_size()
-        kernel(*addresses, *numbers, *options.rates)
+        kernel(*addresses, squares.data_ptr(), *numbers, *options.rates)
         if count < weight.numel():  # elements that fill no vector
-            rest = torch.empty_like(weight[count:])
+            rest = torch.empty(weight.numel() - count)
             self.write(rest, count)
             rest.mul_(options.factor)
             squares += torch.dot(rest, rest)
-            options.step(weight[count:], rest, None if momentum is None else momentum[count:])
+            buffer = None if momentum is None else flat_view(momentum)[count:]
+            options.step(flat_view(weight)[count:], rest, buffer)
         return True
 
 
@@ -183,58 +183,54 @@ class Signs(Received):
     def __init__(self, plain: Received, parts: Sequence[SignGroups]) -> None:
         self._plain = plain
         self._parts = parts
+        self._levels = [one[: 8 * part.groups].view(torch.float32) for part in parts for one in part.messages]
 
     def write(self, out: Tensor, start: int = 0) -> None:
         self._plain.write(out)
 
     def is_finite(self) -> bool:
         """Infinity and NaN reach the levels of their group."""
-        return all(
-            bool(torch.isfinite(message[: 8 * part.groups].view(torch.float32)).all())
-            for part in self._parts
-            for message in part.messages
-        )
+        return bool(torch.isfinite(torch.cat(self._levels)).all()) if self._levels else True
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
         workers = len(self._parts[0].messages) if self._parts else 0
         if workers not in (1, 2) or self._parts[0].length % LANES:
             return False
-        kernel = options.kernel(f"signs{workers}", weight)
-        if kernel is None:
+        kernel = options.kernels.get(f"signs{workers}")
+        if kernel is None or weight.dtype != torch.float32:
             return False
-        squares.zero_()
-        added = torch.zeros((), dtype=torch.float64)
-        for part in self._parts:
-            start = part.first * part.length
-            first, second = part.messages[0], part.messages[-1]
-            addresses = weight[start:].data_ptr(), _address(None if momentum is None else momentum[start:])
-            numbers = first.data_ptr(), second.data_ptr(), added.data_ptr(), part.groups, part.length
-            kernel(*addresses, *numbers, *options.rates)
-            squares += added
+        sums = torch.empty(len(self._parts), dtype=torch.float64)
+        for number, part in enumerate(self._parts):
+            skipped = weight.element_size() * part.first * part.length
+            addresses = weight.data_ptr() + skipped, 0 if momentum is None else momentum.data_ptr() + skipped
+            messages = part.messages[0].data_ptr(), part.messages[-1].data_ptr()
+            numbers = sums.data_ptr() + sums.element_size() * number, part.groups, part.length
+            kernel(*addresses, *messages, *numbers, *options.rates)
+        torch.sum(sums, 0, out=squares)
         return True
 
 
 class Factors(Received):
     """A multiple of a matrix left^T right of two factors with a few rows each, those of the left of length 1."""
 
-    def __init__(self, plain: Received, left: Tensor, right: Tensor, scale: float) -> None:
+    def __init__(self, plain: Received, factors: Callable[[], tuple[Tensor, Tensor]], scale: float) -> None:
         self._plain = plain
-        self._left, self._right, self._scale = left, right, scale
+        self._factors, self._scale = factors, scale
 
     def write(self, out: Tensor, start: int = 0) -> None:
         self._plain.write(out)
 
     def is_finite(self) -> bool:
         """No value is larger than the sum of those of the right factor. NaN in the left is in the right as well."""
-        return bool(torch.isfinite(self._right.abs().sum()))
+        return bool(torch.isfinite(self._factors()[1].abs().sum()))
 
     def sgd(self, weight: Tensor, momentum: Tensor | None, options: Sgd, squares: Tensor) -> bool:
-        left, right = self._left, self._right
-        kernel = options.kernel(f"product{left.shape[0]}", weight)
-        if kernel is None or right.shape[1] % LANES:
+        left, right = self._factors()
+        kernel = options.kernels.get(f"product{left.shape[0]}")
+        if kernel is None or weight.dtype != torch.float32 or right.shape[1] % LANES:
             return False
-        addresses = weight.data_ptr(), _address(momentum), left.data_ptr(), right.data_ptr(), squares.data_ptr()
-        kernel(*addresses, left.shape[1], right.shape[1], self._scale, *options.rates)
+        addresses = weight.data_ptr(), 0 if momentum is None else momentum.data_ptr(), left.data_ptr(), right.data_ptr()
+        kernel(*addresses, squares.data_ptr(), left.shape[1], right.shape[1], self._scale, *options.rates)
         return True
 
 
@@ -257,7 +253,3 @@ def hand_over(source: Tensor, target: Tensor, squares: Tensor) -> None:
 def functions() -> dict[str, Function]:
     """The kernels of this processor by name, compiled where needed; none where that is not possible."""
     return load_kernels("step", [Path(__file__).parent / "kernels" / "step_source.py"]) or {}
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

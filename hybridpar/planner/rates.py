@@ -105,7 +105,7 @@ def measure_codec(
 @functools.cache
 def lasting_rounds(codec: Codec, shape: tuple[int, ...], workers: int) -> tuple[Round, ...]:
     """The rounds of a parameter once a warm-up is over."""
-    return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting.open().rounds
+    return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting.rounds
 
 
 def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:

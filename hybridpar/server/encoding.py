@@ -28,6 +28,7 @@ from hybridpar.compress import (
     format_codec,
 )
 from hybridpar.compress.codec import Full
+from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.memory import Residual, Scratch
 from hybridpar.errors import UsageError
 from hybridpar.server.stripes import Piece, Stripe
@@ -83,12 +84,12 @@ class PushEncoder:
         messages: list[PieceMessage] = []
         states: dict[int, dict[str, Any]] = {}
         for number, (coder, gradient) in enumerate(zip(self._coders, gradients, strict=True)):
-            current = coder.open()
+            current = coder.working
             current.use(self._scratch)
             full = isinstance(current, Full) and current.spec.wire == torch.float32
             if self._reads_state[number] and not full:
                 states[number] = current.state_dict()
-            current.begin(gradient)
+            current.gradient = gradient
             messages.append(gradient if full else [_write(current, *entry) for entry in enumerate(current.rounds)])
         return messages, states
 
@@ -104,7 +105,8 @@ class PushEncoder:
             rate: Learning rate as a fraction of its peak.
         """
         for coder in self._coders:
-            coder.learning_rate = rate
+            if isinstance(coder, FeedbackCoder):
+                coder.set_rate(rate)
 
     def state_dict(self) -> dict[str, Any]:
         """All of the coders' state by piece; residuals included."""
@@ -159,14 +161,13 @@ class PushDecoder:
             out[first:last].copy_(message)
 
     def _decode(self, number: int, messages: Sequence[Tensor], state: Mapping[str, Any], out: Tensor) -> None:
-        coder = self._coders[number].open()
+        coder = self._coders[number].working
         coder.use(self._scratch)
         if self._reads_state[number]:
             coder.load_state_dict(state)
         if self._remembers[number]:  # some decode otherwise where what is left out stays
             sizes = {key: len(part) for key, part in coder.residuals.items()}
             coder.memory.update({key: Residual(self._zeros[:size], self._spare[:size]) for key, size in sizes.items()})
-        coder.begin(self._zeros[: coder.spec.count])
         for index, (entry, came) in enumerate(zip(coder.rounds, messages, strict=True)):
             _check_message(came, min(sum(entry.sizes), sum(entry.merged)), entry.dtype)
             is_owned = entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes)

@@ -188,7 +188,7 @@ class Compression(ParameterCoders):
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
             return "none", full, full
-        rounds = coder.lasting.open().rounds
+        rounds = coder.lasting.rounds
         return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in rounds)
 
     @property

@@ -92,7 +92,10 @@ class Meeting(ABC):
         if self.bucket.index % world.size != world.rank:
             return None
         if not exact:
-            return 0.0 if all(received.is_finite() for received in self.received) else float("inf")
+            for received in self.received:
+                if not received.is_finite():
+                    return float("inf")
+            return 0.0
         slots = zip(self.received, self.bucket.slots, strict=True)
         return torch.stack([_squares_of(received, slot.parameter) for received, slot in slots]).sum()
 
@@ -144,7 +147,7 @@ class EncodedMeeting(Meeting):
     def meet(self, group: Group) -> BucketCost:
         encode_ms, self._encode_ms = self._encode_ms, 0.0
         done = self._exchange.carry(group)
-        self.received = self._exchange.received()
+        self.received = self._exchange.received
         if done.timer is not None:
             done.timer.add(Phase.ENCODE, encode_ms)
         return BucketCost(self._full, done.wire, done.timer)

@@ -139,15 +139,17 @@ def _sgd(optimizer: torch.optim.Optimizer, group: dict[str, Any], gradients: Gra
         momentum = None
         if options.momentum:
             state = optimizer.state[parameter]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            momentum = _as_laid(state, "momentum_buffer", parameter)
-        if gradients.received[parameter].sgd(flat_view(parameter), momentum, options, squares):
+            momentum = state.get("momentum_buffer")
+            if momentum is None:
+                momentum = state["momentum_buffer"] = torch.zeros_like(parameter)
+            elif momentum.stride() != parameter.stride():
+                momentum = state["momentum_buffer"] = torch.empty_like(parameter).copy_(momentum)
+        if gradients.received[parameter].sgd(parameter, momentum, options, squares):
             return
         if momentum is None:
             _go_through(parameter, gradients, squares, partial(options.step, buffer=None))
         else:
-            _go_through(parameter, gradients, squares, options.step, momentum)
+            _go_through(parameter, gradients, squares, options.step, flat_view(momentum))
 
     return step
 

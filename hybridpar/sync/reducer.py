@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ class Reducer:
         self.layout = 0
         self._slots: dict[str, tuple[Meeting, int, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
+        # Hooks must not keep the reducer alive, nor outlive it.
+        weakref.finalize(self, _remove, self._hooks)
         self._step: StepGradients | None = None
         self.follow_trainable()
 
@@ -293,7 +296,7 @@ class Reducer:
 
     # ----------------------------------------------------------------- sending
 
-    def gradient_ready(self, name: str) -> None:
+    def gradient_ready(self, name: str, _: Tensor) -> None:
         """Called by autograd when a parameter's gradient has been accumulated."""
         step = self._step
         if step is None or name not in self._slots:
@@ -328,7 +331,7 @@ class Reducer:
         if gradient is not None:
             if gradient.stride() != parameter.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)
-            gradient = flat_view(gradient)
+            gradient = gradient.view(-1) if gradient.is_contiguous() else flat_view(gradient)
         meeting.take(index, gradient)
 
     def _send_full_buckets(self, step: StepGradients) -> None:
@@ -426,11 +429,10 @@ class Reducer:
             for meeting in self._meetings
             for index, slot in enumerate(meeting.bucket.slots)
         }
-        me = weakref.ref(self)
         for name, parameter in order:
             if name not in self._hooks:
                 register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[name] = register(_make_hook(me, name))
+                self._hooks[name] = register(partial(Reducer.gradient_ready, weakref.proxy(self), name))
 
     def _adopt_observed_order(self, observed: list[str]) -> None:
         """Rank 0's order counts for all."""
@@ -477,9 +479,7 @@ class Reducer:
 
     def close(self) -> None:
         """Remove all hooks. Gradients stay as they are."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        _remove(self._hooks)
         if self._shared is not None:
             self._meetings, self._slots, self._gradients = [], {}, Gradients({})
             self._shared.close()
@@ -494,13 +494,10 @@ def sparse_gradient(name: str) -> SyncError:
     )
 
 
-def _make_hook(reducer: weakref.ref[Reducer], name: str) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        target = reducer()
-        if target is not None:
-            target.gradient_ready(name)
-
-    return hook
+def _remove(hooks: dict[str, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ def test_bytes_are_as_declared(text: str, workers: int) -> None:
     team = Team(text, SHAPES, workers)
     for seed in range(2):
         declared = [exchange.traffic for exchange in team.exchanges]
-        rounds = [[coder.open().rounds for coder in exchange.coders] for exchange in team.exchanges]
+        rounds = [[coder.working.rounds for coder in exchange.coders] for exchange in team.exchanges]
         groups = run_together(team.exchanges, team.gradients(seed, 10.0**seed), team.gradients(seed))
         team.commit()
         assert [group.payload for group in groups] == [traffic.payload for traffic in declared]

@@ -54,10 +54,10 @@ def test_warm_up_is_full_precision_and_then_it_ends() -> None:
 def test_residuals_follow_the_learning_rate() -> None:
     team = Team("onebit:rescale=on", SHAPES, 1)
     (gradient,) = team.gradients(0)[0]
-    coder_of(team).learning_rate = 0.4
+    coder_of(team).set_rate(0.4)
     team.step([[gradient]])
     kept = residual(team)
-    coder_of(team).learning_rate = 0.1
+    coder_of(team).set_rate(0.1)
     team.meet([[gradient]])  # the rate of a step that did not count is forgotten, too
     team.step([[gradient]])
     alone = Team("onebit", SHAPES, 1)
@@ -69,7 +69,7 @@ def test_residuals_follow_the_learning_rate() -> None:
 def test_a_learning_rate_of_zero_moves_nothing() -> None:
     team, other = Team("onebit:rescale=on", SHAPES, 1), Team("onebit", SHAPES, 1)
     for rate, seed in ((0.1, 0), (0.0, 1), (0.1, 2)):
-        coder_of(team).learning_rate = rate
+        coder_of(team).set_rate(rate)
         team.step(team.gradients(seed))
         other.step(other.gradients(seed))
     assert same_bits(residual(team), residual(other))

@@ -49,11 +49,11 @@ def signs_of(shape: tuple[int, ...], meet: str, workers: int) -> tuple[Received,
     outs = [torch.empty_like(one) for one in gradients]
     exchanges = [Exchange([coder]) for coder in coders]
     run_together(exchanges, [[one] for one in gradients], [[one] for one in outs])
-    return exchanges[-1].received()[0], outs[-1]
+    return exchanges[-1].received[0], outs[-1]
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor, scale: float) -> Received:
-    return Factors(Sum([]), left, right, scale)
+    return Factors(Sum([]), lambda: (left, right), scale)
 
 
 def compare(options: dict[str, Any], gradient: Tensor, received: Received) -> None:

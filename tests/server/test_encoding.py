@@ -31,7 +31,7 @@ def send(encoder, decoder, gradient):
     meant, got = torch.empty(encoder.stripe.count), torch.empty(encoder.stripe.count)
     messages = encoder.encode(parts_of(encoder.stripe, gradient))
     for coder, message, out in zip(encoder._coders, messages[0], parts_of(encoder.stripe, meant), strict=True):
-        out.copy_(message) if isinstance(message, torch.Tensor) else coder.open().finish(out)
+        out.copy_(message) if isinstance(message, torch.Tensor) else coder.working.finish(out)
     decoder.decode(*messages, got)
     return meant, got
 

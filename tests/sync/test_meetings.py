@@ -245,7 +245,7 @@ def test_gradients_that_are_taken_at_once_are_not_needed_afterwards(name: str) -
             exchange.take(0, gradient)
             gradient.fill_(math.nan)
             exchange.carry(SocketGroup(0, {}, 1.0))
-            exchange.received()[0].write(out)
+            exchange.received[0].write(out)
         else:
             run_together([exchange], [[gradient]], [[out]])
         outs.append(out)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybridpar.compress.agreed import GridsCoder, read_levels
 from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
+from hybridpar.compress.memory import WORKER
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import check_rate, share
@@ -66,26 +67,27 @@ class QueueCoder(GridsCoder):
         self._picked = torch.zeros(self._count, dtype=torch.float32, device=spec.device)
         self._indices = self._all = torch.empty(0)
 
-    def begin(self, gradient: Tensor) -> None:
-        super().begin(gradient)
+    def _begin(self) -> None:
+        super()._begin()
         self._all, self._indices = self._values, self._next()
         self._values = self._picked.zero_()
         picked = self._picked[: self._indices.numel()]
         torch.index_select(self._all, 0, self._indices, out=picked)
         # A number that is not finite is seen by all in the step in which it comes, whoever's turn it is: 0 or NaN.
-        picked.add_(magnitude(gradient) * 0)
+        picked.add_(magnitude(self.gradient) * 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         super().write(index, parts)
-        if self._memory.keeps and index == len(self.rounds) - 1:
+        if self.memory[WORKER].keeps and index == len(self.rounds) - 1:
             self._all.index_copy_(0, self._indices, self._picked[: self._indices.numel()])
 
     def finish(self, out: Tensor) -> None:
         super().finish(self._picked)
-        if not self._memory.keeps:
+        indices = self._next()
+        if not self.memory[WORKER].keeps:
             self._picked.mul_(len(self._turns))
         out.zero_()
-        out.index_copy_(0, self._indices, self._picked[: self._indices.numel()])
+        out.index_copy_(0, indices, self._picked[: indices.numel()])
 
     def _next(self) -> Tensor:
         """Indices of the elements whose turn it is, equal on all workers."""

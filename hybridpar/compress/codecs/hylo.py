@@ -99,12 +99,10 @@ class FilterCoder(Coder):
         self._waited = self.register_state("waited", torch.zeros(filters, dtype=torch.int64, device=spec.device))
         self._values = self._chosen = torch.empty(0)
 
-    def begin(self, gradient: Tensor) -> None:
-        self._values = self.memory[WORKER].take(gradient.view(self._shape))
-
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
         if index == 0:  # mean squares in float64, which are finite exactly where the filter is
+            self._values = self.memory[WORKER].take(self.gradient.view(self._shape))
             norms: Tensor = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
             torch.div(norms.square_(), self._shape[1], out=out)
             return
@@ -120,7 +118,7 @@ class FilterCoder(Coder):
             torch.add(self._waited.now, 1, out=self._waited.next).index_fill_(0, self._chosen, 0)
 
     def finish(self, out: Tensor) -> None:
-        rows = self._received[0].to(torch.float32).view(self._sent, -1)
+        rows = self.messages[0].to(torch.float32).view(self._sent, -1)
         out.zero_()
         out.view(self._shape).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self.spec.share))
 

@@ -118,14 +118,14 @@ class LowRank(Coder):
         self._p, self._is_orthonormal = torch.empty(0), False
         self._outline = torch.empty(self._rows, self._columns, device="meta")
 
-    def begin(self, gradient: Tensor) -> None:
-        super().begin(gradient.contiguous().view(self._rows, self._columns))
+    def _begin(self) -> None:
         self._memory = self.memory[WORKER]
+        self.gradient = self.gradient.contiguous().view(self._rows, self._columns)
         # M will be in the residual; where there is none, it is the gradient, of which a copy is made.
-        self._values = self._outline if self._memory.keeps else self._gradient.clone()
+        self._values = self._outline if self._memory.keeps else self.gradient.clone()
 
     def received(self) -> Received:
-        return Factors(super().received(), self._p, self._q.next, self._scale)
+        return Factors(super().received(), lambda: (self._p, self._q.next), self._scale)
 
     @property
     def _matrix(self) -> Tensor:
@@ -137,6 +137,8 @@ class LowRank(Coder):
 
     @classmethod
     def write_together(cls, coders: Sequence[Self], index: int, parts: Sequence[Sequence[Tensor]]) -> None:
+        for coder in () if index else coders:
+            coder._begin()
         factors = orthonormal([coder._p if index else coder._q.now for coder in coders])
         for numbers in _by_shape(coders):
             group, mine = [coders[n] for n in numbers], [factors[n] for n in numbers]
@@ -155,8 +157,8 @@ class LowRank(Coder):
         if index:
             if not kernels.powersgd_right(self._memory, left, out):
                 torch.mm(left, self._matrix, out=out)
-        elif not kernels.powersgd_left(self._gradient, self._memory, left, out):
-            torch.mm(left, self._memory.take(self._gradient).t(), out=out)
+        elif not kernels.powersgd_left(self.gradient, self._memory, left, out):
+            torch.mm(left, self._memory.take(self.gradient).t(), out=out)
         if out is not message:
             message.copy_(out)
 
@@ -168,7 +170,7 @@ class LowRank(Coder):
             if not self._is_orthonormal:  # this coder has written nothing
                 (self._p,) = orthonormal([self._p])
             self._q.next = factor / (self.spec.share * self.spec.workers)
-            self._memory.owe(FactorProduct(self._p, self._q.next))
+            self.memory[WORKER].owe(FactorProduct(self._p, self._q.next))
 
     def finish(self, out: Tensor) -> None:
         result = out.view(self._rows, self._columns)
@@ -236,7 +238,7 @@ def _multiply_together(
     if index == 0:
         lay_together([coder._memory for coder in group])
         for coder in group:
-            coder._memory.take(coder._gradient)
+            coder._memory.take(coder.gradient)
     matrices = stacked([coder._matrix for coder in group])
     if matrices is None:  # gradients themselves, which lie where they lie
         products = [

@@ -68,16 +68,14 @@ class LargestCoder(Coder):
         self.residuals = {WORKER: range(spec.count)}
         self._values = torch.empty(0)
 
-    def begin(self, gradient: Tensor) -> None:
-        self._values = self.memory[WORKER].take(gradient)
-
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._values = self.memory[WORKER].take(self.gradient)
         indices = largest(self._values, self._picks.picked, self._scratch)
         values = self._values.index_select(0, indices)
         self._leave(indices, values - self._picks.write(values, indices, parts[0]))
 
     def finish(self, out: Tensor) -> None:
-        self._picks.read(self._received, out, self.spec.divisor)
+        self._picks.read(self.messages, out, self.spec.divisor)
 
     def _leave(self, indices: Tensor, left: Tensor) -> None:
         if self.memory[WORKER].keeps:
@@ -102,6 +100,7 @@ class LargestOfBucketCoder(LargestCoder):
             if coder._picks.dense:
                 coder.write(index, mine)
             else:
+                coder._values = coder.memory[WORKER].take(coder.gradient)
                 together.append((coder, mine[0]))
         if not together:
             return
@@ -137,7 +136,7 @@ class _Bucket:
         """What came of all of them, 1-D."""
         spec = self._coders[0].spec
         out = torch.zeros(sum(coder.spec.count for coder in self._coders), dtype=torch.float32, device=spec.device)
-        for messages in zip(*(coder._received for coder in self._coders), strict=True):  # by rank
+        for messages in zip(*(coder.messages for coder in self._coders), strict=True):  # by rank
             for coder, message in zip(self._coders, messages, strict=True):
                 coder._picks.add_to(message, out, spec.divisor)
         return out

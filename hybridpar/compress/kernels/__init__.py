@@ -88,21 +88,22 @@ def onebit_encode(
     values: Tensor, memory: Memory, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
 ) -> bool:
     """Encode groups, and leave what is not sent."""
-    values = _side_by_side(values, scratch)
-    kernels = _kernels(values, *(() if _is_short(memory) else _halves(memory)))
-    if kernels is None or (_is_short(memory) and not isinstance(kernels, CpuKernels)):
+    if not values.is_contiguous():
+        values = _side_by_side(values, scratch)
+    kernels = _kernels(values)
+    if kernels is None or (isinstance(kernels, CudaKernels) and _is_short(memory)):
         return False
-    _check_groups(values, lower, upper, packed)
-    _check_halves(values, memory)
     groups, length = values.shape
+    assert packed.numel() == -(-groups * length // 8)
+    assert lower.numel() == upper.numel() == groups
     made = lower.data_ptr(), upper.data_ptr(), packed.data_ptr()
     if isinstance(kernels, CpuKernels):
-        kernels.encode("onebit_encode", values, memory, *made, groups, length, _streams(values))
+        kernels.encode("onebit_encode", values, memory, *made, groups, length, int(values.numel() >= _STREAM))
         return True
     by_warps = length <= cuda.WARP_VALUES
     kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
     blocks = -(-groups // cuda.WARPS) if by_warps else groups
-    left, pending, factor = cuda.halves(memory)
+    left, pending, factor = cuda.halves(memory, values.numel())
     kernels.launch(kernel, blocks, values.data_ptr(), left, pending, *made, groups, length, factor)
     return True
 
@@ -112,7 +113,9 @@ def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, ad
     kernels = _kernels(out)
     if kernels is None:
         return False
-    _check_groups(out, lower, upper, packed)
+    groups, length = out.shape
+    assert packed.numel() == -(-groups * length // 8)
+    assert lower.numel() == upper.numel() == groups
     addresses = lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr()
     name = "onebit_add" if add else "onebit_decode"
     if isinstance(kernels, CpuKernels):
@@ -132,18 +135,17 @@ def twobit_encode(
 ) -> bool:
     """Encode values, and leave what is not sent."""
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, *_halves(memory))
-    if kernels is None:
+    kernels = _kernels(values)
+    if kernels is None or _is_short(memory):
         return False
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
-    _check_halves(values, memory)
     count = values.numel()
     made = level.data_ptr(), codes.data_ptr()
     if isinstance(kernels, CpuKernels):
         kernels.encode("twobit_encode", values, memory, *made, count, _streams(values), *rule)
         return True
-    left, pending, factor = cuda.halves(memory)
+    left, pending, factor = cuda.halves(memory, count)
     source = values.data_ptr(), left
     parts = scratch.take("parts", cuda.PARTS_ROOM, torch.float64).data_ptr()
     blocks = max(cuda.blocks_of(count, cuda.MOST_PARTS), 1)  # also of no values there is a level
@@ -295,10 +297,6 @@ def _factor_kernels(factor: Tensor, *others: Tensor) -> CpuKernels | None:
     return kernels if isinstance(kernels, CpuKernels) else None
 
 
-def _halves(memory: Memory) -> tuple[Tensor, ...]:
-    return (memory.left, memory.pending) if isinstance(memory, Residual) else ()
-
-
 def _is_short(memory: Memory) -> bool:
     return isinstance(memory, Residual) and memory.pending.dtype == torch.bfloat16
 
@@ -318,16 +316,6 @@ def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
             return None
     kernels = table(device)
     return None if kernels is None or max(map(torch.numel, tensors)) > kernels.most_values else kernels
-
-
-def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
-    groups, length = values.shape
-    assert packed.numel() == -(-groups * length // 8)
-    assert lower.numel() == upper.numel() == groups
-
-
-def _check_halves(values: Tensor, memory: Memory) -> None:
-    assert all(half.numel() == values.numel() for half in _halves(memory))
 
 
 def _streams(written: Tensor) -> int:

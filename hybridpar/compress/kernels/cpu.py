@@ -34,6 +34,7 @@ class CpuKernels:
         """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
         if isinstance(memory, Residual):
             left, pending = memory.halves()
+            assert left.numel() == pending.numel() == values.numel()
             way = "keep" if left.dtype == torch.float32 else "short"
             addresses = values.data_ptr(), left.data_ptr(), pending.data_ptr()
             self.functions[f"{name}_{way}"](*addresses, *arguments, memory.factor)

@@ -81,9 +81,10 @@ class CudaKernels:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
 
 
-def halves(memory: Memory) -> tuple[int, int, float]:
-    """Addresses of what is left and of what will be, and the factor of the former."""
+def halves(memory: Memory, count: int) -> tuple[int, int, float]:
+    """Addresses of what is left of so many values and of what will be, and the factor of the former."""
     if isinstance(memory, Residual):
+        assert memory.left.numel() == memory.pending.numel() == count
         return memory.left.data_ptr(), memory.pending.data_ptr(), memory.factor
     return 0, 0, 1.0
 

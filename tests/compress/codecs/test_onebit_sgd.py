@@ -132,7 +132,7 @@ def test_first_steps_are_in_full_precision_and_momentum_goes_on():
 def test_momentum_per_sample():
     team = Team("onebit_sgd:adagrad=off,bits=off,momentum=0.81", {"bias": (4,)}, 2)
     for exchange in team.exchanges:
-        exchange.coders[0].samples = 0.5
+        exchange.coders[0].set_samples(0.5)
     ones = [[torch.ones(4)], [torch.ones(4)]]
     team.step(ones)
     torch.testing.assert_close(team.step(ones)[0], torch.full((4,), 1.9))
