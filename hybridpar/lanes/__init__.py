@@ -74,7 +74,8 @@ class Lanes(Family):
         Raises:
             LaneError: The name is taken, the family is closed, or the device is of another kind.
         """
-        self.check_issue()
+        if not self.is_issuer():
+            self.refuse()
         place = self.device if device is None else torch.device(device)
         if place.type != self.device.type:
             raise LaneError(
@@ -105,7 +106,8 @@ class Lanes(Family):
 
     def forgive(self) -> None:
         """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""
-        self.check_issue()
+        if not self.is_issuer():
+            self.refuse()
         for lane in self._lanes.values():
             lane.forgive()
 
@@ -118,7 +120,8 @@ class Lanes(Family):
         """
         if self.closed:
             return
-        self.check_issue()
+        if not self.is_issuer():
+            self.refuse()
         self._end()
         for lane in self._lanes.values():
             if lane.failure is not None and not lane.failure.met:
@@ -143,7 +146,7 @@ class Lanes(Family):
                     error.add_note(f"work on lane {lane.name!r} failed too: {failure.error!r}")
 
     def _end(self, patience: float | None = None) -> None:
-        self.closed = True
+        self.closed, self.issuer = True, 0
         for lane in self._lanes.values():
             lane.drain(patience)
         self._finalizer.detach()

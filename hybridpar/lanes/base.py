@@ -40,26 +40,31 @@ class Failure:
         raise self.error.with_traceback(self._traceback)
 
 
+class Stop:
+    """Whether a lane was stopped."""
+
+    failure: Failure | None = None
+
+
 class Family:
     """What the lanes of one process share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.closed = False
-        #: Whether the issuing thread is running the work of a lane right now.
-        self.inside = False
-        self._issuer = threading.get_ident()
+        #: The thread that may issue; 0 where none may, as it runs the work of a lane, or the lanes are closed.
+        self.issuer = threading.get_ident()
 
     #: The host thread's own place; see `Lanes`.
     caller: Lane
 
     def event(self) -> Event:
         """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""
-        return self.caller.new_event()
+        return self.caller.new_event(self)
 
     def is_issuer(self) -> bool:
-        """Whether this is the thread that issues."""
-        return threading.get_ident() == self._issuer
+        """Whether this thread may issue now."""
+        return threading.get_ident() == self.issuer
 
     @contextmanager
     def on_behalf(self) -> Iterator[None]:
@@ -67,35 +72,35 @@ class Family:
 
         That is what autograd's own thread does on a GPU: hooks run on it while the backward pass is waited for.
         """
-        issuer, self._issuer = self._issuer, threading.get_ident()
+        issuer, self.issuer = self.issuer, threading.get_ident()
         try:
             yield
         finally:
-            self._issuer = issuer
+            self.issuer = issuer
 
-    def check_issue(self) -> None:
-        """Refuse what must not be issued from here or now."""
+    def refuse(self) -> NoReturn:
+        """Say why this thread must not issue now."""
         if self.closed:
             raise LaneError("the lanes are closed", "A closed family takes no work, events or waits.")
-        if self.inside or threading.get_ident() != self._issuer:
-            raise LaneError(
-                "a lane was given work, an event or a wait by other code than its issuing thread",
-                "One host thread issues everything, so that there is one order and no deadlock.",
-                "Issue from the thread that made the `Lanes`, and not from inside of work.",
-            )
+        raise LaneError(
+            "a lane was given work, an event or a wait by other code than its issuing thread",
+            "One host thread issues everything, so that there is one order and no deadlock.",
+            "Issue from the thread that made the `Lanes`, and not from inside of work.",
+        )
 
 
 class Event(ABC):
     """A point in a lane's queue, from `Lane.record`, or from `Lanes.event` to be recorded once later.
 
-    Args:
+    Attributes:
         family: What its lane belongs to.
+        lane: In whose queue it is; None before it is recorded.
+        failure: What stopped the lane before it.
     """
 
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        self.lane: Lane | None = None
-        self.failure: Failure | None = None
+    family: Family
+    lane: Lane | None = None
+    failure: Failure | None = None
 
     @abstractmethod
     def done(self) -> bool:
@@ -150,23 +155,26 @@ class Lane(ABC):
     Attributes:
         name: What messages call it; `caller` is the host thread's own.
         device: Where the work runs.
+        new_event: Makes an event of the family that is not recorded yet.
     """
 
-    def __init__(self, family: Family, name: str) -> None:
+    new_event: Callable[[Family], Event]
+
+    def __init__(self, family: Family, name: str, stop: Stop | None = None) -> None:
         self.name = name
         self.device = family.device
         self._family = family
-        self._failure: Failure | None = None
+        self._stop = stop or Stop()
         self._marks: deque[Any] = deque()  # of the work that is running, those still to come
 
     @property
     def failure(self) -> Failure | None:
         """What stopped the lane, if anything did."""
-        return self._failure
+        return self._stop.failure
 
     def forgive(self) -> None:
         """Go on after a failure, see `Lanes.forgive`."""
-        self._failure = None
+        self._stop.failure = None
 
     def submit(self, work: Work, *, uses: Sequence[torch.Tensor] = (), marks: Sequence[Event] = ()) -> None:
         """Queue work. It runs with the grad mode, inference mode and autocast of the submitting code.
@@ -186,9 +194,10 @@ class Lane(ABC):
             BaseException: Earlier work on the lane failed; its own exception. Where work runs at once, also this
                 work's own.
         """
-        self._family.check_issue()
-        if self.failure is not None:
-            self.failure.throw()
+        if threading.get_ident() != self._family.issuer:
+            self._family.refuse()
+        if self._stop.failure is not None:
+            self._stop.failure.throw()
         for event in marks:
             self._claim(event)
         self._submit(work, uses, marks)
@@ -205,10 +214,13 @@ class Lane(ABC):
         Raises:
             LaneError: The event is of another family, or was recorded before; or the family is closed.
         """
-        self._family.check_issue()
+        if threading.get_ident() != self._family.issuer:
+            self._family.refuse()
         if event is None:
-            event = self._family.event()
-        self._claim(event)
+            event = self.new_event(self._family)
+            event.lane = self
+        else:
+            self._claim(event)
         self._record(event)
         return event
 
@@ -237,9 +249,11 @@ class Lane(ABC):
             LaneError: The event was not recorded yet, or is of another family; or the family is closed.
             BaseException: On `caller` only: work before the event failed; its own exception.
         """
-        self._family.check_issue()
-        self._check_family(event)
-        event.recorded_on()
+        if threading.get_ident() != self._family.issuer:
+            self._family.refuse()
+        if event.family is not self._family or event.lane is None:
+            self._check_family(event)
+            event.recorded_on()
         self._wait(event)
 
     def synchronize(self) -> None:
@@ -252,10 +266,6 @@ class Lane(ABC):
             self.record().synchronize()
         elif self.failure is not None:
             self.failure.throw()
-
-    @abstractmethod
-    def new_event(self) -> Event:
-        """An event of the family that is not recorded yet."""
 
     @abstractmethod
     def keep(self, *tensors: torch.Tensor) -> None:

@@ -14,21 +14,22 @@ from queue import SimpleQueue
 import torch
 
 from hybridpar.errors import LaneError
-from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
+from hybridpar.lanes.base import Event, Failure, Family, Lane, Stop, Work
 
 
 class CpuEvent(Event):
     """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much)."""
 
     def __init__(self, family: Family) -> None:
-        super().__init__(family)
-        self._passed = False
+        self.family = family
+        #: Whether the lane got here.
+        self.passed = False
         self._latch = threading.Lock()
         self._latch.acquire()
 
     def done(self) -> bool:
         self.recorded_on()
-        return self._passed
+        return self.passed
 
     def run(self, worker: Worker) -> None:
         """The lane passes the event."""
@@ -37,20 +38,16 @@ class CpuEvent(Event):
     def open(self, failure: Failure | None) -> None:
         """Wake everyone who waits, with the failure of the work before."""
         self.failure = failure
-        self._passed = True
+        self.passed = True
         self._latch.release()
 
     def pass_through(self, timeout: float | None = None) -> bool:
         """Block this thread until the latch is open; False if the time was over first."""
-        if not self._passed:
+        if not self.passed:
             if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
                 return False
             self._latch.release()  # for the next one who waits
         return True
-
-    def is_harmless(self) -> bool:
-        """Whether it is passed and nothing failed, so that a wait for it can be left out."""
-        return self._passed and self.failure is None
 
     def _block(self, timeout: float | None) -> bool:
         return self.pass_through(timeout)
@@ -83,8 +80,13 @@ class _Task:
     def run(self, worker: Worker) -> None:
         worker.task = self
         if worker.failure is None:
+            assert self.work is not None
             try:
-                self._run_in_modes()
+                if self.inference or self.autocast is not None:
+                    self._run_in_modes(self.work)
+                else:
+                    torch.set_grad_enabled(self.grad)
+                    self.work()
             except BaseException as error:
                 worker.failure = Failure(error, worker.name)
         worker.task = None
@@ -100,25 +102,19 @@ class _Task:
         self.marks.popleft().open(None)
         return True
 
-    def _run_in_modes(self) -> None:
-        assert self.work is not None
-        if not self.inference and self.autocast is None:
-            torch.set_grad_enabled(self.grad)
-            self.work()
-            return
+    def _run_in_modes(self, work: Work) -> None:
         autocast = torch.autocast(
             "cpu", dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=self.autocast_cache
         )
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
-            self.work()
+            work()
 
 
-class Worker:
+class Worker(Stop):
     """The thread of a lane. It has no reference to lane and family, so that a forgotten family can be collected."""
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
-        self.failure: Failure | None = None
         self.task: _Task | None = None  # what is running
         self.queue: SimpleQueue[_Task | CpuEvent | _Wait | None] = SimpleQueue()
         # torch keeps the number of intra-op threads per thread, but at its first operator a thread takes over the last
@@ -158,19 +154,11 @@ class Worker:
 class CpuLane(Lane):
     """A thread with a queue."""
 
+    new_event = CpuEvent
+
     def __init__(self, family: Family, name: str, worker: Worker) -> None:
-        super().__init__(family, name)
+        super().__init__(family, name, worker)
         self._worker = worker
-
-    @property
-    def failure(self) -> Failure | None:
-        return self._worker.failure
-
-    def forgive(self) -> None:
-        self._worker.failure = None
-
-    def new_event(self) -> CpuEvent:
-        return CpuEvent(self._family)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """The work is done when it returns, so there is nothing to hold."""
@@ -193,15 +181,14 @@ class CpuLane(Lane):
         self._worker.queue.put(event)
 
     def _wait(self, event: CpuEvent) -> None:
-        if not event.is_harmless():
+        if not event.passed or event.failure is not None:
             self._worker.queue.put(_Wait(event))
 
 
 class CpuCaller(Lane):
     """The issuing thread itself: work runs inline, and to wait is to block."""
 
-    def new_event(self) -> CpuEvent:
-        return CpuEvent(self._family)
+    new_event = CpuEvent
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """The work is done when it returns."""
@@ -222,6 +209,7 @@ class CpuCaller(Lane):
         event.open(None)
 
     def _wait(self, event: CpuEvent) -> None:
-        event.pass_through()
+        if not event.passed:
+            event.pass_through()
         if event.failure is not None:
             event.failure.throw()

@@ -40,7 +40,7 @@ class CudaEvent(Event):
     """A CUDA event without timing."""
 
     def __init__(self, family: Family) -> None:
-        super().__init__(family)
+        self.family = family
         self.cuda_event: torch.cuda.Event = cuda.Event()
 
     def done(self) -> bool:
@@ -62,6 +62,8 @@ class CudaEvent(Event):
 class CudaLane(Lane):
     """A CUDA stream."""
 
+    new_event = CudaEvent
+
     def __init__(
         self, family: Family, name: str, stream: torch.cuda.Stream | None, device: torch.device | None = None
     ) -> None:
@@ -71,9 +73,6 @@ class CudaLane(Lane):
         self._held: list[torch.Tensor] | None = None  # by the work that is running
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
-
-    def new_event(self) -> CudaEvent:
-        return CudaEvent(self._family)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         if self._held is not None:
@@ -99,20 +98,22 @@ class CudaLane(Lane):
         stream = self._stream()
         outer, self._held = self._held, list(uses)
         outer_marks, self._marks = self._marks, deque(marks)
-        self._family.inside = self._own is not None
+        issuer = self._family.issuer
+        if self._own is not None:
+            self._family.issuer = 0
         with nullcontext() if self._own is None else cuda.stream(stream):
             try:
                 work()
             except BaseException as error:
                 if self._own is not None:
-                    self._failure = Failure(error, self.name, met=True)
+                    self._stop.failure = Failure(error, self.name, met=True)
                 raise
             finally:
                 for event in self._marks:
                     self._record(event)
                 self._marks = outer_marks
                 held, self._held = self._held, outer
-                self._family.inside = False
+                self._family.issuer = issuer
                 self._keep_until_passed(stream, held)
 
     def _keep_until_passed(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
@@ -136,7 +137,7 @@ class CudaLane(Lane):
         elif self._own is None:
             event.failure.throw()
         elif self.failure is None:
-            self._failure = event.failure
+            self._stop.failure = event.failure
 
 
 def _passed(event: torch.cuda.Event) -> bool:

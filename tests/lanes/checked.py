@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar import lanes
 from hybridpar.errors import LaneError
-from hybridpar.lanes.base import Event, Family, Lane, Work
+from hybridpar.lanes.base import Family, Lane, Work
 from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker, _Task
 from tests.lanes.op_effects import Effect, extent, operands, storage_of, tensors_in
 
@@ -480,10 +480,8 @@ class _CheckedLane(CpuLane):
     def __init__(self, family: Family, name: str, worker: Worker, checker: Checker) -> None:
         super().__init__(family, name, worker)
         self._checker = checker
+        self.new_event = lambda family: _CheckedEvent(family, checker)
         checker.opened(name)
-
-    def new_event(self) -> CpuEvent:
-        return _CheckedEvent(self._family, self._checker)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         super().keep(*tensors)
@@ -509,9 +507,7 @@ class _CheckedCaller(CpuCaller):
     def __init__(self, family: Family, checker: Checker) -> None:
         super().__init__(family, "caller")
         self._checker = checker
-
-    def new_event(self) -> Event:
-        return _CheckedEvent(self._family, self._checker)
+        self.new_event = lambda family: _CheckedEvent(family, checker)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         self._checker.kept(tensors)
