@@ -11,6 +11,7 @@ interpreter's lock; a dump on a signal would need it to run. Taking a note is a 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -144,25 +145,6 @@ class FlightRecorder:
                 path.unlink()
                 path.parent.rmdir()  # by the last one
 
-    def begin(self, doing: str, channel: int) -> tuple[int, int]:
-        """Note that the current thread begins something."""
-        lane: _LaneNotes | None = getattr(self._own, "lane", None) or self._enter_lane()
-        if lane is None:
-            return 0, 0
-        lane.count = count = lane.count + 1
-        order = 0
-        if channel:
-            lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
-        offset = lane.base + count % DEPTH * _ENTRY.size
-        _ENTRY.pack_into(self._memory, offset, count, order, time.time(), 0.0, channel, doing.encode()[:_TEXT])
-        return offset, count
-
-    def end(self, entry: tuple[int, int]) -> None:
-        """Note that something has been done, unless its entry is another one's by now."""
-        offset, count = entry
-        if count and _NUMBER.unpack_from(self._memory, offset)[0] == count:
-            _END.pack_into(self._memory, offset + _END_AT, time.time())
-
     def busy_with(self) -> str | None:
         """What this process does outside of a step; None in a step, or where one of its lanes waits for others."""
         channels = [None, *self._channels]
@@ -193,31 +175,42 @@ class FlightRecorder:
 
 
 class _Noted:
-    __slots__ = ("_channel", "_doing", "_entry", "_range", "_recorder")
+    __slots__ = ("_channel", "_count", "_doing", "_offset", "_range", "_recorder")
 
-    def __init__(self, recorder: FlightRecorder, doing: str, channel: int) -> None:
+    def __init__(self, recorder: FlightRecorder, doing: str, channel: int = 0) -> None:
         self._recorder = recorder
         self._doing = doing
         self._channel = channel
+        self._offset = self._count = 0
         self._range: Any = None
 
     def __enter__(self) -> None:
-        self._entry = self._recorder.begin(self._doing, self._channel)
-        if self._recorder.names_ranges:
+        recorder, doing, channel, order = self._recorder, self._doing, self._channel, 0
+        lane = getattr(recorder._own, "lane", None) or recorder._enter_lane()
+        if lane is not None:
+            self._count = lane.count = lane.count + 1
+            self._offset = lane.base + self._count % DEPTH * _ENTRY.size
+            if channel:
+                lane.orders[channel] = order = lane.orders.get(channel, 0) + 1
+            numbers = self._count, order, time.time(), 0.0, channel
+            _ENTRY.pack_into(recorder._memory, self._offset, *numbers, doing.encode()[:_TEXT])
+        if recorder.names_ranges:
             from torch.profiler import record_function
 
-            self._range = record_function(self._doing)
+            self._range = record_function(doing)
             self._range.__enter__()
 
     def __exit__(self, *raised: object) -> None:
         if self._range is not None:
             self._range.__exit__(None, None, None)
-        self._recorder.end(self._entry)
+        memory = self._recorder._memory
+        if self._count and _NUMBER.unpack_from(memory, self._offset)[0] == self._count:  # it is not another note's yet
+            _END.pack_into(memory, self._offset + _END_AT, time.time())
 
 
 #: Of this process.
 FLIGHT = FlightRecorder()
-noted = FLIGHT.noted
+noted = functools.partial(_Noted, FLIGHT)
 outside = FLIGHT.outside
 
 
