@@ -60,6 +60,8 @@ class Lanes(Family):
         self._finalizer = weakref.finalize(self, _abandon, self._workers)
         self.caller = CudaLane(self, "caller", None) if device.type == "cuda" else CpuCaller(self, "caller")
         self._lanes: dict[str, Lane] = {"caller": self.caller}
+        #: All lanes but `caller`, in the order in which they were opened.
+        self.others: list[Lane] = []
 
     def open(self, name: str, *, priority: int = 0, threads: int = 1, device: torch.device | str | None = None) -> Lane:
         """A new lane.
@@ -91,6 +93,7 @@ class Lanes(Family):
             self._workers.append(worker)
             lane = CpuLane(self, name, worker)
         self._lanes[name] = lane
+        self.others.append(lane)
         return lane
 
     def free_names(self) -> None:
@@ -99,10 +102,6 @@ class Lanes(Family):
             name if lane is self.caller else f"{name} #{number}": lane
             for number, (name, lane) in enumerate(self._lanes.items())
         }
-
-    def others(self) -> list[Lane]:
-        """All lanes but `caller`, in the order in which they were opened."""
-        return [lane for lane in self._lanes.values() if lane is not self.caller]
 
     def forgive(self) -> None:
         """Let lanes that a failure has stopped go on; threads must have skipped what was queued."""

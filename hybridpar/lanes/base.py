@@ -96,11 +96,13 @@ class Event(ABC):
         family: What its lane belongs to.
         lane: In whose queue it is; None before it is recorded.
         failure: What stopped the lane before it.
+        is_over: Whether it is known that the lane has passed it, and nothing failed before.
     """
 
     family: Family
     lane: Lane | None = None
     failure: Failure | None = None
+    is_over = False
 
     @abstractmethod
     def done(self) -> bool:

@@ -38,7 +38,7 @@ class CpuEvent(Event):
     def open(self, failure: Failure | None) -> None:
         """Wake everyone who waits, with the failure of the work before."""
         self.failure = failure
-        self.passed = True
+        self.passed, self.is_over = True, failure is None
         self._latch.release()
 
     def pass_through(self, timeout: float | None = None) -> bool:
@@ -181,7 +181,7 @@ class CpuLane(Lane):
         self._worker.queue.put(event)
 
     def _wait(self, event: CpuEvent) -> None:
-        if not event.passed or event.failure is not None:
+        if not event.is_over:
             self._worker.queue.put(_Wait(event))
 
 

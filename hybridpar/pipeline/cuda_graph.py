@@ -173,14 +173,14 @@ class StepGraph(Generic[_Issued]):
         """Issue the step on all lanes, from the current stream and back to it."""
         assert self._shape is not None
         start = self._lanes.caller.record()
-        for lane in self._lanes.others():
+        for lane in self._lanes.others:
             lane.wait(start)
         issued = self._engine.issue(self._static, self._shape.global_samples, self._flags)
         self._join()
         return issued
 
     def _join(self) -> None:
-        for lane in self._lanes.others():
+        for lane in self._lanes.others:
             self._lanes.caller.wait(lane.record())
 
     # ---------------------------------------------------- until there is a graph

@@ -43,8 +43,10 @@ class _Issue:
 
     Attributes:
         action: The action.
+        name: What notes call it.
         queue: Where it runs.
         needs: What must be done before it, of this worker and in other queues.
+        is_needed: Another queue of this worker needs it.
         is_last: It is the last backward pass of its stage.
         is_last_forward: It is the last forward pass of its stage.
         parks: What it saves moves to the host's memory.
@@ -53,8 +55,10 @@ class _Issue:
     """
 
     action: Action
+    name: str
     queue: Queue
     needs: tuple[Action, ...]
+    is_needed: bool
     is_last: bool
     is_last_forward: bool
     parks: bool = False
@@ -125,12 +129,8 @@ class Executor:
     def issue(self, request: StepRequest) -> StepState:
         """Issue the work of a step, without counting it as done."""
         self._rebuild_buckets()
-        self.borders.follow_trainable()
-        if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
-            self.wait()  # the example run uses the buffers that the step before still writes to
-        facts = [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
-        idle = not facts
-        self.program, issues = self._program(request, None if idle else facts[0])
+        idle, facts = not request.micro_batches, [] if self._whole else self._facts(request)
+        self.program, issues = self._program(request, facts[0] if facts else None)
         flights = {index: stage.gradients.new_step() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
@@ -139,7 +139,8 @@ class Executor:
         for index, stage in self.stages.items():
             stage.lane.wait(given)
             stage.lane.submit(partial(stage.start, step.number, flights[index]))
-            self._note_sums(spans, index, flights[index])
+            if stage.replicas.size > 1:
+                self._note_sums(spans, index, flights[index])
             stage.gradients.begin(flights[index])
         self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
@@ -163,6 +164,13 @@ class Executor:
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends.extend(lane.record() for _, lane in self._senders.values())
         return step
+
+    def _facts(self, request: StepRequest) -> list[BorderFacts]:
+        """What crosses the borders between stages in each micro-batch."""
+        self.borders.follow_trainable()
+        if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
+            self.wait()  # the example run uses the buffers that the step before still writes to
+        return [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of the next step over the replicas, where only each knows its own."""
@@ -189,13 +197,17 @@ class Executor:
         """Go on after a step that an error has ended, once the host has met it: that step and those issued after it are
         given up, as if their batches had not been. Where other workers take part, the lanes stay stopped.
         """
-        lanes = () if self._lanes.closed else self._lanes.others()
-        if self._world.job_size > 1 or not any(lane.failure is not None and lane.failure.met for lane in lanes):
+        if self._world.job_size > 1 or self._lanes.closed:
+            return
+        lanes = self._lanes.others
+        failed = [lane for lane in lanes if lane.failure is not None and lane.failure.met]
+        if not failed:
             return
         for lane in lanes:
             with suppress(Exception):
                 lane.synchronize()
-        error = next(lane.failure.error for lane in lanes if lane.failure is not None)
+        assert failed[0].failure is not None
+        error = failed[0].failure.error
         steps = {stage.steps_done for stage in self.stages.values()}
         if len(steps) > 1:
             raise TrainingError(
@@ -234,18 +246,20 @@ class Executor:
 
     def _rebuild_buckets(self) -> None:
         """Rebuild buckets if needed; the lanes must be idle for that."""
-        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
-        if any(reducer.is_due() for reducer in reducers):
-            self.wait()
-            for reducer in reducers:
-                reducer.rebuild_buckets()
+        reducers = [stage.gradients for stage in self.stages.values() if stage.replicas.size > 1]
+        for reducer in reducers:
+            if reducer.is_due():
+                self.wait()
+                for each in reducers:
+                    each.rebuild_buckets()
+                return
 
     def _program(self, request: StepRequest, facts: BorderFacts | None) -> tuple[Program, list[_Issue]]:
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
         # A replica without samples follows the program of the others, who have the usual number of micro-batches.
         count = len(request.micro_batches) or self._micro_batches
         # Sums of stages with groups of their own need no common order.
-        apart = facts is None and self._replicas is None
+        apart = not request.micro_batches and self._replicas is None
         key = (count, tuple(buckets.items()), self.borders.trainable, apart)
         if key not in self._programs:
             edges = () if facts is None else self.borders.edges(facts)
@@ -263,7 +277,7 @@ class Executor:
         actions = program.workers[self._position]
         last = {program.needs[Action(index, Kind.STEP)][0] for index in self.stages}
         last_forward = {action.stage: action for action in actions if action.kind is Kind.FORWARD}
-        part = []
+        part, needed = [], set[Action]()
         for action in actions:
             queue = program.queue_of(action)
             needs = tuple(
@@ -271,8 +285,10 @@ class Executor:
                 for need in program.needs[action]
                 if program.layout.home(need.stage) == self._position and program.queue_of(need) != queue
             )
+            needed.update(needs)
             is_last_forward = last_forward.get(action.stage) is action
-            part.append(_Issue(action, queue, needs, action in last, is_last_forward))
+            part.append(_Issue(action, str(action), queue, needs, False, action in last, is_last_forward))
+        part = [replace(one, is_needed=one.action in needed) for one in part]
         if not self._copiers:
             return part
         orders: dict[Queue, list[Action]] = {}
@@ -300,15 +316,18 @@ class Executor:
             self._fetch(one.fetch)
         for need in one.needs:
             lane.wait(step.events[need])
-        if action.kind in COMPUTE and (back := self._copied.pop(_forward(action), None)) is not None:
-            lane.wait(back)
+        if self._copied and action.kind in COMPUTE:
+            back = self._copied.pop(_forward(action), None)
+            if back is not None:
+                lane.wait(back)
         if action.kind in COMPUTE and not self._whole:
             work = self._with_memory_named(step, action, work)
         if one.is_last:
             self._issue_last(step, one, work)
         else:
-            lane.submit(step.spans.timed(one.queue, action, work))
-        step.events[action] = lane.record()
+            lane.submit(step.spans.timed(one.queue, action, one.name, work))
+        if one.is_needed or one.parks:
+            step.events[action] = lane.record()
         if one.parks:
             self._copy(action, step.events[action], self.stages[action.stage].run.park)
 
@@ -371,15 +390,17 @@ class Executor:
     def _issue_last(self, step: StepState, one: _Issue, work: Callable[[], None]) -> None:
         """The last backward pass of a stage: its gradients are sent while it runs, and measured after it."""
         index = one.action.stage
-        gradients, lane, flight = self.stages[index].gradients, self.stages[index].lane, step.flights[index]
+        stage, flight = self.stages[index], step.flights[index]
+        gradients, lane = stage.gradients, stage.lane
 
         def whole() -> None:
             gradients.begin_last(flight, step.request.rate_factor)
             work()
             step.used[index] = gradients.flush()
 
-        lane.submit(step.spans.timed(one.queue, one.action, whole), marks=gradients.marks(flight))
-        lane.submit(lambda: gradients.measure(flight))
+        lane.submit(step.spans.timed(one.queue, one.action, one.name, whole), marks=gradients.marks(flight))
+        if stage.replicas.size == 1:
+            lane.submit(partial(gradients.measure, flight))
         step.backward_done[index] = lane.record()
 
     def _note_sums(self, spans: SpanRecorder, stage: int, flight: StepGradients) -> None:
@@ -393,9 +414,8 @@ class Executor:
                 with replicas.named_errors(place):
                     work()
 
-            return spans.timed(
-                ("sync", self._position, bucket % self._sync_lanes), Action(stage, Kind.SYNC, bucket), named
-            )
+            action = Action(stage, Kind.SYNC, bucket)
+            return spans.timed(("sync", self._position, bucket % self._sync_lanes), action, str(action), named)
 
         flight.wrap = wrap
         flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
@@ -479,14 +499,13 @@ class Executor:
             if values is not None:
                 stage.lane.keep(values)
                 values = values.to(stage.lane.device, non_blocking=True)
-            known = [tensor for tensor in (sums, users, values) if tensor is not None]
-            stage.lane.keep(*known, *stage.gradients.memory)
+            stage.lane.keep(*(one for one in (sums, users) if one is not None), *stage.gradients.memory)
             used, costs = step.used[index], flight.costs
             bad = stage.apply(values, sums, users, used, factor, costs, on_device=self._on_device)
             if bad is not None:
                 step.bad.append(bad)
 
-        stage.lane.submit(step.spans.timed(one.queue, one.action, apply))
+        stage.lane.submit(step.spans.timed(one.queue, one.action, one.name, apply))
         step.ends.append(stage.lane.record())
 
 

@@ -276,9 +276,11 @@ class Agreement:
         self._stages = stages
         self._world = world
         self._lanes = lanes
-        self._whole = whole
         self._device = lanes.device
         self._constants = Constants(lanes.device)
+        self._guard = any(stage.guarded for stage in stages.values())
+        self._measured = any(stage.measured for stage in stages.values())
+        self._is_cut = any(world.size > stage.replicas.size for stage in stages.values())
 
     def count_samples(self, samples: float, *, refusing: bool = False) -> Callable[[], float]:
         """Start to sum the samples of a step over the replicas."""
@@ -310,7 +312,7 @@ class Agreement:
         stage, flight = self._stages[index], step.flights[index]
 
         def report() -> None:
-            step.reports[index] = _report_of(stage, step.request)
+            step.reports[index] = self._report_of(stage, step.request)
             if stage.replica_buffers.shared:
                 stage.replica_buffers.look()
 
@@ -328,6 +330,22 @@ class Agreement:
             if stage.replica_buffers.shared:
                 self.lane.submit(stage.replica_buffers.exchange)
 
+    def _report_of(self, stage: LocalStage, request: StepRequest) -> Tensor:
+        """The forward report of a stage; loss and samples are 0 where the loss is another stage's."""
+        loss, flags, samples = stage.run.loss_sum, request.flags, request.samples
+        if loss is None:
+            loss, samples = torch.zeros((), dtype=torch.float64, device=stage.lane.device), 0
+        if flags is not None:
+            stage.lane.keep(flags)
+        return forward_report(
+            loss,
+            samples,
+            (request.stop, request.save) if flags is None else flags,
+            layout=stage.gradients.layout,
+            batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
+            constants=stage.constants,
+        )
+
     def reach(self, step: StepState) -> None:
         """Issue the agreement on a step, whose backward passes and sums of gradients have been issued."""
         for event in step.backward_done.values():
@@ -336,10 +354,10 @@ class Agreement:
             if action.kind is Kind.SYNC:
                 self.lane.wait(event)
         for index, stage in self._stages.items():
-            self.lane.submit(lambda index=index: self._share_backward(step, index))  # type: ignore[misc]
+            self.lane.submit(partial(self._share_backward, step, index))
             if stage.replicas.control_group is not None:
                 step.shared[index] = self.lane.record()
-        self.lane.submit(lambda: self._decide(step))
+        self.lane.submit(partial(self._decide, step))
         step.decided = self.lane.record()
 
     def _share_backward(self, step: StepState, index: int) -> None:
@@ -354,21 +372,16 @@ class Agreement:
 
     def _decide(self, step: StepState) -> None:
         """On the lane: add up what the stages know of the step, and decide."""
-        guard = any(stage.guarded for stage in self._stages.values())
-        measured = any(stage.measured for stage in self._stages.values())
         total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
-        is_cut = any(self._world.size > stage.replicas.size for stage in self._stages.values())
         for index, squares in step.squares.items():
-            if (
-                is_cut and self._stages[index].replicas.rank
-            ):  # replicas know the same of a stage: the first one tells it
+            if self._is_cut and self._stages[index].replicas.rank:  # replicas know the same: the first one says it
                 continue
             report = step.reports[index]
             self.lane.keep(report, squares)
             total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
-        if is_cut:
+        if self._is_cut:
             self._sum(total, "agreeing on the step", self._world, step)
-        step.values = decide(total, total[SAVE + 1], guard=guard, measured=measured)
+        step.values = decide(total, total[SAVE + 1], guard=self._guard, measured=self._measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
@@ -394,40 +407,22 @@ def refused_by_others(count: int) -> UsageError:
     )
 
 
-def _report_of(stage: LocalStage, request: StepRequest) -> Tensor:
-    """The forward report of a stage; loss and samples are 0 where the loss is another stage's."""
-    loss = stage.run.loss_sum
-    if request.flags is not None:
-        stage.lane.keep(request.flags)
-    return forward_report(
-        torch.zeros((), dtype=torch.float64, device=stage.lane.device) if loss is None else loss,
-        0 if loss is None else sum(batch.samples for batch in request.micro_batches),
-        stop=request.stop,
-        save=request.save,
-        layout=stage.gradients.layout,
-        batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
-        flags=request.flags,
-        constants=stage.constants,
-    )
-
-
 def forward_report(
     loss: Tensor,
     samples: int,
+    flags: tuple[bool, bool] | Tensor = (False, False),
     *,
-    stop: bool = False,
-    save: bool = False,
     layout: int,
     batch_norm: Tensor | None,
-    flags: Tensor | None = None,
-    constants: Constants | None = None,
+    constants: Constants,
 ) -> Tensor:
     """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums."""
-    known = constants or Constants(loss.device)
-    if flags is None:
-        flags = known.of(float(stop), float(save))
-    head = (loss.double().reshape(1), known.of(samples), flags, known.of(layout, layout * layout))
-    return torch.cat(head if batch_norm is None else (*head, batch_norm))
+    loss = loss.double().reshape(1)
+    if isinstance(flags, Tensor):
+        head = [loss, constants.of(samples), flags, constants.of(layout, layout * layout)]
+    else:
+        head = [loss, constants.of(samples, *flags, layout, layout * layout)]
+    return torch.cat(head if batch_norm is None else [*head, batch_norm])
 
 
 def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:

@@ -110,6 +110,11 @@ class StepRequest:
     save: bool = False
     flags: Tensor | None = None
 
+    @property
+    def samples(self) -> int:
+        """Of all micro-batches."""
+        return sum([batch.samples for batch in self.micro_batches])
+
     def share(self, weight: int) -> float:
         """What the loss of a micro-batch is multiplied with: its part of the global batch, where it is a mean."""
         known = self.global_samples
@@ -121,14 +126,14 @@ class SpanRecorder:
 
     def __init__(self, device: torch.device, enabled: bool | None = None) -> None:
         self._cuda = device.type == "cuda"
+        self._now: Callable[[], Any] = _timed_event if self._cuda else time.perf_counter
         self.enabled = not self._cuda if enabled is None else enabled
         self._notes: list[tuple[Queue, Action, Any, Any]] = []
         self._ready: dict[Action, Any] = {}
         self._collected: StepSpans | None = None
 
-    def timed(self, queue: Queue, action: Action, work: Callable[[], None]) -> Callable[[], None]:
-        """Work that notes its start and its end."""
-        name = str(action)
+    def timed(self, queue: Queue, action: Action, name: str, work: Callable[[], None]) -> Callable[[], None]:
+        """Work of an action that notes its start and its end."""
         if not self.enabled:
 
             def only_noted() -> None:
@@ -156,13 +161,6 @@ class SpanRecorder:
             self._collected = self._gather()
         return self._collected
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _gather(self) -> StepSpans:
         notes, self._notes = self._notes, []
         ready, self._ready = self._ready, {}
@@ -187,6 +185,12 @@ class SpanRecorder:
             for (queue, action, _, _), (start, end) in zip(notes, times, strict=True)
         ]
         return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))
+
+
+def _timed_event() -> Any:
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass
@@ -318,12 +322,14 @@ class LateOutcome(StepOutcome):
         if self._step is None:
             return
         for event in self._step.ends:
-            self._wait_for(event, "finishing a step")
+            if not event.is_over:
+                self._wait_for(event, "finishing a step")
         self._read_values(self._step)
         # Of stages that have replicas.
         self._costs = [flight.costs for flight in self._step.flights.values() if flight.costs.buckets]
-        sent = [*self._step.message_bytes, *(costs.sent for costs in self._costs)]
-        self._bytes_sent = self._step.bytes_sent + sum(sent)
+        self._bytes_sent = self._step.bytes_sent + sum(self._step.message_bytes)
+        for costs in self._costs:
+            self._bytes_sent += costs.sent
         self._step = None
 
     @property
@@ -365,7 +371,8 @@ class LateOutcome(StepOutcome):
     def _read_values(self, step: StepState) -> list[float]:
         if self._values is None:
             assert step.decided is not None
-            self._wait_for(step.decided, "agreeing on the step")
+            if not step.decided.is_over:
+                self._wait_for(step.decided, "agreeing on the step")
             assert step.host_values is not None
             self._values = step.host_values.tolist()
         return self._values

@@ -502,7 +502,5 @@ def _remove(hooks: dict[str, RemovableHandle]) -> None:
 
 @torch.no_grad()
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    norms = torch._foreach_norm(gradients, 2, dtype)
-    if {norm.device for norm in norms} != {device}:
-        norms = tuple(norm.to(device) for norm in norms)
+    norms = [norm.to(device) for norm in torch._foreach_norm(gradients, 2, dtype)]
     return torch.stack(norms).double().square().sum()

@@ -537,7 +537,7 @@ class Engine:
         if not self.pipeline.is_spread:
             return
         lanes = self._lanes
-        if lanes.closed or any(lane.failure is not None for lane in (lanes.caller, *lanes.others())):
+        if lanes.closed or any(lane.failure is not None for lane in (lanes.caller, *lanes.others)):
             self.leave_out()  # the others may be gone
             return
         try:

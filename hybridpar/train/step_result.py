@@ -76,7 +76,7 @@ class BadSteps:
         seen = before if self._late else result
         if seen is None or not seen.outcome.is_agreed:  # the others go on
             return
-        if not seen.skipped and math.isfinite(seen.loss):
+        if seen.outcome.committed and math.isfinite(seen.outcome.loss):
             self._count = 0
             return
         self._count += 1

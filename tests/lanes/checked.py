@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar import lanes
 from hybridpar.errors import LaneError
-from hybridpar.lanes.base import Family, Lane, Work
+from hybridpar.lanes.base import Failure, Family, Lane, Work
 from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker, _Task
 from tests.lanes.op_effects import Effect, extent, operands, storage_of, tensors_in
 
@@ -425,7 +425,7 @@ class Lanes(lanes.Lanes):
     def open(self, name: str, **options: Any) -> Lane:
         lane = super().open(name, **options)
         if self._checker is not None:
-            lane = self._lanes[name] = _CheckedLane(self, name, self._workers[-1], self._checker)
+            lane = self._lanes[name] = self.others[-1] = _CheckedLane(self, name, self._workers[-1], self._checker)
         return lane
 
     def _end(self, patience: float | None = None) -> None:
@@ -445,6 +445,10 @@ class _CheckedEvent(CpuEvent):
         super().__init__(family)
         self.clock: Clock | None = None
         self._checker = checker
+
+    def open(self, failure: Failure | None) -> None:
+        super().open(failure)
+        self.is_over = False  # whoever goes on is to say so
 
     def done(self) -> bool:
         return super().done() and self._note_wait()

@@ -11,6 +11,7 @@ import torch
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
+from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.local_stage import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
 from hybridpar.pipeline.step import COMMIT, StepOutcome
 from hybridpar.sync.buckets import check_layout
@@ -19,9 +20,9 @@ from tests.ranks import run_ranks
 
 
 def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=None):
-    return forward_report(
-        torch.tensor(loss, dtype=torch.float64), samples, stop=stop, save=save, layout=layout, batch_norm=batch_norm
-    )
+    known = Constants(torch.device("cpu"))
+    losses = torch.tensor(loss, dtype=torch.float64)
+    return forward_report(losses, samples, (stop, save), layout=layout, batch_norm=batch_norm, constants=known)
 
 
 class Known(StepOutcome):
@@ -104,7 +105,7 @@ def test_bytes_of_an_all_reduce(payload, workers, sent):
 
 
 def agree(world, lanes, whole=True):
-    return Agreement({0: SimpleNamespace(replicas=world)}, world, lanes, whole=whole)
+    return Agreement({0: SimpleNamespace(replicas=world, guarded=True, measured=True)}, world, lanes, whole=whole)
 
 
 def test_one_worker_alone_counts_its_own_samples():
