@@ -322,7 +322,10 @@ class Full(Coder):
 
 
 class WarmUpCoder(Coder):
-    """A coder whose first steps are those of another, mostly in full precision. It does no work of its steps itself."""
+    """A coder whose first steps are those of another, mostly in full precision. It does no work of its steps itself.
+
+    It has no memory or state but that of the two; a subclass that registers some commits it.
+    """
 
     def __init__(self, spec: TensorSpec, warmup: int, first: Coder, later: Coder) -> None:
         super().__init__(spec, later.rounds)
@@ -349,9 +352,10 @@ class WarmUpCoder(Coder):
         raise NotImplementedError("`working` does the work")
 
     def commit(self) -> None:
-        super().commit()
+        self.steps += 1
         self._chosen.commit()
-        self._choose()
+        if self.steps == self._warmup or self._chosen.working is not self.working:
+            self._choose()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridpar.comm.group import split
 from hybridpar.compress.codec import Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.feedback import RescaledCoder
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
 from hybridpar.compress.policy import Policy
 
@@ -68,7 +68,7 @@ class ParameterCoders:
         self._own_place = place
         self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
         self._coders: dict[str, Coder] = {}
-        self._rescaling: list[FeedbackCoder] = []
+        self._rescaling: list[RescaledCoder] = []
         self._saved: dict[str, Any] = {}
         self._samples = 1.0
 
@@ -127,7 +127,7 @@ class ParameterCoders:
             spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
             self._coders[name] = coder = self.policy.bind(spec)
             coder.set_samples(self._samples)
-            if isinstance(coder, FeedbackCoder) and coder.rescales:
+            if isinstance(coder, RescaledCoder):
                 self._rescaling.append(coder)
             saved = self._saved.pop(name, None)
             if saved is not None:

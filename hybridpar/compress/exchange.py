@@ -80,6 +80,7 @@ class PhaseTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._now: Callable[[], Any] = _timed_event if self._on_gpu else time.perf_counter
         self._marks: list[Any] = [self._now()]
         self._phases: list[Phase] = []
         self._more: list[tuple[Phase, float]] = []
@@ -120,18 +121,17 @@ class PhaseTimer:
         first = origin._marks[0]
         return self._between(first, self._marks[0]), self._between(first, self._marks[-1])
 
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
     def _between(self, start: Any, stop: Any) -> float:
         if not self._on_gpu:
             return float(stop - start) * 1e3
         stop.synchronize()
         return float(start.elapsed_time(stop))
+
+
+def _timed_event() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 @dataclass(frozen=True)

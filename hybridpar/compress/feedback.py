@@ -58,7 +58,7 @@ class ErrorFeedback(Codec):
         return self.inner.fits(shape)
 
     def bind(self, spec: TensorSpec) -> FeedbackCoder:
-        return FeedbackCoder(self, spec)
+        return (RescaledCoder if self.rescale else FeedbackCoder)(self, spec)
 
 
 class FeedbackCoder(WarmUpCoder):
@@ -72,10 +72,7 @@ class FeedbackCoder(WarmUpCoder):
             key: Residual.zeros(len(part), spec.device, dtype) for key, part in self.lasting.residuals.items()
         }
         self.lasting.memory.update(self._residuals)
-        #: Whether it must know the learning rate.
-        self.rescales = config.rescale
-        self._rate_now = self._rate_before = 0.0  # of the step under way and of the last that counted; 0: not known
-        self._set_factor()
+        self._set_factor(config.decay)
 
     def residual_squares(self) -> Tensor:
         """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it."""
@@ -86,28 +83,14 @@ class FeedbackCoder(WarmUpCoder):
         """What is left under a key of the inner coder's `residuals`; 1-D, as the option `residual` says; not a copy."""
         return self._residuals[key].left
 
-    def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use, in any unit."""
-        self._rate_now = learning_rate or self._rate_before  # at a rate of 0 nothing moves, and nothing is left out
-        self._set_factor()
-
-    def _set_factor(self) -> None:
-        last, now = self._rate_before, self._rate_now
-        factor = self._config.decay * (last / now if self.rescales and last and now else 1.0)
+    def _set_factor(self, factor: float) -> None:
         for residual in self._residuals.values():
             residual.factor = factor
 
-    def commit(self) -> None:
-        super().commit()
-        if self.rescales:
-            self._rate_before = self._rate_now
-            self._set_factor()
-
     def state_dict(self) -> dict[str, Any]:
-        """Residuals by key, how many steps counted, the last learning rate, and the inner coder's state."""
+        """Residuals by key, how many steps counted, and the inner coder's state."""
         return {
             "steps": self.steps,
-            "learning_rate": self._rate_before,
             "residuals": {key: value.left.to(torch.float32, copy=True) for key, value in self._residuals.items()},
             "inner": self._later.state_dict(),
         }
@@ -125,6 +108,36 @@ class FeedbackCoder(WarmUpCoder):
         self._later.load_state_dict(state["inner"])
         for key, residual in saved.items():
             self.residual(key).copy_(residual)
-        self.steps, self._rate_before = int(state["steps"]), float(state["learning_rate"])
-        self._set_factor()
+        self.steps = int(state["steps"])
         self._choose()
+
+
+class RescaledCoder(FeedbackCoder):
+    """Multiplies what is left with old / new where the learning rate changes."""
+
+    def __init__(self, config: ErrorFeedback, spec: TensorSpec) -> None:
+        super().__init__(config, spec)
+        self._rate_now = self._rate_before = 0.0  # of the step under way and of the last that counted; 0: not known
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use, in any unit."""
+        self._rate_now = learning_rate or self._rate_before  # at a rate of 0 nothing moves, and nothing is left out
+        self._rescale()
+
+    def _rescale(self) -> None:
+        last, now = self._rate_before, self._rate_now
+        self._set_factor(self._config.decay * (last / now if last and now else 1.0))
+
+    def commit(self) -> None:
+        super().commit()
+        self._rate_before = self._rate_now
+        self._rescale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any, and the last learning rate."""
+        return {**super().state_dict(), "learning_rate": self._rate_before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rate_before = float(state["learning_rate"])
+        self._rescale()

@@ -84,6 +84,11 @@ class OwnerCoder(WarmUpCoder):
         self._squares = self.register_state("squares", squares)
         self._momentum = self.register_state("momentum", momentum)
 
+    def commit(self) -> None:
+        super().commit()
+        self._squares.commit()
+        self._momentum.commit()
+
     def prepare(self, gradient: Tensor) -> Tensor:
         """What of a worker's gradient is encoded."""
         return self._adagrad(gradient.clone()) if self._rule.adagrad == "worker" else gradient

@@ -256,7 +256,8 @@ class Lane(ABC):
         if event.family is not self._family or event.lane is None:
             self._check_family(event)
             event.recorded_on()
-        self._wait(event)
+        if event.lane is not self:
+            self._wait(event)
 
     def synchronize(self) -> None:
         """Let the host wait for everything queued so far. For boundaries only.

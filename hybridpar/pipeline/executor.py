@@ -352,10 +352,8 @@ class Executor:
         self._copied[forward] = lane.record()
 
     def _issue_sync(self, step: StepState, action: Action) -> None:
-        reducer = self.stages[action.stage].reducer
-        assert reducer is not None
         assert action.index is not None
-        step.events[action] = reducer.issue(action.index, step.flights[action.stage])
+        step.events[action] = self.stages[action.stage].gradients.issue(action.index, step.flights[action.stage])
 
     def _issue_idle(self, step: StepState, one: _Issue) -> None:
         """Of a replica that has no sample in the step: its gradients are zero, and added to those of the others."""

@@ -344,13 +344,14 @@ class StageRun:
     ) -> None:
         """Run the forward pass of a micro-batch."""
         leaves: dict[str, Tensor] = {}
+        taken: list[Tensor] = []
         for border in self.stage.inputs:
             given = inputs.get(border.name)
             value = self._mailbox.values.pop((border.name, index, self.index)) if given is None else given
-            keep(value)
+            taken.append(value)
             leaf = self._here(value.detach())
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
-        keep(*leaves.values())
+        keep(*taken, *leaves.values())
         flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
         if not self._recompute and any(self.buffers):
             self._protect_buffers()
@@ -427,7 +428,8 @@ class StageRun:
         flight = self._flights.pop(index)
         roots = self._roots(flight, index, keep)
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+            outputs, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(outputs, gradients)
         self._hand_back(flight, index)
         self.in_flight -= 1
 

@@ -28,7 +28,7 @@ from hybridpar.compress import (
     format_codec,
 )
 from hybridpar.compress.codec import Full
-from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.feedback import RescaledCoder
 from hybridpar.compress.memory import Residual, Scratch
 from hybridpar.errors import UsageError
 from hybridpar.server.stripes import Piece, Stripe
@@ -105,7 +105,7 @@ class PushEncoder:
             rate: Learning rate as a fraction of its peak.
         """
         for coder in self._coders:
-            if isinstance(coder, FeedbackCoder):
+            if isinstance(coder, RescaledCoder):
                 coder.set_rate(rate)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,15 +17,16 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.codec import CHUNK
 from hybridpar.compress.kernels import cuda
-from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cuda import CudaKernels
 from hybridpar.compress.kernels.powersgd_source import RANKS
 from hybridpar.compress.memory import Memory, Residual, Scratch
@@ -44,6 +45,36 @@ _STREAM = 1 << 16
 _ASIDE = 15
 
 _loading = threading.Lock()
+
+_KERNELS = ("onebit", "twobit", "qsgd", "powersgd")
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in _KERNELS]
+
+
+class CpuKernels:
+    """The kernels of this CPU."""
+
+    #: Values that a tensor may have.
+    most_values = (1 << 63) - 1
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        self.functions = functions
+
+    @classmethod
+    def load(cls) -> CpuKernels | None:
+        """Built if need be; None where there are none."""
+        functions = load_kernels("codec", _SOURCES)
+        return cls(functions) if functions else None
+
+    def encode(self, name: str, values: Tensor, memory: Memory, *arguments: int | float) -> None:
+        """Call the encoder that leaves what is not sent in the type of the residual, or nowhere."""
+        if isinstance(memory, Residual):
+            left, pending = memory.halves()
+            assert left.numel() == pending.numel() == values.numel()
+            way = "keep" if left.dtype == torch.float32 else "short"
+            addresses = values.data_ptr(), left.data_ptr(), pending.data_ptr()
+            self.functions[f"{name}_{way}"](*addresses, *arguments, memory.factor)
+        else:
+            self.functions[name](values.data_ptr(), 0, 0, *arguments)
 
 
 @functools.cache
