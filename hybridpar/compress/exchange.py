@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -141,22 +141,13 @@ class Traffic:
     Attributes:
         payload: Handed to collectives.
         wire: Sent to others, by the collectives' own factor: 2 (K - 1) / K of the payload for a ring's all-reduce.
-        pull: Of these, bytes of results: what owners of stripes send to all, and the second half of an all-reduce.
-        timer: Where its time went; None for a step that has not been done.
     """
 
     payload: int = 0
     wire: int = 0
-    pull: int = 0
-    timer: PhaseTimer | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def push(self) -> int:
-        """Bytes sent to where gradients are added up."""
-        return self.wire - self.pull
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.wire + other.wire, self.pull + other.pull)
+        return Traffic(self.payload + other.payload, self.wire + other.wire)
 
 
 class _Meeting(ABC):
@@ -211,8 +202,7 @@ class _Reduced(_Meeting):
         self._reduction: Reduction = rounds[0].collective.value
         self._buffer = torch.zeros(sum(sizes), dtype=rounds[0].dtype, device=self._device)
         self.parts = self.received = [(view,) for view in split(self._buffer, sizes)]
-        wire = 2 * self._buffer.nbytes * (workers - 1) // workers
-        self.traffic = Traffic(self._buffer.nbytes, wire, wire // 2)
+        self.traffic = Traffic(self._buffer.nbytes, 2 * self._buffer.nbytes * (workers - 1) // workers)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_reduce(self._buffer, self._reduction)
@@ -271,8 +261,8 @@ class _Sharded(_Meeting):
         self._stripes = _by_coder(split(self._stripe, self._out_sizes), [written[rank]] * workers)
         self._merged = split(self._sum, merged[rank])
         self.received = _by_coder(split(self._sums, [most] * workers), merged)
-        pull = (workers - 1) * most
-        self.traffic = Traffic(self._sent.numel() + most, self._sent.numel() - self._in_sizes[rank] + pull, pull)
+        to_owners, from_owner = self._sent.numel() - self._in_sizes[rank], (workers - 1) * most
+        self.traffic = Traffic(self._sent.numel() + most, to_owners + from_owner)
 
     def meet(self, group: Group, timer: PhaseTimer) -> None:
         group.all_to_all(self._stripe, self._sent, self._out_sizes, self._in_sizes)
@@ -347,10 +337,9 @@ class Exchange:
     @property
     def traffic(self) -> Traffic:
         """Bytes of the next step. They do not depend on what the gradients are."""
-        self.open()
-        return self._traffic
+        return self.open()
 
-    def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
+    def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> PhaseTimer:
         """Do a step over a group of workers.
 
         Args:
@@ -359,7 +348,7 @@ class Exchange:
             outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
 
         Returns:
-            Bytes that it took, and where its time went.
+            Where its time went.
 
         Raises:
             ValueError: The coders are not bound to this worker of the group.
@@ -376,17 +365,20 @@ class Exchange:
         for coder, out in zip(self._working, outs, strict=True):
             coder.finish(out)
         timer.end(Phase.DECODE)
-        return replace(self._traffic, timer=timer)
+        return timer
 
-    def open(self) -> None:
+    def open(self) -> Traffic:
         """Begin a step in which gradients come one by one: `take` each, then `carry`; then `received` is there.
 
         For codecs that take gradients at once (`Codec.at_once`).
+
+        Returns:
+            Bytes of the step.
         """
         working = [coder.working for coder in self.coders]
         rounds = [coder.rounds for coder in working]
         if working == self._working and rounds == self._rounds:
-            return
+            return self._traffic
         self._working, self._rounds, self._meetings = working, rounds, []
         first: dict[int, Sequence[Tensor]] = {}
         for index in range(max(map(len, rounds))):
@@ -410,6 +402,7 @@ class Exchange:
         for meeting in self._meetings:
             meeting.hand_out()
         self.received = [coder.received() for coder in working]
+        return self._traffic
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Write the first message of a parameter; the gradient is not needed afterwards.
@@ -428,21 +421,21 @@ class Exchange:
         coder.write(0, self._first[index])
         coder.gradient = NOTHING
 
-    def carry(self, group: Group) -> Traffic:
+    def carry(self, group: Group) -> PhaseTimer:
         """Exchange the messages that `take` wrote, and those that follow. What comes of them is in `received`.
 
         Args:
             group: The workers; their ranks are those that the coders are bound to.
 
         Returns:
-            Bytes that it took, and where its time went.
+            Where its time went.
 
         Raises:
             ValueError: The coders are not bound to this worker of the group.
         """
         timer = PhaseTimer(self.coders[0].spec.device)
         self._meet(group, timer, written=True)
-        return replace(self._traffic, timer=timer)
+        return timer
 
     def _meet(self, group: Group, timer: PhaseTimer, *, written: bool) -> None:
         """All rounds, of which the first may have been written before."""

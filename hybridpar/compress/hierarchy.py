@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridpar.comm.group import Group
 from hybridpar.compress.codec import Coder
-from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.exchange import Exchange, PhaseTimer, Traffic
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class NodeExchange:
         """Bytes that this worker sends to other nodes in the next step; those inside a node are not counted."""
         return self._exchange.traffic if self._exchange is not None else Traffic()
 
-    def run(self, inside: Group | None, across: Group | None, flat: Tensor) -> Traffic:
+    def run(self, inside: Group | None, across: Group | None, flat: Tensor) -> PhaseTimer | None:
         """Do a step, over the node, where it has other workers, and over the leaders, where this worker leads."""
         if inside is not None:
             inside.all_reduce(flat)
@@ -125,16 +125,16 @@ class NodeExchange:
             flat.mul_(self._share)
         parts: Sequence[Tensor] = flat.split(self._sizes)  # type: ignore[no-untyped-call]
         mine = [part for part, leads in zip(parts, self._leads, strict=True) if leads]
-        traffic = Traffic()
+        timer = None
         if self._exchange is not None:
             assert across is not None
-            traffic = self._exchange.run(across, mine, mine)
+            timer = self._exchange.run(across, mine, mine)
         for part, leads in zip(parts, self._leads, strict=True):
             if not leads:
                 part.zero_()
         if inside is not None:
             inside.all_reduce(flat)
-        return traffic
+        return timer
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """Keep the state of the step: it counts, but for the parameters named in `unused`."""

@@ -153,6 +153,7 @@ class Lane(ABC):
     Args:
         family: What the lane belongs to.
         name: What messages call it.
+        stop: Where it is noted that the lane was stopped; its own if it is not given.
 
     Attributes:
         name: What messages call it; `caller` is the host thread's own.

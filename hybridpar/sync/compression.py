@@ -127,11 +127,13 @@ class Compression(ParameterCoders):
         with in_rows(flat, parameters):
             if isinstance(exchange, NodeExchange):
                 assert self._nodes is not None
-                done = self._nodes.run(exchange, self._groups.index(group), flat)
-                return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
-            parts = split(flat, [one.numel() for one in parameters])
-            done = exchange.run(group, parts, parts)
-        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
+                timer = self._nodes.run(exchange, self._groups.index(group), flat)
+                full = all_reduce_bytes(4 * exchange.led, self._party.size)
+            else:
+                parts = split(flat, [one.numel() for one in parameters])
+                timer = exchange.run(group, parts, parts)
+                full = all_reduce_bytes(bucket.bytes, self._world.size)
+        return BucketCost(full, exchange.traffic.wire, timer)
 
     def settle(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """A step is over, in which all buckets were added."""

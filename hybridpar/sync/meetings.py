@@ -130,12 +130,12 @@ class EncodedMeeting(Meeting):
         self._exchange_of = exchange_of
         self._exchange: Exchange
         self._full = all_reduce_bytes(bucket.bytes, workers)
-        self._encode_ms = 0.0
+        self._wire, self._encode_ms = 0, 0.0
 
     def open(self) -> None:
         # It is another where codecs were loaded, or begin anew.
         self._exchange = self._exchange_of(self.bucket)
-        self._exchange.open()
+        self._wire = self._exchange.open().wire
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         began = time.perf_counter()
@@ -146,11 +146,10 @@ class EncodedMeeting(Meeting):
 
     def meet(self, group: Group) -> BucketCost:
         encode_ms, self._encode_ms = self._encode_ms, 0.0
-        done = self._exchange.carry(group)
+        timer = self._exchange.carry(group)
+        timer.add(Phase.ENCODE, encode_ms)
         self.received = self._exchange.received
-        if done.timer is not None:
-            done.timer.add(Phase.ENCODE, encode_ms)
-        return BucketCost(self._full, done.wire, done.timer)
+        return BucketCost(self._full, self._wire, timer)
 
 
 class SharedGradients:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridpar.comm.group import Group
 from hybridpar.comm.world import World
-from hybridpar.compress.exchange import Traffic
+from hybridpar.compress.exchange import PhaseTimer
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity
 
@@ -47,7 +47,7 @@ class NodeWorlds:
         """What adds inside the node on a sync lane; None where this worker is alone there."""
         return self.inside.lane_groups[lane] if self.inside.size > 1 else None
 
-    def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
+    def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> PhaseTimer | None:
         """Exchange a bucket on a sync lane."""
         # A worker that leads nothing has no group.
         group = self.across.lane_groups[lane] if self.across.size > 1 else None

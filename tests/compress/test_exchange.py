@@ -51,15 +51,14 @@ def test_two_workers_send_to_each_other_and_more_to_owners(text: str) -> None:
 
 def test_bytes_on_the_wire() -> None:
     none = exchange_of({"a": "none"}, workers=4).traffic
-    assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4, pull=4 * 1320 * 3 // 4)
+    assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4)
     # 10 of 40 rows of 33 values for each of 4 workers: 80 bytes of levels, 330 bits in 42 bytes, up to a multiple of 8
     one = exchange_of({"a": "onebit"}, workers=4).traffic
-    assert one == Traffic(payload=5 * 128, wire=(3 + 3) * 128, pull=3 * 128)
-    assert one.push == 3 * 128
+    assert one == Traffic(payload=5 * 128, wire=(3 + 3) * 128)
     # 14 of 1320 values and their places in 16 bits, to 3 others
     top = exchange_of({"a": "topk"}, workers=4).traffic
     assert top == Traffic(payload=56 + 32, wire=3 * 88)
-    assert top + one == Traffic(payload=88 + 640, wire=3 * 88 + 6 * 128, pull=3 * 128)
+    assert top + one == Traffic(payload=88 + 640, wire=3 * 88 + 6 * 128)
 
 
 def test_stripes_are_cut_as_cntk_does() -> None:
