@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from hybridpar.comm.group import Group
 from hybridpar.comm.shared_memory import SharedSegment
-from hybridpar.comm.transport import flat_view
 from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.compress import Exchange, Phase, PhaseTimer
 from hybridpar.compress.received import Received, Sum, hand_over
@@ -60,13 +59,12 @@ class Meeting(ABC):
     def open(self) -> None:  # noqa: B027 - most have nothing to prepare
         """The gradients of a step are about to be taken."""
 
-    @abstractmethod
-    def take(self, index: int, gradient: Tensor | None) -> None:
+    def take(self, index: int, gradient: Tensor) -> None:  # noqa: B027 - those that leave it in `.grad` are given none
         """Take a parameter's gradient, in the hook that autograd calls.
 
         Args:
-            index: The parameter's place in the bucket.
-            gradient: 1-D in memory order; None stands for zeros.
+            index: Index of the parameter in the bucket.
+            gradient: 1-D in memory order.
         """
 
     def gather(self) -> None:  # noqa: B027 - most have nothing to bring together
@@ -101,16 +99,16 @@ class Meeting(ABC):
 
 
 class FlatMeeting(Meeting):
-    """Gradients in one flat tensor, which `add` replaces by the sum; each `.grad` is a view of it."""
+    """Gradients in one flat tensor, which `add` replaces by the sum; until all are there they stay in `.grad`.
+
+    Then each `.grad` is a view of the tensor.
+    """
 
     drops = False
 
     def __init__(self, bucket: Bucket, add: Callable[[Bucket, Tensor, Group], BucketCost]) -> None:
         super().__init__(bucket)
         self._add = add
-
-    def take(self, index: int, gradient: Tensor | None) -> None:
-        """It stays in `.grad` until all are there."""
 
     def gather(self) -> None:
         self.memory = (self.bucket.collect(),)
@@ -137,10 +135,8 @@ class EncodedMeeting(Meeting):
         self._exchange = self._exchange_of(self.bucket)
         self._wire = self._exchange.open().wire
 
-    def take(self, index: int, gradient: Tensor | None) -> None:
+    def take(self, index: int, gradient: Tensor) -> None:
         began = time.perf_counter()
-        if gradient is None:
-            gradient = torch.zeros_like(flat_view(self.bucket.slots[index].parameter))
         self._exchange.take(index, gradient)
         self._encode_ms += (time.perf_counter() - began) * 1e3
 
@@ -220,13 +216,9 @@ class SharedMeeting(Meeting):
         self._safe_squares = min(torch.finfo(bucket.dtype).max / shared.world.size, _MOST_NORM) ** 2
         self._into = self._squares.unbind()
 
-    def take(self, index: int, gradient: Tensor | None) -> None:
+    def take(self, index: int, gradient: Tensor) -> None:
         self._shared.begin_handing()
-        if gradient is None:
-            self._mine[index].zero_()
-            self._into[index].zero_()
-        else:
-            hand_over(gradient, self._mine[index], self._into[index])
+        hand_over(gradient, self._mine[index], self._into[index])
 
     def meet(self, group: Group) -> BucketCost:
         timer = PhaseTimer(torch.device("cpu"))

@@ -209,13 +209,12 @@ class Reducer:
         """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
         step = self._step
         assert step is not None
-        for bucket, meeting in zip(self.buckets, self._meetings, strict=True):
-            for index, slot in enumerate(bucket.slots):
-                if slot.ready != step.number:
-                    self._take(meeting, index, slot)
-            bucket.pending = 0
-        self._send_full_buckets(step)
-        return [slot.seen == step.number for bucket in self.buckets for slot in bucket.slots]
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        used = [slot.seen == step.number for slot in slots]
+        for slot in slots:
+            if slot.ready != step.number:
+                self.gradient_ready(slot.name)
+        return used
 
     def measure(self, step: StepGradients) -> None:
         """On the stage's lane, after `flush`: take the norm of gradients that no bucket measures.
@@ -296,8 +295,8 @@ class Reducer:
 
     # ----------------------------------------------------------------- sending
 
-    def gradient_ready(self, name: str, _: Tensor) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated."""
+    def gradient_ready(self, name: str, _: Tensor | None = None) -> None:
+        """Called by autograd when a parameter's gradient has been accumulated, and by `flush` for those it left out."""
         step = self._step
         if step is None or name not in self._slots:
             return
@@ -314,25 +313,19 @@ class Reducer:
         slot.ready = step.number
         if self._observed is not None:
             self._observed.append(name)
-        self._take(meeting, index, slot)
+        parameter, gradient = slot.parameter, slot.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            raise sparse_gradient(name)
+        if meeting.drops:
+            parameter.grad = None
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            elif gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            meeting.take(index, gradient.view(-1) if gradient.is_contiguous() else flat_view(gradient))
         meeting.bucket.pending -= 1
         if meeting.bucket.pending == 0:
             self._send_full_buckets(step)
-
-    def _take(self, meeting: Meeting, index: int, slot: Slot) -> None:
-        """Hand a gradient to the meeting of its bucket."""
-        parameter = slot.parameter
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise sparse_gradient(slot.name)
-        if not meeting.drops:
-            return
-        parameter.grad = None
-        if gradient is not None:
-            if gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter).copy_(gradient)
-            gradient = gradient.view(-1) if gradient.is_contiguous() else flat_view(gradient)
-        meeting.take(index, gradient)
 
     def _send_full_buckets(self, step: StepGradients) -> None:
         while step.next_bucket < len(self.buckets) and self.buckets[step.next_bucket].pending <= 0:

@@ -99,9 +99,7 @@ def test_bytes_are_as_declared(text: str, workers: int) -> None:
         team.commit()
         assert [group.payload for group in groups] == [traffic.payload for traffic in declared]
         assert rounds.count(rounds[0]) == workers, "rounds differ between workers"
-        assert 0 <= declared[0].wire
-        if workers == 1:
-            assert declared[0].wire == 0
+        assert (declared[0].wire == 0) == (workers == 1)
 
 
 def test_constant_gradients(text: str) -> None:
