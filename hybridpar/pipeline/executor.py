@@ -12,6 +12,7 @@ backward pass issue the sums of gradients.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,7 +113,8 @@ class Executor:
         # The decision then stays on the device, where the optimizers read it.
         self._on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
         self._record = (options.record and not options.devices) or None  # None leaves it to the kind of device
-        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue]]] = {}
+        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue], dict[int, dict[int, _Issue]]]] = {}
+        self._sums: dict[int, dict[int, _Issue]] = {}  # of gradients in the step under way, by stage and bucket
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
         self.steps = 0
@@ -130,7 +132,7 @@ class Executor:
         """Issue the work of a step, without counting it as done."""
         self._rebuild_buckets()
         idle, facts = not request.micro_batches, [] if self._whole else self._facts(request)
-        self.program, issues = self._program(request, facts[0] if facts else None)
+        self.program, issues, self._sums = self._program(request, facts[0] if facts else None)
         flights = {index: stage.gradients.new_step() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
@@ -254,7 +256,9 @@ class Executor:
                     each.rebuild_buckets()
                 return
 
-    def _program(self, request: StepRequest, facts: BorderFacts | None) -> tuple[Program, list[_Issue]]:
+    def _program(
+        self, request: StepRequest, facts: BorderFacts | None
+    ) -> tuple[Program, list[_Issue], dict[int, dict[int, _Issue]]]:
         buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
         # A replica without samples follows the program of the others, who have the usual number of micro-batches.
         count = len(request.micro_batches) or self._micro_batches
@@ -269,7 +273,11 @@ class Executor:
                 answers = cast("list[tuple[Edge, ...]]", self._replicas.gather(edges))
                 edges = next((one for one in answers if one), ())
             program = self._make_program(count, edges, buckets)
-            self._programs[key] = program, self._own_part(program)
+            part, sums = self._own_part(program), defaultdict[int, dict[int, _Issue]](dict)
+            for one in part:
+                if one.action.kind is Kind.SYNC and one.action.index is not None:
+                    sums[one.action.stage][one.action.index] = one
+            self._programs[key] = program, part, sums
         return self._programs[key]
 
     def _own_part(self, program: Program) -> list[_Issue]:
@@ -406,17 +414,18 @@ class Executor:
         flight.
         """
         place, replicas = f"adding gradients of stage {stage} over its replicas", self.stages[stage].replicas
+        actions = self._sums[stage]
 
         def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
             def named() -> None:
                 with replicas.named_errors(place):
                     work()
 
-            action = Action(stage, Kind.SYNC, bucket)
-            return spans.timed(("sync", self._position, bucket % self._sync_lanes), action, str(action), named)
+            issue = actions[bucket]
+            return spans.timed(("sync", self._position, bucket % self._sync_lanes), issue.action, issue.name, named)
 
         flight.wrap = wrap
-        flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
+        flight.on_ready = lambda bucket: spans.ready(actions[bucket].action)
 
     def _work(self, step: StepState, one: _Issue) -> tuple[Lane, Callable[[], None]]:
         action = one.action
