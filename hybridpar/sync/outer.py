@@ -289,13 +289,14 @@ class OuterLoop:
                 "A fragment holds a parameter at least.",
                 f"Use fragments={max(1, len(trained))}, or fewer.",
             )
+        self._trained = [*trained.values()]
         self._team, self._lanes, self._lane = team, lanes, lanes.open("outer", priority=-1)
         self._optimizer, self._delayed, self._bucket_bytes = optimizer, delayed, bucket_bytes
         #: Whether the new weights are the workers' mean.
         self.is_mean = optimizer is None
         #: Bytes of the parameters that are exchanged.
-        self.bytes = sum(parameter.nbytes for parameter in trained.values())
-        names, cuts = [*trained], divide([parameter.nbytes for parameter in trained.values()], fragments)
+        self.bytes = sum(parameter.nbytes for parameter in self._trained)
+        names, cuts = [*trained], divide([parameter.nbytes for parameter in self._trained], fragments)
         self.fragments = [_Fragment({names[index]: trained[names[index]] for index in cut}) for cut in cuts]
         #: Equal on workers that divide equal parameters alike.
         self.layout = [layout_fingerprint(self._buckets(fragment)) for fragment in self.fragments]
@@ -342,9 +343,7 @@ class OuterLoop:
         of the report are added up over the workers.
         """
         assert self.exchange is None
-        if not all(
-            parameter.requires_grad for fragment in self.fragments for parameter in fragment.parameters.values()
-        ):
+        if not all(parameter.requires_grad for parameter in self._trained):
             raise UsageError(
                 "a parameter was frozen after the outer loop had begun",
                 "What is exchanged is decided at the start.",
