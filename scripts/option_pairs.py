@@ -18,6 +18,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import types
@@ -73,11 +74,14 @@ class Fork(FORKS.Process):
 
     def poll(self) -> int | None:
         """The exit code, or None."""
-        return self.wait(0)
+        self.join(0)
+        return self.exitcode
 
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int:
         """The exit code, once the process has ended."""
         self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("train", timeout or 0.0)
         return self.exitcode
 
     returncode = property(poll)
@@ -121,10 +125,13 @@ def fault(code: int | None, error: str) -> str:
 
 
 def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: str = "") -> None:
-    """Run a command in this process, a fork, and have files in a folder take what it prints."""
-    os.setsid()
+    """Run a command in this process, a fork; in a folder, whose files take what it prints, as the first of a group.
+
+    Its workers stay in that group, so that whoever ends it ends them.
+    """
     os.environ.update(environment)
     if folder:
+        os.setsid()
         os.chdir(folder)
         for descriptor, name in enumerate(("stdout", "stderr"), start=1):
             with open(name, "wb") as file:
@@ -142,7 +149,7 @@ def main() -> int:
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))  # for the model
     os.environ["PYTHONPATH"] = str(ROOT)  # and in workers
-    vars(supervise)["subprocess"] = types.SimpleNamespace(Popen=Fork)
+    vars(supervise)["subprocess"] = types.SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
     for module in IMPORTED:
         importlib.import_module(module)
     names = {option: option.split()[0] for option in OPTIONS}

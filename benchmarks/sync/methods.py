@@ -277,8 +277,8 @@ class _Own(Method):
         setting = place.setting
         name, _, fidelity = codec.partition(":")
         options: dict[str, Any] = {"compress": codec}
-        if name == "auto" and fidelity:
-            options = {"compress": name, "fidelity": fidelity, "plan": "none"}
+        if name == "auto":  # chooses the codec alone
+            options = {"compress": name, "plan": "none", **({"fidelity": fidelity} if fidelity else {})}
         config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
         world = place.world(lanes)
         self.model = setting.build()

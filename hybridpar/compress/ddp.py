@@ -17,12 +17,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridpar.comm.group import Group, TorchGroup, open_group, split, timeout_of
 from hybridpar.comm.items import gather_items, gather_on_first
@@ -99,26 +100,29 @@ class CodecState(ParameterCoders):
         self._named_by_model = model is not None
         self._exchanges: dict[tuple[str, ...], Exchange | NodeExchange] = {}
         self._shapes: dict[str, list[int]] = {}  # of saved parameters
-        self._finite: list[Tensor] = []  # of the step under way, one per bucket
+        self._finite: list[Tensor] = []  # of the step under way, for each bucket
         self._used: list[Exchange | NodeExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
-        alike = ""
-        if dist.get_backend(group) != "nccl":
-            alike = policy.prepare(torch.device("cpu"))
-        self._group = group
-        nodes = Nodes.of(require_agreement((f"{policy} {alike}".strip(), seed, lanes, hierarchical), group))
-        self._nodes = nodes if hierarchical and nodes.pays else None
-        own = dist.get_rank(group)
-        rank, workers = self._place_of(own)
-        place = 0 if self._nodes is None else nodes.place_of(own)
-        super().__init__(policy, rank, workers, seed, average=True, nodes=self._nodes, place=place)
-        self._paths = [open_paths(self._nodes, group, timeout_of(group)) for _ in range(lanes)]
+        self._group = TorchGroup(group)
+        alike = "" if dist.get_backend(group) == "nccl" else policy.prepare(torch.device("cpu"))
+        said = f"{policy} {alike}".strip() + f", seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"
+        nodes = Nodes.of(_agree(said, self._group))
+        inside = hierarchical and nodes.pays
+        #: Workers that exchange by the codec.
+        self._columns = nodes.columns if inside else (tuple(range(self._group.size)),)
+        place = nodes.place_of(self._group.rank) if inside else 0
+        rank, workers = self._place_of(self._group.rank)
+        super().__init__(policy, rank, workers, seed, average=True, nodes=nodes if inside else None, place=place)
+        # By lane those with whom this worker exchanges by the codec, and its node, where it has any.
+        across = self._columns[: nodes.leaders] if inside else self._columns
+        shared = [node for node in nodes.members if len(node) > 1]
+        self._paths = [(open_party(across, group), open_party(shared, group) if inside else None) for _ in range(lanes)]
         threads = torch.get_num_threads()
         self._threads = [
             ThreadPoolExecutor(1, f"codec-{lane}", torch.set_num_threads, (threads,)) for lane in range(lanes)
         ]
-        self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._streams: dict[tuple[torch.device, int], Any] = {}
 
     # ------------------------------------------------------------------ a step
 
@@ -132,7 +136,8 @@ class CodecState(ParameterCoders):
             )
         flat: Tensor = bucket.buffer().detach()  # with create_graph, gradients have histories
         parameters: list[Tensor] = bucket.parameters()
-        wrong = ["sparse"] if flat.is_sparse else [str(one.dtype) for one in parameters if one.dtype != torch.float32]
+        types = ["sparse"] if flat.is_sparse else [str(parameter.dtype) for parameter in parameters]
+        wrong = [kind for kind in types if kind != "torch.float32"]
         if wrong:
             raise UsageError(
                 f"gradients of type {wrong[0]}",
@@ -145,21 +150,21 @@ class CodecState(ParameterCoders):
         exchange = self._exchange_of(parameters)
         self.traffic += exchange.traffic
         self._used.append(exchange)
-        parts = split(flat, [one.numel() for one in parameters])
+        parts = split(flat, [parameter.numel() for parameter in parameters])
         lane = bucket.index() % len(self._paths)
-        path = self._paths[lane]
+        across, inside = self._paths[lane]
 
         def run() -> Tensor:
             try:
                 with in_rows(flat, parameters):
                     if isinstance(exchange, NodeExchange):
-                        exchange.run(path.inside, path.codec, flat)
+                        exchange.run(inside, across, flat)
                     else:
-                        assert path.codec is not None
-                        exchange.run(path.codec, parts, parts)
+                        assert across is not None
+                        exchange.run(across, parts, parts)
             except RuntimeError as error:
                 raise SyncError(
-                    f"worker {dist.get_rank(self._group)} stopped while exchanging gradients: {error}",
+                    f"worker {self._group.rank} stopped while exchanging gradients: {error}",
                     "Every worker takes part in every exchange.",
                     "Look at the first worker that failed, and start all of them again.",
                 ) from error
@@ -167,16 +172,14 @@ class CodecState(ParameterCoders):
             self._finite.append(torch.isfinite(flat.sum()))
             return flat
 
-        if flat.device.type == "cuda":
-            return self._on_stream(run, flat.device, lane)
-        return self._on_thread(run, lane)
+        return self._on_stream(run, flat.device, lane) if flat.is_cuda else self._on_thread(run, lane)
 
     def settle(self) -> None:
         """The step that was exchanged last is over: its residuals count if all of it arrived, and is finite."""
         arrived = len(self._finite) == len(self._used)
-        for exchange in self._used if arrived and all(bool(finite) for finite in self._finite) else ():
+        for exchange in self._used if arrived and all(self._finite) else ():
             exchange.commit()
-        self._used, self._finite = [], []
+        self.rollback()
 
     def rollback(self) -> None:
         """Forget what the last step left: to be called where the loop skips it for a reason of its own."""
@@ -194,7 +197,7 @@ class CodecState(ParameterCoders):
         for parameter, name in self._names.items():
             if name in self._saved and (not self._members or name in self._leaders.chosen):
                 self.exchange_of([name], [parameter])  # loaded, and no step was taken since
-        shapes = {name: list(one.spec.shape) for name, one in self._coders.items()}
+        shapes = {name: list(coder.spec.shape) for name, coder in self._coders.items()}
         return {**super().state_dict(), "shapes": shapes}
 
     def gather_state_dicts(self) -> list[dict[str, Any]]:
@@ -202,8 +205,8 @@ class CodecState(ParameterCoders):
 
         For writing one file. Tensors are on the CPU.
         """
-        ranks = range(dist.get_world_size(self._group))
-        return gather_on_first(_on_cpu(self.state_dict()), ranks, TorchGroup(self._group)) or []
+        mine = tree_map_only(Tensor, Tensor.cpu, self.state_dict())
+        return gather_on_first(mine, range(self._group.size), self._group) or []
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
@@ -219,10 +222,9 @@ class CodecState(ParameterCoders):
                     "Give its list to all workers.",
                 )
             saved, state = state, state[0]
-            places = [(one["rank"], one["workers"], one["nodes"]) for one in saved]
-            ranks = range(dist.get_world_size(self._group))
-            if places == [(*self._place_of(rank), self._node_sizes) for rank in ranks]:
-                state = saved[dist.get_rank(self._group)]
+            places = [(part["rank"], part["workers"], part["nodes"]) for part in saved]
+            if places == [(*self._place_of(rank), self._node_sizes) for rank in range(self._group.size)]:
+                state = saved[self._group.rank]
             else:  # all workers see the same, so all begin anew
                 _log.warning("what codec %s has not sent is dropped: the workers are others now", state["codec"])
                 state = {**state, "parameters": {}, "leaders": {}}
@@ -250,9 +252,10 @@ class CodecState(ParameterCoders):
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
         paths, self._paths = self._paths, []
-        if dist.is_initialized():
-            for path in paths:
-                path.close()
+        for group in [group for path in paths for group in path if group is not None]:
+            group.close()
+            if isinstance(group, TorchGroup) and dist.is_initialized():
+                dist.destroy_process_group(group.group)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is closed and empty: a DDP that is copied, or read from a file, calls no hook."""
@@ -268,17 +271,15 @@ class CodecState(ParameterCoders):
 
     def _place_of(self, rank: int) -> tuple[int, int]:
         """A worker's number among those that it exchanges with by the codec, and how many these are."""
-        if self._nodes is None:
-            return rank, dist.get_world_size(self._group)
-        column = next(column for column in self._nodes.columns if rank in column)
+        column = next(column for column in self._columns if rank in column)
         return column.index(rank), len(column)
 
     def _exchange_of(self, parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
         names = tuple(map(self._name, parameters))
         if names not in self._exchanges:
-            for name, one in zip(names, parameters, strict=True):
-                self._check_shape(name, one.shape)
+            for name, parameter in zip(names, parameters, strict=True):
+                self._check_shape(name, parameter.shape)
             self._exchanges[names] = self.exchange_of(names, parameters)
         return self._exchanges[names]
 
@@ -318,13 +319,12 @@ class CodecState(ParameterCoders):
         return future.then(torch.futures.Future.wait)  # DDP takes an exception that was set for the value
 
     def _on_stream(self, run: Callable[[], Tensor], device: torch.device, lane: int) -> torch.futures.Future[Tensor]:
-        if device not in self._streams:
-            new: Any = torch.cuda.Stream
-            self._streams[device] = [new(device) for _ in self._paths]
-        streams = self._streams[device]
+        stream = self._streams.get((device, lane))
+        if stream is None:
+            stream = self._streams[device, lane] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
-        streams[lane].wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(streams[lane]):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             future.set_result(run())  # notes the stream, so that who waits does so on the device
         return future
 
@@ -336,70 +336,32 @@ def _hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[Tensor]
 _hook.__annotations__ = {}  # DDP compares them with its own types, and ours are text
 
 
-def _on_cpu(state: Any) -> Any:
-    """A state with all tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.cpu()
-    return {key: _on_cpu(value) for key, value in state.items()} if isinstance(state, dict) else state
+def open_party(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Group | None:
+    """Make a group of each party of a process group's ranks, and return this worker's; None where it is in none.
 
-
-@dataclass(frozen=True)
-class Paths:
-    """How a lane reaches the others.
-
-    Attributes:
-        codec: Those with whom this worker exchanges by the codec; None where it leads nothing in its node.
-        inside: The node, where gradients are added there first and it has other workers.
+    A collective of the process group, which is the default one where it is None.
     """
-
-    codec: Group | None
-    inside: Group | None
-
-    def close(self) -> None:
-        """Leave both groups."""
-        for one in (self.codec, self.inside):
-            if isinstance(one, TorchGroup):
-                dist.destroy_process_group(one.group)
-            elif one is not None:
-                one.close()
-
-
-def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
-    """Make the groups of a lane; a collective."""
-    everybody = tuple(range(dist.get_world_size(group)))
-    codec = _own_group([everybody] if nodes is None else nodes.columns[: nodes.leaders], group, timeout)
-    inside = None if nodes is None else _own_group([node for node in nodes.members if len(node) > 1], group, timeout)
-    return Paths(codec, inside)
-
-
-def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout: float) -> Group | None:
-    """Make a group of each party of the group's ranks, and return this worker's; None where it is in none."""
+    rank, timeout = dist.get_rank(group), timeout_of(group)
+    mine = next((party for party in parties if rank in party), ())
     if dist.get_backend(group) == "gloo" and not torch.cuda.is_available() and max(map(len, parties)) <= MOST_WORKERS:
-        own = dist.get_rank(group)
-        members = next((party for party in parties if own in party), ())
         with contextlib.suppress(OSError):
-            groups = open_sockets(
-                own, members or (own,), lambda item: gather_items(item, TorchGroup(group)), timeout, 1
-            )
-            return groups[0] if members else None
-    jobs = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    mine: Group | None = None
-    own = dist.get_rank(group)
+            gather = partial(gather_items, group=TorchGroup(group))
+            opened = open_sockets(rank, mine or (rank,), gather, timeout, 1)
+            return opened[0] if mine else None
+    jobs = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ours: dist.ProcessGroup | None = None
     for party in parties:
-        if group is None or own in party:
-            # Inside of a part of the job only the members make a group: the other workers do not call this.
-            made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
-            mine = TorchGroup(made) if own in party and made is not None else mine
-    return mine
+        # Inside of a part of the job only the members make a group: the other workers do not call this.
+        if group is None or party is mine:
+            made = open_group([jobs[member] for member in party], timeout, members_only=group is not None)
+            ours = made if party is mine else ours
+    return None if ours is None else TorchGroup(ours)
 
 
-def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:
-    """All workers use the same codec; a collective."""
-    answers = gather_items((mine, host_identity()), TorchGroup(group))
-    if len({own for own, _ in answers}) > 1:
-        table = "; ".join(
-            f"worker {rank}: {codec}, seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"
-            for rank, ((codec, seed, lanes, hierarchical), _) in enumerate(answers)
-        )
+def _agree(said: str, group: Group) -> list[str]:
+    """Refuse workers that say something else of what they use; their hosts. A collective."""
+    answers = gather_items((said, host_identity()), group)
+    if len({text for text, _ in answers}) > 1:
+        table = "; ".join(f"worker {rank}: {text}" for rank, (text, _) in enumerate(answers))
         raise UsageError(f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
-    return [node for _, node in answers]
+    return [host for _, host in answers]

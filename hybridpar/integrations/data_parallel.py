@@ -45,7 +45,7 @@ class DataParallel(DistributedDataParallel):
         module: The model.
         arguments: As those of DDP, by position.
         compress: How gradients are sent: `none`, a codec such as `onebit` or `powersgd:rank=2`, rules by parameter
-            name, or `auto`, which measures the link and the codecs and chooses.
+            name, or `auto`, which measures the link and the codecs and chooses, given `fidelity="close"` or `"lossy"`.
         seed: For what codecs draw at random; equal on all workers.
         fidelity: What `auto` may choose from: `exact` (no codec), `close` (casts to 16 bits), or `lossy` (also the
             codecs whose accuracy was measured).

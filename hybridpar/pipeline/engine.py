@@ -237,8 +237,7 @@ class PipelineEngine:
                 after_step(module_of(stage)) if after_step is not None else None,
                 self._make_reducer,
             )
-            scratch = local.batch_norm.scratch if local.batch_norm is not None else ()
-            run.attach(local.after_forward, local.state_now, local.seeing, scratch)
+            run.attach(local.after_forward, local.state_now, local.seeing)
             if options.devices:
                 run.move_to(local.lane.device)
             self.stages[index] = local

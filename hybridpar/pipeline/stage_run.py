@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -275,7 +275,6 @@ class StageRun:
         self._keys = keys
         self._context = context
         self._after_forward: Callable[[], None] = lambda: None
-        self._scratch: Sequence[Tensor] = ()
         self._state_now: Callable[[], Any] = lambda: None
         self._seeing: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self._flights: dict[int, _Flight] = {}
@@ -312,12 +311,10 @@ class StageRun:
         after_forward: Callable[[], None],
         state_now: Callable[[], Any],
         seeing: Callable[[Any], AbstractContextManager[Any]],
-        scratch: Sequence[Tensor] = (),
     ) -> None:
-        """Say what belongs to every forward pass: what follows it, the state that it sees, how it is run again with
-        it, and memory that every forward pass writes to, whatever autograd has saved of it.
+        """Say what belongs to every forward pass: what follows it, the state that it sees, and how it is run again
+        with it.
         """
-        self._scratch = scratch
         self._after_forward = after_forward
         self._state_now = state_now
         self._seeing = seeing
@@ -358,8 +355,7 @@ class StageRun:
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         if parks:
-            held = (*self.module.parameters(), *self.module.buffers(), *self._scratch)
-            stays = (*leaves.values(), *tree_leaves(flight.target), *held)
+            stays = (*leaves.values(), *tree_leaves(flight.target), *self.module.parameters(), *self.module.buffers())
             flight.parked = Parked(one for one in stays if isinstance(one, Tensor))
         if self._recompute:
             flight.seen = self._state_now()

@@ -84,27 +84,22 @@ def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
     """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync."""
     parts = list(parts)
     costs = [cost for part in parts for cost in part.buckets.values()]
-    timer = [cost.timer for cost in costs if cost.timer is not None]
-    squares = {name: float(one) for part in parts for name, one in part.residuals.items()}
-    norm = sum(squares.values()) ** 0.5 if squares else None
-    norms = {name: one**0.5 for name, one in squares.items()} or None
-    before, after = sum(cost.full for cost in costs), sum(cost.sent for cost in costs)
-    if not timer:
-        return SyncFigures(before, after, residual_norm=norm, residual_norms=norms)
-    times = [one.times() for one in timer]
+    squares = {name: float(square) for part in parts for name, square in part.residuals.items()}
+    timers = [cost.timer for cost in costs if cost.timer is not None]
+    times = [timer.times() for timer in timers]
     return SyncFigures(
-        before,
-        after,
-        encode_ms=sum(one.encode for one in times),
-        wire_ms=sum(one.wire for one in times),
-        decode_ms=sum(one.decode for one in times),
-        sync_ms=covered(one.span(timer[0]) for one in timer),
-        residual_norm=norm,
-        residual_norms=norms,
+        sum(cost.full for cost in costs),
+        sum(cost.sent for cost in costs),
+        encode_ms=sum(time.encode for time in times) if times else None,
+        wire_ms=sum(time.wire for time in times) if times else None,
+        decode_ms=sum(time.decode for time in times) if times else None,
+        sync_ms=_covered(timer.span(timers[0]) for timer in timers) if timers else None,
+        residual_norm=sum(squares.values()) ** 0.5 if squares else None,
+        residual_norms={name: square**0.5 for name, square in squares.items()} or None,
     )
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """Length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -17,11 +17,18 @@ with another lr. Without an optimizer th becomes the plain mean.
 Parameters are divided into fragments, which are exchanged in turn, on a lane that does nothing else, so that training
 can go on meanwhile (Streaming DiLoCo, Douillard et al. 2025). Every worker decodes the same bytes and does the same
 arithmetic, so th is equal bit for bit on all of them. th is therefore what is tested and saved: that sends nothing.
+
+In a **round** of H steps each fragment is sent once, and its result arrives some steps later. Rounds may grow as the
+learning rate falls, by the quadratic synchronisation rule (Gu et al., "A Quadratic Synchronization Rule for Distributed
+Deep Learning", ICLR 2024):
+
+    H(t) = max(H, floor((ratio * peak rate / rate(t))^2))
+
+The last round of a run ends at its last step, with an exchange of all fragments.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +41,11 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress import Policy, read_policy
+from hybridpar.compress import Policy
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Event, Lanes
 from hybridpar.models.state_dicts import copy_of
-from hybridpar.sync.buckets import layout_fingerprint, make_buckets, sum_of_squares, view_like
+from hybridpar.sync.buckets import Bucket, layout_fingerprint, make_buckets, sum_of_squares
 from hybridpar.sync.compression import Compression, add_plainly
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.node_worlds import NodeWorlds
@@ -51,44 +58,86 @@ OuterOptimizer: TypeAlias = Callable[[list[Tensor]], torch.optim.Optimizer]
 _STAYS = 0.5
 
 #: What of an exchange under way is saved.
-_SAVED = ("fragment", "flats", "message", "plain", "whole", "sound", "good")
+_SAVED = ("fragment", "message", "head", "plain", "whole", "sound", "good")
 
 
-class OuterReport(NamedTuple):
-    """What a worker says of its last step at an exchange, in numbers that are added up.
+class Transfer(NamedTuple):
+    """An exchange of a fragment.
 
     Attributes:
-        loss: Its mean loss, times the samples that count in it.
-        counted: Those samples: of a step that counted, with a finite loss.
-        norms: 1 where the norm of its gradient is known.
-        squares: That norm, squared.
-        samples: All its samples.
-        stop: 1 where it wants to stop.
-        save: 1 where it wants a checkpoint.
-        weight: Its samples since the last exchange of the fragment, in steps that counted.
+        sent: Step after which the fragment leaves.
+        arrives: Step after which its result is used.
+        fragment: Its number.
     """
 
-    loss: float
-    counted: float
-    norms: float
-    squares: float
-    samples: float
-    stop: float
-    save: float
-    weight: float
-
-    @classmethod
-    def of(cls, loss: float, samples: int, squares: float, committed: bool, weight: int, *wishes: bool) -> OuterReport:
-        """The report of a step; squares are below 0 where they are not known. Wishes are to stop, and to save."""
-        counted = samples if committed and math.isfinite(loss) else 0
-        known = committed and squares >= 0
-        norm = (1, squares) if known else (0, 0.0)
-        stop, save = wishes or (False, False)
-        return cls(loss * counted if counted else 0.0, counted, *norm, samples, stop, save, weight)
+    sent: int
+    arrives: int
+    fragment: int
 
 
-_HEAD = len(OuterReport._fields)
-_WEIGHT = OuterReport._fields.index("weight")
+class OuterRound(NamedTuple):
+    """Steps `start` + 1 to `stop`, in which each fragment is exchanged once.
+
+    Attributes:
+        start: Step after which it begins.
+        stop: Its last step.
+        is_last: It is the last round of the run.
+    """
+
+    start: int
+    stop: int
+    is_last: bool = False
+
+    def transfers(self, fragments: int, delay: int) -> list[Transfer]:
+        """What is exchanged, in order; at most a single fragment is on its way at a time."""
+        length = self.stop - self.start
+        ends = [self.start + (index + 1) * length // fragments for index in range(fragments)]
+        slots = [Transfer(end - delay, end, index) for index, end in enumerate(ends)]
+        if not self.is_last:
+            return slots
+        early = slots[:-1] if length // fragments > delay else []
+        return early + [Transfer(self.stop, self.stop, index) for index in range(fragments)]
+
+
+class Timetable(NamedTuple):
+    """The rounds of a run.
+
+    Attributes:
+        every: H, steps of a round; of the shortest with `ratio`.
+        first: Step after which the first round begins.
+        total: Steps of the run; None where that is not known, and no round is the last.
+        ratio: Of the quadratic rule; None keeps H.
+        warmup: First steps of the run, in which the learning rate rises and H stays.
+    """
+
+    every: int
+    first: int = 0
+    total: int | None = None
+    ratio: float | None = None
+    warmup: int = 0
+
+    def next_round(self, start: int, rate_factor: float) -> OuterRound:
+        """The round that begins after a step.
+
+        Args:
+            start: The step.
+            rate_factor: Learning rate of the step that follows, as a part of its peak.
+        """
+        length = self.every
+        if self.ratio is not None and start >= self.warmup:
+            root = self.ratio / rate_factor if rate_factor > 0 else math.inf
+            length = max(length, math.floor(root * root) if root < 2**15 else 2**30)
+        if self.total is None or not start < self.total <= start + length:
+            return OuterRound(start, start + length)
+        return OuterRound(start, self.total, is_last=True)
+
+    def round_at(self, step: int) -> OuterRound:
+        """The round of fixed length that a step is in, where nothing else is known.
+
+        Args:
+            step: Steps done, at least `first`.
+        """
+        return self.next_round(step - (step - self.first) % self.every, math.inf)
 
 
 @dataclass
@@ -97,8 +146,8 @@ class OuterExchange:
 
     Attributes:
         fragment: Number of the fragment.
-        flats: What is sent, and then what came of it, by bucket.
-        message: What workers add up: reports, then the statistics.
+        message: What workers add up: the report, the weight, then the statistics.
+        head: How many numbers the report has.
         plain: The result is the mean, whatever the optimizer.
         whole: Weights are sent, not outer gradients.
         sound: Whether what this worker sent was finite.
@@ -108,8 +157,8 @@ class OuterExchange:
     """
 
     fragment: int
-    flats: list[Tensor]
     message: Tensor
+    head: int
     plain: bool
     whole: bool
     sound: Tensor | None = None
@@ -129,62 +178,68 @@ class OuterResult(NamedTuple):
     """
 
     good: bool
-    report: OuterReport
+    report: list[float]
     costs: SyncCosts
     sent: int
 
 
 class _Fragment:
-    """Some of the parameters, which are exchanged together."""
+    """Some of the parameters, which are exchanged together, and their weights of the last exchange.
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], limit: int) -> None:
-        self.buckets = make_buckets(parameters, limit)
-        self.parameters: list[Tensor] = [slot.parameter for bucket in self.buckets for slot in bucket.slots]
-        #: Weights of the last exchange, and the optimizer's momentum if it has any; by bucket, 1-D.
-        self.anchors: list[Tensor] = []
-        self.moments: list[Tensor] = []
+    Outer gradients are the `.grad` of those weights, as an optimizer wants them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.last = {name: nn.Parameter(torch.empty_like(parameter)) for name, parameter in parameters.items()}
+        self.weights: list[Tensor] = [*self.last.values()]
         self.optimizer: torch.optim.Optimizer | None = None
         self.compression: Compression | None = None
 
     def begin(self, make: OuterOptimizer | None) -> None:
         """The weights as they are now are those of the last exchange; there is no momentum."""
-        self.anchors = self.gather()
-        if make is None or not self.anchors:
-            return
-        self.optimizer = make(self.anchors)
-        if self.optimizer.defaults.get("momentum"):
-            self.moments = [torch.zeros_like(anchor) for anchor in self.anchors]
-            for anchor, moment in zip(self.anchors, self.moments, strict=True):
-                self.optimizer.state[anchor]["momentum_buffer"] = moment
+        torch._foreach_copy_(self.weights, [*self.parameters.values()])
+        self.optimizer = None if make is None else make(self.weights)
 
-    def views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Parts of the flat tensors of all buckets, as the parameters that they stand for; of none nothing."""
-        pairs = [(slot, flat) for bucket, flat in zip(self.buckets, flats, strict=False) for slot in bucket.slots]
-        return {slot.name: view_like(flat, slot) for slot, flat in pairs}
+    def collect(self, bucket: Bucket, *, whole: bool) -> Tensor:
+        """What this worker sends of a bucket: its weights, or how far it is from those of the last exchange."""
+        for slot in bucket.slots:
+            parameter = self.parameters[slot.name]
+            slot.parameter.grad = parameter.clone() if whole else slot.parameter - parameter
+        return bucket.collect()
 
-    def gather(self) -> list[Tensor]:
-        """The parameters in new memory, by bucket, 1-D."""
-        flats = [bucket.slots[0].parameter.new_empty(bucket.numel) for bucket in self.buckets]
-        torch._foreach_copy_(list(self.views(flats).values()), self.parameters)
-        return flats
+    def step(self, exchange: OuterExchange) -> None:
+        """Move the weights by what came of the exchange; without an optimizer to the mean."""
+        gradients: Any = [weight.grad for weight in self.weights]
+        if exchange.whole:
+            torch._foreach_copy_(self.weights, gradients)
+        elif exchange.plain or self.optimizer is None:
+            torch._foreach_sub_(self.weights, gradients)
+        else:
+            self.optimizer.step()
 
     def scatter(self, stays: float = 0.0) -> None:
-        """Give the parameters the weights of the exchange, but for a share of what they are."""
-        views = list(self.views(self.anchors).values())
+        """Give the parameters the weights of the last exchange, but for a share of what they are."""
+        parameters: list[Tensor] = [*self.parameters.values()]
         if stays:
-            torch._foreach_lerp_(self.parameters, views, 1.0 - stays)
+            torch._foreach_lerp_(parameters, self.weights, 1.0 - stays)
         else:
-            torch._foreach_copy_(self.parameters, views)
+            torch._foreach_copy_(parameters, self.weights)
 
-    def step(self, gradients: list[Tensor], *, plain: bool) -> None:
-        """Take the optimizer's step; a plain step is that to the mean, as is any without an optimizer."""
-        if plain or self.optimizer is None:
-            torch._foreach_sub_(self.anchors, gradients)
-            return
-        for anchor, gradient in zip(self.anchors, gradients, strict=True):
-            anchor.grad = gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimizer's momentum, by name; empty where it has none."""
+        states: Any = {} if self.optimizer is None else self.optimizer.state
+        known = {name: states.get(weight, {}).get("momentum_buffer") for name, weight in self.last.items()}
+        return {name: momentum for name, momentum in known.items() if momentum is not None}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over weights and momentum of the last exchange, as far as they are known."""
+        for name, weight in self.last.items():
+            weight.copy_(state["weights"].get(name, weight))
+            if self.optimizer is not None and name in state["momentum"]:
+                momentum = torch.empty_like(weight).copy_(state["momentum"][name])
+                self.optimizer.state[weight]["momentum_buffer"] = momentum
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -218,55 +273,48 @@ class OuterLoop:
         buffers: Callable[[], Mapping[str, Tensor]],
         team: World,
         lanes: Lanes,
+        policy: Policy,
         optimizer: OuterOptimizer | None = None,
         fragments: int = 1,
         delayed: bool = False,
-        policy: str | Policy = "none",
         seed: int = 0,
         nodes: NodeWorlds | None = None,
         bucket_bytes: int = 8 << 20,
     ) -> None:
-        self._team, self._lanes = team, lanes
-        self._optimizer, self._delayed = optimizer, delayed
-        #: Whether the new weights are the workers' mean.
-        self.is_mean = optimizer is None
-        self._lane = lanes.open("outer", priority=-1)
-        policy = read_policy(policy) if isinstance(policy, str) else policy
-        check_outer_policy(policy)
-        trained = [(name, p) for name, p in parameters.items() if p.is_floating_point() and p.requires_grad]
+        _check_codecs(policy)
+        trained = {name: p for name, p in parameters.items() if p.is_floating_point() and p.requires_grad}
         if len(trained) < fragments:
             raise UsageError(
                 f"fragments={fragments} of {len(trained)} parameters",
                 "A fragment holds a parameter at least.",
                 f"Use fragments={max(1, len(trained))}, or fewer.",
             )
-        cuts = divide([p.numel() * p.element_size() for _, p in trained], fragments) if trained else [[]]
-        self.fragments = [_Fragment([trained[index] for index in cut], bucket_bytes) for cut in cuts]
+        self._trained = [*trained.values()]
+        self._team, self._lanes, self._lane = team, lanes, lanes.open("outer", priority=-1)
+        self._optimizer, self._delayed, self._bucket_bytes = optimizer, delayed, bucket_bytes
+        #: Whether the new weights are the workers' mean.
+        self.is_mean = optimizer is None
+        #: Bytes of the parameters that are exchanged.
+        self.bytes = sum(parameter.nbytes for parameter in self._trained)
+        names, cuts = [*trained], divide([parameter.nbytes for parameter in self._trained], fragments)
+        self.fragments = [_Fragment({names[index]: trained[names[index]] for index in cut}) for cut in cuts]
+        #: Equal on workers that divide equal parameters alike.
+        self.layout = [layout_fingerprint(self._buckets(fragment)) for fragment in self.fragments]
+        #: What compresses outer gradients, by fragment; empty where nothing does.
+        self.compressions: list[Compression] = []
+        for fragment in self.fragments if team.size > 1 and not policy.changes_nothing else ():
+            fragment.compression = Compression(policy, team, team.lane_groups[:1], seed, nodes)
+            fragment.compression.cut(self._buckets(fragment))
+            self.compressions.append(fragment.compression)
         self._buffers = buffers
         self._statistics = Statistics(buffers, team.rank, team.size)
         #: The buffers of the last exchange, by name.
         self._last_buffers: dict[str, Tensor] = {}
-        for fragment in self.fragments if team.size > 1 and not policy.changes_nothing else ():
-            fragment.compression = Compression(policy, team, team.lane_groups[:1], seed, nodes)
-            fragment.compression.cut(fragment.buckets)
         #: The exchange that is under way.
         self.exchange: OuterExchange | None = None
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal on workers that divide equal parameters alike."""
-        layouts = [layout_fingerprint(fragment.buckets) for fragment in self.fragments]
-        return hashlib.sha256(repr(layouts).encode()).hexdigest()[:16]
-
-    @property
-    def bytes(self) -> int:
-        """Of the parameters that are exchanged."""
-        return sum(bucket.bytes for fragment in self.fragments for bucket in fragment.buckets)
-
-    @property
-    def compressions(self) -> list[Compression]:
-        """What compresses outer gradients, by fragment; empty where nothing does."""
-        return [fragment.compression for fragment in self.fragments if fragment.compression is not None]
+    def _buckets(self, fragment: _Fragment) -> list[Bucket]:
+        return make_buckets([*fragment.last.items()], self._bucket_bytes)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -288,10 +336,14 @@ class OuterLoop:
     # ------------------------------------------------------------- an exchange
 
     @torch.no_grad()
-    def send(self, index: int, report: OuterReport, *, plain: bool = False) -> None:
-        """Send a fragment as it is now."""
+    def send(self, index: int, weight: float, report: Sequence[float] = (), *, plain: bool = False) -> None:
+        """Send a fragment as it is now.
+
+        The weight is this worker's samples since the last exchange of the fragment, in steps that counted. The numbers
+        of the report are added up over the workers.
+        """
         assert self.exchange is None
-        if not all(parameter.requires_grad for fragment in self.fragments for parameter in fragment.parameters):
+        if not all(parameter.requires_grad for parameter in self._trained):
             raise UsageError(
                 "a parameter was frozen after the outer loop had begun",
                 "What is exchanged is decided at the start.",
@@ -299,38 +351,34 @@ class OuterLoop:
             )
         fragment = self.fragments[index]
         whole = fragment.compression is None and (plain or self.is_mean)
-        flats = fragment.gather()
-        if not whole:
-            torch._foreach_neg_(flats)
-            torch._foreach_add_(flats, fragment.anchors)
-        parts = [torch.tensor(report, dtype=torch.float64)]
+        message = torch.tensor([*report, weight], dtype=torch.float64, device=self._team.device)
         if index == len(self.fragments) - 1 and self._team.size > 1:  # with which the statistics go
-            parts.append(self._statistics.message(report.weight))
-        message = torch.cat([part.to(self._team.device) for part in parts])
-        exchange = self.exchange = OuterExchange(index, flats, message, plain, whole)
+            message = torch.cat((message, self._statistics.message(weight).to(message.device)))
+        exchange = self.exchange = OuterExchange(index, message, len(report), plain, whole)
+        flats = {bucket: fragment.collect(bucket, whole=whole) for bucket in self._buckets(fragment)}
         self._lane.wait(self._lanes.caller.record())
-        self._lane.submit(lambda: self._carry(fragment, exchange), uses=[*flats, message])
+        self._lane.submit(lambda: self._carry(exchange, flats), uses=[*flats.values(), message])
         exchange.done = self._lane.record()
 
     @torch.no_grad()
-    def _carry(self, fragment: _Fragment, exchange: OuterExchange) -> None:
+    def _carry(self, exchange: OuterExchange, flats: Mapping[Bucket, Tensor]) -> None:
         """On the lane: agree on the weights, then add what was sent; of what is not finite zeros are sent."""
-        team, flats, message = self._team, exchange.flats, exchange.message
-        sound = exchange.sound = _are_finite([*flats, message[_WEIGHT:]])
+        team, coded = self._team, self.fragments[exchange.fragment].compression
+        counted = exchange.message[exchange.head :]
+        sound = exchange.sound = _are_finite([*flats.values(), counted])
         if sound.device.type != "cpu" or not sound:
-            for part in (*flats, message[_WEIGHT:]):
+            for part in (*flats.values(), counted):
                 part.copy_(torch.where(sound, part, 0.0))
-        weight = message[_WEIGHT].clone()
+        weight = counted[0].clone()
         if team.size > 1:
+            add = partial(add_plainly, workers=team.size) if coded is None else coded.add
             with team.named_errors("exchanging outer gradients"):
-                team.lane_groups[0].all_reduce(message)
-                share = weight / message[_WEIGHT].clamp(min=1.0)
-                coded = fragment.compression
-                add = partial(add_plainly, workers=team.size) if coded is None else coded.add
-                for bucket, flat in zip(fragment.buckets, flats, strict=True):
+                team.lane_groups[0].all_reduce(exchange.message)
+                share = weight / counted[0].clamp(min=1.0)
+                for bucket, flat in flats.items():
                     flat.mul_(share.to(flat.dtype))
                     exchange.costs.buckets[bucket.index] = add(bucket, flat, team.lane_groups[0])
-        exchange.good = _are_finite(flats) & (message[_WEIGHT] > 0)
+        exchange.good = _are_finite([*flats.values()]) & (counted[0] > 0)
 
     @torch.no_grad()
     def arrive(self) -> OuterResult:
@@ -339,21 +387,21 @@ class OuterLoop:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         good, fragment, message = bool(exchange.good), self.fragments[exchange.fragment], exchange.message
-        report = OuterReport(*message[:_HEAD].tolist())
-        if good and exchange.whole:
-            torch._foreach_copy_(fragment.anchors, exchange.flats)
-        elif good:
-            fragment.step(exchange.flats, plain=exchange.plain)
+        if good:
+            fragment.step(exchange)
+        for weight in fragment.weights:
+            weight.grad = None
         # Where it is not good the interval is lost: back to where all workers were. A worker that had no finite weights
         # takes those of the others.
         mixes = self._delayed and good and not exchange.plain and bool(exchange.sound)
         fragment.scatter(_STAYS if mixes else 0.0)
+        report, (total, *_), statistics = message.tensor_split([exchange.head, exchange.head + 1])
         if good and exchange.fragment == len(self.fragments) - 1:
-            if message.numel() > _HEAD:
-                self._statistics.load(message[_HEAD:], report.weight)
+            if self._team.size > 1:
+                self._statistics.load(statistics, float(total))
             self._note_buffers()
         sent = all_reduce_bytes(8 * message.numel(), self._team.size) + exchange.costs.sent
-        return OuterResult(good, report, exchange.costs, sent)
+        return OuterResult(good, report.tolist(), exchange.costs, sent)
 
     def land(self) -> None:
         """Wait until what is under way is there, and let codecs keep what they did not send."""
@@ -366,23 +414,6 @@ class OuterLoop:
         if compression is not None:
             compression.settle(bool(exchange.good), costs=exchange.costs)
 
-    # ------------------------------------------------------------------- state
-
-    def common_state(self) -> dict[str, Any]:
-        """What is equal on all workers: the weights of the last exchange and the momentum, by name."""
-        anchors = ChainMap(*(fragment.views(fragment.anchors) for fragment in self.fragments))
-        momentum = ChainMap(*(fragment.views(fragment.moments) for fragment in self.fragments))
-        return {"anchors": copy_of(anchors), "momentum": copy_of(momentum), "buffers": dict(self._last_buffers)}
-
-    @torch.no_grad()
-    def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `common_state` returned, of parameters that are exchanged here; after `begin`."""
-        for fragment in self.fragments:
-            for key, flats in (("anchors", fragment.anchors), ("momentum", fragment.moments)):
-                for name, view in fragment.views(flats).items():
-                    view.copy_(state[key].get(name, view))
-        self._last_buffers |= {name: value for name, value in state["buffers"].items() if name in self._last_buffers}
-
     def _note_buffers(self) -> None:
         now = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         for name, before in self._last_buffers.items():
@@ -394,25 +425,43 @@ class OuterLoop:
                 )
         self._last_buffers = now
 
+    # ------------------------------------------------------------------- state
+
+    def common_state(self) -> dict[str, Any]:
+        """What is equal on all workers: the weights of the last exchange and the momentum, by name."""
+        weights = ChainMap(*(fragment.last for fragment in self.fragments))
+        momentum = ChainMap(*(fragment.momentum for fragment in self.fragments))
+        return {"weights": copy_of(weights), "momentum": copy_of(momentum), "buffers": dict(self._last_buffers)}
+
+    @torch.no_grad()
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `common_state` returned, of parameters that are exchanged here; after `begin`."""
+        for fragment in self.fragments:
+            fragment.load(state)
+        self._last_buffers |= {name: value for name, value in state["buffers"].items() if name in self._last_buffers}
+
     def state_dict(self) -> dict[str, Any]:
         """What this worker alone has: what its codecs keep, and the exchange under way, which is waited for."""
         self.land()
         codecs = {str(index): compression.state_dict() for index, compression in enumerate(self.compressions)}
-        state: dict[str, Any] = {"map": self.fingerprint, "codecs": codecs}
+        state: dict[str, Any] = {"layout": self.layout, "codecs": codecs}
         if self.exchange is not None:
-            state["exchange"] = copy_of({name: getattr(self.exchange, name) for name in _SAVED})
+            gradients = {name: weight.grad for name, weight in self.fragments[self.exchange.fragment].last.items()}
+            exchange = {name: getattr(self.exchange, name) for name in _SAVED}
+            state |= {"exchange": copy_of(exchange), "gradients": copy_of(gradients)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Of other fragments, only what codecs keep."""
-        same = state.get("map") == self.fingerprint
+        """Restore what `state_dict` returned, where fragments are the same."""
+        same, device = state if state.get("layout") == self.layout else {}, str(self._team.device)
         for index, compression in enumerate(self.compressions):
-            compression.load_state_dict(state.get("codecs", {}).get(str(index), {}) if same else {})
-        saved = state.get("exchange") if same else None
-        self.exchange = None if saved is None else OuterExchange(**copy_of(saved, str(self._team.device)))
+            compression.load_state_dict(same.get("codecs", {}).get(str(index), {}))
+        self.exchange = OuterExchange(**copy_of(same["exchange"], device)) if "exchange" in same else None
+        for name, gradient in copy_of(same.get("gradients", {}), device).items():
+            next(fragment.last[name] for fragment in self.fragments if name in fragment.last).grad = gradient
 
 
-def check_outer_policy(policy: Policy) -> None:
+def _check_codecs(policy: Policy) -> None:
     """Refuse codecs that are about gradients of single steps."""
     for rule in policy.rules:
         core = rule.codec.core
@@ -426,5 +475,4 @@ def check_outer_policy(policy: Policy) -> None:
 
 def _are_finite(parts: Sequence[Tensor]) -> Tensor:
     """Whether all elements of 1-D tensors are finite; 0-d."""
-    sums = [sum_of_squares(part).isfinite() for part in parts]
-    return torch.stack(sums).all() if sums else torch.tensor(True)
+    return torch.stack([sum_of_squares(part).isfinite() for part in parts]).all()

@@ -1,7 +1,7 @@
 """Training in an outer loop: workers train on their own for many steps, and exchange what they learned.
 
-`hybridpar.sync.outer` has the exchange and the outer step, `hybridpar.sync.rounds` says when. With
-`warm_start_steps` the first steps exchange all gradients (post-local SGD, Lin et al., ICLR 2020); then workers part.
+`hybridpar.sync.outer` has the exchange and the outer step, and says when. With `warm_start_steps` the first steps
+exchange all gradients (post-local SGD, Lin et al., ICLR 2020); then workers part.
 
 A **party** trains on its own: a worker, a replica of a pipeline, or, where there are several nodes of several workers,
 all workers of a node, which add their gradients in every step. Between two exchanges parties agree on nothing: loss and
@@ -12,6 +12,7 @@ to stop or save wait for the next exchange. At an exchange the loss is that of a
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
 from hybridpar.comm.world import World, all_reduce_bytes
-from hybridpar.compress.policy import agree_on_policy
+from hybridpar.compress.policy import Policy, agree_on_policy
 from hybridpar.config import TrainConfig
 from hybridpar.config.sync import Outer
 from hybridpar.errors import UsageError
@@ -40,8 +41,7 @@ from hybridpar.sync.compression_table import WireFormat, layer_bytes
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.node_worlds import NodeWorlds
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.outer import OuterLoop, OuterReport, OuterResult
-from hybridpar.sync.rounds import OuterRound, Timetable
+from hybridpar.sync.outer import OuterLoop, OuterResult, OuterRound, Timetable
 from hybridpar.sync.statistics import average_model
 from hybridpar.train.engine import Engine, EngineParts
 
@@ -87,10 +87,9 @@ class OuterOutcome(StepOutcome):
         if self._result is None:
             known = {1: self._samples, 2: 0.0, 3: 0.0}
             return known[index] if index in known else self._party._value(index)
-        report = self._result.report
-        squares = report.squares / report.norms if report.norms else -1.0
-        loss = report.loss / report.counted if report.counted else float("nan")
-        return (loss, report.samples, report.stop, report.save, float(self._result.good), squares)[index]
+        losses, counted, squares, norms, samples, stop, save = self._result.report
+        loss = losses / counted if counted else math.nan
+        return (loss, samples, stop, save, float(self._result.good), squares / norms if norms else -1.0)[index]
 
 
 class OuterEngine(Engine):
@@ -143,7 +142,9 @@ class OuterEngine(Engine):
         self._worlds = [one for one in (nodes, self._party, self._team) if one is not None and one is not world]
         super().__init__(replace(parts, world=world if self._together else self._party))
         names = dict(model.named_parameters())
-        policy = self._policy = agree_on_policy(plan.sync.codec, names, world.gather)
+        policy = agree_on_policy(plan.sync.codec, names, world.gather)
+        assert isinstance(policy, Policy)
+        self._policy = policy
         modules = [stage.module for stage in self.pipeline.stages.values()]
         parameters = {id(one) for module in modules for one in module.parameters()}
         held = {id(one) for module in modules for one in module.buffers()}
@@ -155,13 +156,17 @@ class OuterEngine(Engine):
         self.outer = OuterLoop(
             {name: one for name, one in names.items() if id(one) in parameters},
             lambda: {name: one for name, one in model.named_buffers() if name in own},
-            *(self._team, parts.lanes, None if (lr, momentum) == (1, 0) else optimizer, loop.fragments, loop.delay > 0),
-            policy=policy,
+            self._team,
+            parts.lanes,
+            policy,
+            None if (lr, momentum) == (1, 0) else optimizer,
+            fragments=loop.fragments,
+            delayed=loop.delay > 0,
             seed=config.seed,
             nodes=nodes,
             bucket_bytes=plan.sync.bucket_bytes,
         )
-        agree = plan.pipeline.micro_batches, self._timetable, lr, momentum, loop.delay, self.outer.fingerprint
+        agree = plan.pipeline.micro_batches, self._timetable, lr, momentum, loop.delay, self.outer.layout
         replicate(model, self._team, agree=agree)
         #: Integers have no mean: those of the first party count where a model is tested or saved.
         self._buffers = [ReplicaBuffers(one, self._team, None) for one in modules]
@@ -213,9 +218,12 @@ class OuterEngine(Engine):
     def _send(self, fragment: int, own: StepOutcome, given: StepInput, *, plain: bool) -> None:
         self._read(0)
         trained, self._marks[fragment] = self._trained - self._marks[fragment], self._trained
-        report = OuterReport.of(own.loss, given.samples, own._value(5), own.committed, trained, *self._flags)
+        counted = given.samples if own.committed and math.isfinite(own.loss) else 0
+        squares = own._value(5) if own.committed else -1.0
+        norm = (squares, 1) if squares >= 0 else (0.0, 0)
+        report = (own.loss * counted if counted else 0.0, counted, *norm, given.samples, *self._flags)
         self._flags = [False, False]
-        self.outer.send(fragment, report, plain=plain)
+        self.outer.send(fragment, trained, report, plain=plain)
 
     def _read(self, left: int) -> None:
         """Count the samples of steps that are over, but for the last ones, and note what was asked for in them."""
@@ -277,7 +285,6 @@ class OuterEngine(Engine):
         """What outer gradients are sent as; a collective."""
         mine = {name: row for one in self.codecs for name, row in one.bytes_by_parameter().items()}
         parts: list[Any] = self._job.gather(mine)
-        assert not isinstance(self._policy, str)
         return WireFormat(self._policy, layer_bytes(self.model, ChainMap(*parts)))
 
     # ------------------------------------------------------------------- state
@@ -315,10 +322,8 @@ class OuterEngine(Engine):
             return None
         mine = self.outer.common_state()
         parts: list[dict[str, Any]] = self.pipeline.gather_on_main(mine) or [mine]
-        rounds = None if self._round is None else [self._round.start, self._round.stop, self._round.is_last]
-        kept = ("anchors", "momentum", "buffers")
-        named = {key: {k: v for part in parts for k, v in part[key].items()} for key in kept}
-        return {"round": rounds, **named}
+        merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in mine}
+        return {"round": self._round and [*self._round], **merged}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `common_state` returned."""

@@ -109,8 +109,8 @@ class Trainer:
         lanes: Lanes of the worker's device; default: opened here and closed by `close`.
         plan: The plan to follow, where `config` decides nothing else, as the file that `config.plan` names; or what
             `plan_run` found, for this config.
-        example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
-            times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
+        example: Inputs of one micro-batch, by which a model is cut into stages, and with `total_steps` measured: then
+            `compress="auto"` knows what computation the exchange hides behind. Without, all of the exchange counts.
         name: What to call the model in the plan.
         classes: Number of classes, which soft targets of mixup and cutmix have.
         several_labels: A sample may have several classes: its target has a 0 or a 1 for each, and with `loss="auto"`

@@ -256,7 +256,7 @@ def lost(world: World) -> tuple[str, float]:
     """What a worker says whose peer has left, and how long it would wait for it."""
     ddp, state = make("onebit", net())
     assert state is not None
-    path: Any = state._paths[0].codec
+    path: Any = state._paths[0][0]
     if world.rank == 1:
         state.close()
         dist.barrier()

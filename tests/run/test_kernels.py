@@ -123,13 +123,13 @@ def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkey
     config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, micro_batches=2)
     world = World()
     with Trainer(separable(), config=config, world=world) as trainer:
-        pool = next(layer._pool.pool for layer in trainer.model.modules() if hasattr(layer, "_pool"))
+        pool = next(layer._pool[0] for layer in trainer.model.modules() if hasattr(layer, "_pool"))
         before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
         use = prepare_kernels(trainer.model, config, trainer.plan, world, (3, 8, 8))
         assert use is not None
         assert len(use.norms) == 2
         assert not pool.sums.any()
-        assert not any(pool._counts)
+        assert not any(pool.counts)
         for name, buffer in trainer.model.named_buffers():
             assert torch.equal(buffer, before[name])
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
+from hybridpar.compress import read_policy
 from hybridpar.errors import UsageError
-from hybridpar.sync.outer import OuterLoop, OuterOptimizer, OuterReport, divide
-from hybridpar.sync.rounds import Timetable
+from hybridpar.sync.outer import OuterLoop, OuterOptimizer, Timetable, divide
 from tests.lanes.checked import Checker, Lanes
 from tests.ranks import run_ranks
 
 ALONE = World()
+NONE = read_policy("none")
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -37,13 +38,12 @@ def run_loop(
     fragments: int = 1,
     delay: int = 0,
     checked: bool = False,
-    **more: Any,
 ) -> list[list[float]]:
     """Train, and return all values after every step."""
     checker = Checker(world.rank, max_delay=0.001) if checked else None
     history = []
     with checker or nullcontext(), Lanes("cpu", check=checker) as lanes:
-        loop = OuterLoop(own, dict, world, lanes, outer, fragments, delay > 0, **more)
+        loop = OuterLoop(own, dict, world, lanes, NONE, outer, fragments, delay > 0)
         loop.begin()
         timetable = Timetable(every)
         current = timetable.next_round(0, 1.0)
@@ -54,7 +54,7 @@ def run_loop(
                 inner(own)
             for one in current.transfers(fragments, delay):
                 if one.sent == step:
-                    loop.send(one.fragment, OuterReport.of(0.0, 1, -1.0, True, 1))
+                    loop.send(one.fragment, 1)
                 if one.arrives == step:
                     assert loop.arrive().good
             history.append([float(value) for one in own.values() for value in one.detach().flatten()])
@@ -67,12 +67,12 @@ def exchange(
     """One exchange after another, in which this worker's weights have moved by -D each time."""
     found = []
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(own, dict, world, lanes, outer, policy=policy)
+        loop = OuterLoop(own, dict, world, lanes, read_policy(policy), outer)
         loop.begin()
         for gradient in new:
             with torch.no_grad():
                 own["p0"].sub_(torch.tensor(gradient).view_as(own["p0"]))
-            loop.send(0, OuterReport.of(0.0, 1, -1.0, True, 1))
+            loop.send(0, 1)
             assert loop.arrive().good
             states = [one.state_dict()["parameters"]["p0"]["residuals"]["worker"].clone() for one in loop.compressions]
             found.append((own["p0"].detach().clone().flatten(), *states))
@@ -86,12 +86,12 @@ def test_nesterov_is_that_of_the_paper():
     own = parameters([1.0, -2.0])
     expected = [[0.867, -2.266], [0.6773, -2.1134], [0.56957, -2.23506]]
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(own, dict, ALONE, lanes, NESTEROV)
+        loop = OuterLoop(own, dict, ALONE, lanes, NONE, NESTEROV)
         loop.begin()
         for gradient, values in zip([[0.1, 0.2], [0.1, -0.2], [0.0, 0.1]], expected, strict=True):
             with torch.no_grad():
                 own["p0"].sub_(torch.tensor(gradient, dtype=torch.float64))
-            loop.send(0, OuterReport.of(0.0, 1, -1.0, True, 1))
+            loop.send(0, 1)
             loop.arrive()
             torch.testing.assert_close(own["p0"].detach(), torch.tensor(values, dtype=torch.float64))
         momentum = loop.common_state()["momentum"]["p0"]
@@ -156,8 +156,8 @@ def test_fragments_hold_every_parameter_once(parts):
     tied = nn.Linear(4, 4)
     net = nn.Sequential(tied, nn.Linear(4, 2), tied)
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(dict(net.named_parameters()), dict, ALONE, lanes, NESTEROV, 2)
-    assert sorted(name for fragment in loop.fragments for name in fragment.views(fragment.gather())) == [
+        loop = OuterLoop(dict(net.named_parameters()), dict, ALONE, lanes, NONE, NESTEROV, 2)
+    assert sorted(name for fragment in loop.fragments for name in fragment.last) == [
         "0.bias",
         "0.weight",
         "1.bias",
@@ -167,7 +167,7 @@ def test_fragments_hold_every_parameter_once(parts):
 
 def test_more_fragments_than_parameters_are_refused():
     with Lanes("cpu") as lanes, pytest.raises(UsageError, match="fragments=3 of 2 parameters"):
-        OuterLoop(parameters([1.0], [1.0]), dict, ALONE, lanes, NESTEROV, 3)
+        OuterLoop(parameters([1.0], [1.0]), dict, ALONE, lanes, NONE, NESTEROV, 3)
 
 
 # -------------------------------------------------------------------- means
@@ -176,9 +176,9 @@ def test_more_fragments_than_parameters_are_refused():
 def _without_samples(world: World) -> Any:
     own = parameters([float(2 + 3 * world.rank), 7.0])
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(own, dict, world, lanes, None)
+        loop = OuterLoop(own, dict, world, lanes, NONE)
         loop.begin()
-        loop.send(0, OuterReport.of(world.rank, 4, 2.0, True, 0))
+        loop.send(0, 0)
         return loop.arrive().good, own["p0"].detach()
 
 
@@ -218,13 +218,13 @@ def _layout(world: World) -> Any:
     frozen = net[1].weight.clone()
     before = [(one.data_ptr(), one.stride()) for one in net.parameters()]
     with Lanes("cpu") as lanes:
-        loop = OuterLoop(dict(net.named_parameters()), dict, world, lanes, NESTEROV, 2)
+        loop = OuterLoop(dict(net.named_parameters()), dict, world, lanes, NONE, NESTEROV, 2)
         loop.begin()
         for index in (0, 1, 0):
             with torch.no_grad():
                 net[0].weight.add_(world.rank)
                 net[0].bias.sub_(world.rank)
-            loop.send(index, OuterReport.of(0.0, 1, -1.0, True, 1 + world.rank))
+            loop.send(index, 1 + world.rank)
             loop.arrive()
     assert [(one.data_ptr(), one.stride()) for one in net.parameters()] == before
     assert torch.equal(net[1].weight, frozen)

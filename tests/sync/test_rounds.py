@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hybridpar.sync.rounds import OuterRound, Timetable, Transfer
+from hybridpar.sync.outer import OuterRound, Timetable, Transfer
 
 
 @pytest.mark.parametrize(

@@ -222,16 +222,16 @@ def test_on_another_number_of_workers_momentum_stays_and_they_begin_at_the_last_
     saved = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)["outer"]
     model = torch.load(tmp_path / "step-4" / "model.pt", weights_only=True)
     assert saved["round"] == [3, 6, False]
-    for anchors, momentum in run_ranks(_loaded, 3, options, tmp_path):
+    for last, momentum in run_ranks(_loaded, 3, options, tmp_path):
         assert all(torch.equal(momentum[name], value) for name, value in saved["momentum"].items())
-        assert all(torch.equal(anchors[name], model[name]) for name in anchors)
+        assert all(torch.equal(last[name], model[name]) for name in last)
 
 
 def _loaded(world, options, folder):
     with Trainer(make_net(), config=config(**options), world=world) as trainer:
         trainer.load(folder)
         state = trainer.engine.common_state()
-        return state["anchors"], state["momentum"]
+        return state["weights"], state["momentum"]
 
 
 def _back(world, folder):
@@ -257,7 +257,7 @@ def _evaluate(world, options):
     with Trainer(net, config=config(sync="outer:2", **options), world=world) as trainer:
         for step in range(2):
             trainer.step(share(world, step))
-        at_exchange = trainer.evaluate([batch(9)]).loss, trainer.engine.outer.common_state()["anchors"]
+        at_exchange = trainer.evaluate([batch(9)]).loss, trainer.engine.outer.common_state()["weights"]
         trainer.step(share(world, 2))
         before = weights(trainer.model)
         with mock.patch.object(world.control_group, "all_reduce", side_effect=lambda one: sums.append(one.numel())):
@@ -269,11 +269,11 @@ def _evaluate(world, options):
 @pytest.mark.parametrize("options", [{}, {"compress": "onebit"}])
 def test_what_is_tested_and_saved_is_the_model_of_the_last_exchange_and_that_sends_nothing(options):
     ranks = run_ranks(_evaluate, 2, options, shared_memory=not options)
-    for (loss, anchors), state, before, after, again, sums in ranks:
+    for (loss, last), state, before, after, again, sums in ranks:
         assert same(before, after)
         assert not sums
         assert again == loss
-        assert same([state[name] for name in anchors], list(anchors.values()))
+        assert same([state[name] for name in last], list(last.values()))
     assert not same(ranks[0][2], ranks[1][2])
     assert same(list(ranks[0][1].values()), list(ranks[1][1].values()))
 
