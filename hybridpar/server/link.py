@@ -9,73 +9,67 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.comm.handshake import HandshakeError
-from hybridpar.compress import Policy
-from hybridpar.errors import SyncError, UsageError
+from hybridpar.compress import check_optimizer, read_policy
+from hybridpar.config import TrainConfig
+from hybridpar.errors import SyncError
+from hybridpar.models import learning_rate_scales, model_fingerprint
+from hybridpar.optim.build import build_optimizer
 from hybridpar.server import wire
 from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.stripes import Stripe, piece_views
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """What a worker must know to come to the servers.
-
-    Attributes:
-        worker: Its number.
-        fingerprint: Of the model.
-        policy: Codecs of pushes.
-        token: What lets it in.
-        timeout: Seconds after which a silent server is an error.
-        returns: Whether to come again where a connection breaks.
-    """
-
-    worker: int
-    fingerprint: str
-    policy: Policy
-    token: str = field(repr=False)
-    timeout: float
-    returns: bool = False
+from hybridpar.server.rules import Clipping
+from hybridpar.server.stripes import (
+    Stripe,
+    cut_model,
+    described_parameters,
+    flat_buffers,
+    needs_whole_parameters,
+    piece_views,
+    trained_parameters,
+)
 
 
 class ServerLink:
-    """A worker's way to a server."""
+    """A worker's way to a server, `name` in messages; `hello` is what the worker says when it comes."""
 
     def __init__(
-        self, name: str, address: str, stripe: Stripe, tensors: Mapping[str, Tensor], options: LinkOptions
+        self,
+        name: str,
+        address: str,
+        token: str,
+        config: TrainConfig,
+        hello: wire.Hello,
+        stripe: Stripe,
+        tensors: Mapping[str, Tensor],
     ) -> None:
-        self._name, self._address, self.stripe, self._options = name, address, stripe, options
-        self.encoder = PushEncoder(options.policy, stripe)
+        assert config.parameter_servers is not None
+        self._returns = not config.parameter_servers.waits_for_all
+        self._name, self._address, self._token, self._timeout = name, address, token, config.timeout
+        self.hello, self.stripe = hello, stripe
+        self.encoder = PushEncoder(read_policy(config.compress), stripe)
         self._views = piece_views(stripe, tensors)
         self._connection: wire.Connection | None = None
-        self._hello: wire.Hello
         self._before = 0, 0  # bytes of connections that broke
         self._closed = False
         self.clock = self.sequence = 0
         #: Running statistics as they came last.
         self.statistics = torch.empty(0)
 
-    def hello(self, buffers: int, rows: int | None) -> Any:
+    def come(self) -> Any:
         """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
-        options = self._options
-        self._hello = wire.Hello(
-            worker=options.worker,
-            pushes=0,
-            fingerprint=options.fingerprint,
-            stripe=self.stripe.fingerprint,
-            policy=str(options.policy),
-            buffers=buffers,
-            rows=rows,
-        )
         with self._named():
             return self._come()
+
+    def start(self, welcome: wire.Welcome, start: wire.Start) -> Any:
+        """Bring the weights, where there are none."""
+        return self.ask(start) if welcome.values is None else welcome
 
     def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> Any:
         """Push a gradient, and wait for the weights, or for what is to be added up before."""
@@ -87,7 +81,7 @@ class ServerLink:
             try:
                 return self._ask(message)
             except (OSError, wire.Garbled):
-                if self._closed or not self._options.returns:
+                if self._closed or not self._returns:
                     raise
                 self._come()
                 return self._ask(message)  # computed on the weights of before, as its clock says
@@ -117,11 +111,12 @@ class ServerLink:
         if self._connection is not None:
             self._connection.end()
         host, _, port = self._address.rpartition(":")
-        timeout = self._options.timeout
-        self._connection = wire.Connection(socket.create_connection((host, int(port)), timeout), timeout, timeout)
-        self._connection.knock(self._options.token, self._address)
-        return self._ask(replace(self._hello, pushes=self.sequence))
+        connected = socket.create_connection((host, int(port)), self._timeout)
+        self._connection = wire.Connection(connected, self._timeout, self._timeout)
+        self._connection.knock(self._token, self._address)
+        return self._ask(replace(self.hello, pushes=self.sequence))
 
+    @torch.no_grad()
     def _ask(self, message: wire.ServerMessage) -> Any:
         assert self._connection is not None
         with contextlib.suppress(ConnectionError):  # a server that has ended has said why
@@ -131,20 +126,15 @@ class ServerLink:
         if isinstance(answer, wire.Refused):
             raise answer.error
         if getattr(answer, "rows", None):  # should it come again, it knows these
-            self._hello = replace(self._hello, rows=answer.rows[-1].step)
+            self.hello = replace(self.hello, rows=answer.rows[-1].step)
         if isinstance(answer, wire.Welcome | wire.Weights):
-            self._take(answer)
-        return answer
-
-    @torch.no_grad()
-    def _take(self, answer: wire.Welcome | wire.Weights) -> None:
-        """Take over weights, and what the answer says of this worker's pushes."""
-        self.clock, self.statistics = answer.clock, answer.statistics
-        if answer.values is not None:
-            for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
-                view.copy_(answer.values[first:last])
+            self.clock, self.statistics = answer.clock, answer.statistics
+            if answer.values is not None:
+                for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
+                    view.copy_(answer.values[first:last])
         if isinstance(answer, wire.Weights) and answer.applied:
             self.encoder.commit()
+        return answer
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -152,56 +142,85 @@ class ServerLink:
         try:
             yield
         except (OSError, wire.Garbled, HandshakeError) as error:
-            raise self._gone(error) from error
-
-    def _gone(self, error: BaseException) -> SyncError:
-        silent = isinstance(error, TimeoutError)
-        reason = f"did not answer within {self._options.timeout:g} s" if silent else f"is gone ({error})"
-        return SyncError(
-            f"shard {self._name} at {self._address} {reason}, and worker {self._options.worker} needs it",
-            "Each shard holds a stripe of the parameters that exists nowhere else.",
-            "A launched job restarts from its last checkpoint; else start it again with --resume.",
-        )
+            silent = isinstance(error, TimeoutError)
+            reason = f"did not answer within {self._timeout:g} s" if silent else f"is gone ({error})"
+            raise SyncError(
+                f"shard {self._name} at {self._address} {reason}, and worker {self.hello.worker} needs it",
+                "Each shard holds a stripe of the parameters that exists nowhere else.",
+                "A launched job restarts from its last checkpoint; else start it again with --resume.",
+            ) from error
 
 
-class Links:
-    """A worker's ways to all servers. `tensors` are the parameters by name, into which weights come."""
+class Servers:
+    """The servers as a worker sees them; `config` has no recipe, and `rows` are the steps that worker 0 knows of.
+
+    Attributes:
+        worker: Its number.
+        barrier: Whether all workers are in step.
+        clipping: How gradients are clipped.
+        stripes: What each shard holds.
+        links: The ways to the shards.
+        host: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
+    """
 
     def __init__(
-        self, addresses: Sequence[str], stripes: Sequence[Stripe], tensors: Mapping[str, Tensor], options: LinkOptions
+        self, model: nn.Module, config: TrainConfig, worker: int, addresses: Sequence[str], token: str
     ) -> None:
-        pairs = enumerate(zip(addresses, stripes, strict=True))
-        names = f"{{}} of {len(addresses)}"
-        self.links = [ServerLink(names.format(n), *pair, tensors, options) for n, pair in pairs]
+        assert config.parameter_servers is not None
+        self.worker, self.barrier = worker, config.parameter_servers.waits_for_all
+        policy, trained, optimizer = (
+            read_policy(config.compress),
+            trained_parameters(model),
+            build_optimizer(model, config),
+        )
+        policy.check(list(trained))
+        for rule in policy.rules:
+            check_optimizer(rule.codec, optimizer)
+        self.clipping = Clipping.of(config, model, optimizer)
+        #: Name of the optimizer's class, by which checkpoints know its state.
+        self.kind = type(optimizer).__name__
+        scales = learning_rate_scales(model, config.layer_decay, config.head_lr_scale) if config.scales_rates else None
+        described, whole = described_parameters(model, config.no_decay), needs_whole_parameters(config)
+        self.stripes = cut_model(described, len(addresses), scales, whole=whole)
+        self.host: dict[str, Tensor] = {
+            name: held.data if held.device.type == "cpu" else torch.empty_like(held.data, device="cpu").pin_memory()
+            for name, held in trained.items()
+        }
+        known = f"{model_fingerprint(model)} {flat_buffers(model).numel()}"
+        self.links = []
+        for number, (address, stripe) in enumerate(zip(addresses, self.stripes, strict=True)):
+            name, model_and_stripe = f"{number} of {len(addresses)}", f"{known} {stripe.fingerprint}"
+            hello = wire.Hello(worker=worker, model=model_and_stripe, policy=str(policy))
+            self.links.append(ServerLink(name, address, token, config, hello, stripe, self.host))
         self._threads = ThreadPoolExecutor(len(self.links), thread_name_prefix="server")
         #: Squared norm of the last gradient of all workers, where it was added up.
         self.squares: float | None = None
 
-    def hello(self, buffers: int, rows: int | None) -> list[wire.Welcome]:
-        """Come to all servers; see `ServerLink.hello`. Weights and statistics are then those of the shards."""
-        return self._all(lambda number: self.links[number].hello(*((0, None) if number else (buffers, rows))))
+    def come(self, rows: int | None = None, starts: Callable[[], Sequence[wire.Start]] | None = None) -> wire.Welcome:
+        """Come to all servers, and wait until they have weights; what shard 0 said.
 
-    def start(self, starts: Sequence[wire.Start], welcome: Sequence[wire.Welcome]) -> list[wire.Welcome]:
-        """Bring the weights to all servers that have none."""
+        Worker 0 says which step it knows of, and makes what those without weights start with.
+        """
+        self.links[0].hello = replace(self.links[0].hello, rows=rows)
+        welcome = self._all(ServerLink.come)
+        if starts is not None and any(known.values is None for known in welcome):
+            welcome = self._all(ServerLink.start, welcome, starts())
+        first: wire.Welcome = welcome[0]
+        return first
 
-        def start(number: int) -> wire.Welcome:
-            known = welcome[number]
-            return self.links[number].ask(starts[number]) if known.values is None else known
-
-        return self._all(start)
-
-    def push(self, pushes: Sequence[wire.Gradient], gradients: Sequence[Sequence[Tensor]]) -> list[wire.Weights]:
-        """Push a gradient, for each server its part, and wait for the weights of all."""
+    def push(self, pushes: Sequence[wire.Gradient], gradients: Sequence[Sequence[Tensor]]) -> wire.Weights:
+        """Push a gradient, for each server its part, and wait for the weights of all; what shard 0 said."""
         self.squares = None
-        answers = self._all(lambda number: self.links[number].push(pushes[number], gradients[number]))
+        answers = self._all(ServerLink.push, pushes, gradients)
         if any(isinstance(answer, wire.Squares) for answer in answers):
             self.squares = squares = sum(answer.squares for answer in answers)
-            answers = self._all(lambda number: self.links[number].ask(wire.Squares(squares=squares)))
-        return answers
+            answers = self._all(lambda link: link.ask(wire.Squares(squares=squares)))
+        first: wire.Weights = answers[0]
+        return first
 
     def states(self) -> list[wire.ShardState]:
         """All that a checkpoint keeps of each shard."""
-        return self._all(lambda number: self.links[number].ask(wire.AskState()))
+        return self._all(lambda link: link.ask(wire.AskState()))
 
     def gather(self, tag: str, item: object) -> dict[int, Any]:
         """Tell all workers something, and hear what they say under the same tag, over shard 0."""
@@ -214,30 +233,12 @@ class Links:
         sent, received = zip(*(link.traffic for link in self.links), strict=True)
         return sum(sent), sum(received)
 
-    def coder_states(self) -> list[dict[str, Any]]:
-        """What the codecs keep, by shard."""
-        return [link.encoder.state_dict() for link in self.links]
-
-    def load_coders(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what `coder_states` returned, as far as it is of the same pieces."""
-        known = {name: state for of_shard in states for name, state in of_shard.items()}
-        for link in self.links:
-            link.encoder.load_state_dict(known)
-
     def close(self, *, graceful: bool = True) -> None:
         """Leave all servers."""
         for link in self.links:
             link.close(graceful=graceful)
         self._threads.shutdown()
 
-    def _all(self, call: Callable[[int], Any]) -> list[Any]:
-        """The results of a call for each server, by its number."""
-        return _results([self._threads.submit(call, number) for number in range(len(self.links))])
-
-
-def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """All results, or what went wrong: of several problems what the user is to change."""
-    problems = [error for future in futures if (error := future.exception()) is not None]
-    if problems:
-        raise next((error for error in problems if isinstance(error, UsageError)), problems[0])
-    return [future.result() for future in futures]
+    def _all(self, call: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
+        """The results of a call for each server, with its parts of the arguments."""
+        return list(self._threads.map(call, self.links, *parts))

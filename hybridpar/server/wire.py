@@ -37,9 +37,9 @@ from hybridpar.comm.handshake import (
 from hybridpar.errors import HybridparError
 from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.formats.messages import DTYPES, put_together, take_apart, tensor_facts
-from hybridpar.server.clipping import Clipping
-from hybridpar.server.ledger import StepRow
-from hybridpar.server.shard import Answer, Push
+from hybridpar.server.ledger import Push, StepRow
+from hybridpar.server.rules import Clipping
+from hybridpar.server.shard import Answer
 from hybridpar.server.stripes import Piece
 
 _HEADER = struct.Struct("!4sIQ")
@@ -71,20 +71,16 @@ class Hello(ServerMessage):
     Attributes:
         worker: Its number.
         pushes: Pushes of this process so far; a worker that lost its connection has some, and its successor has none.
-        fingerprint: Of the model.
-        stripe: Fingerprint of what the shard is to hold.
+        model: Fingerprint of the model, and of what the shard is to hold.
         policy: Codecs of pushes, as text.
-        buffers: Number of running statistics that are averaged here.
         rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
     """
 
     worker: int
-    pushes: int
-    fingerprint: str
-    stripe: str
+    model: str
     policy: str
-    buffers: int
-    rows: int | None
+    pushes: int = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,19 +89,17 @@ class Start(ServerMessage):
 
     Attributes:
         pieces: The stripe.
-        state: Weights, optimizer and counts, as `Shard.load_state_dict` takes them.
+        state: Weights, running statistics, optimizer and counts, as `Shard.load_state_dict` takes them.
         clipping: How gradients are clipped.
         limit: Pushes of the whole run.
-        statistics: Running statistics, at shard 0.
-        rest: What other workers need besides, at shard 0.
+        rest: At shard 0, by name, what else the model has.
     """
 
     pieces: list[Piece]
     state: dict[str, Any]
     clipping: Clipping
     limit: int
-    statistics: Tensor
-    rest: dict[str, Any]
+    rest: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +166,7 @@ class Welcome(ServerMessage):
     step: int = 0
     lowered: float | None = None
     statistics: Tensor = field(default_factory=_nothing)
-    rest: dict[str, Any] = field(default_factory=dict)
+    rest: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
