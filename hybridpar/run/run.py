@@ -27,7 +27,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TrainBatches, describe_data
 from hybridpar.data.image_facts import ImageFacts
-from hybridpar.errors import CheckpointError, HybridparError, SyncError
+from hybridpar.errors import CheckpointError, HybridparError
 from hybridpar.machine.launch import StopRequest, in_job, record_failure
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.observe.live import open_progress
@@ -164,7 +164,7 @@ class Run(RunLog):
 
     With parameter servers `served` is the trainer. Their workers that wait for each other, as under `ps`, train like
     any others. Where each goes at its pace (`own_pace`), a step is done by whichever workers, and a worker goes through
-    the data for itself; worker 0 alone tests, and a checkpoint that it wants is asked for with its next push.
+    the data for itself; worker 0 alone tests and saves.
     """
 
     def __init__(
@@ -301,10 +301,10 @@ class Run(RunLog):
             self.profile = StepProfile(trace, self.trainer.steps_done, self.total, settle)
         self.timings = Timings()
         self.clock = StepClock()
-        self._stopping = self._save_asked = False
+        self._stopping = False
         self._latest: StepRecord | None = None  # of this worker's last push, where there are servers
-        self._endless: Iterator[Batch] = self._own_batches(self.served) if self.served is not None else iter(())
-        self._tests_saved = len(self.at.tested)
+        self._endless = self._own_batches()
+        self._last_saved = self.at.resumed_from or 0
         self._last_save = time.monotonic()
         self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
@@ -360,7 +360,7 @@ class Run(RunLog):
                 self.at.tested = list(metrics.epochs)
         self.is_over = not served.enter(written, checkpoint)
         if served.joins:
-            self.at.epoch, self.at.epoch_step = divmod(self.trainer.steps_done, self.batches.steps_per_epoch)
+            self._find_position(0, 0)
 
     def _resume(self) -> int | None:
         if self.place.checkpoint is None or (self.served is not None and self.served.joins):
@@ -413,7 +413,7 @@ class Run(RunLog):
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
         wire_format = self.trainer.engine.wire_format()
         notes += wire_format_lines(wire_format, self.place.directory if self.world.is_main else None)
-        facts: dict[str, Any] = {"codec": str(wire_format.applied)}
+        facts: dict[str, Any] = {"workers": self.world.size, "codec": str(wire_format.applied)}
         if self.served is not None:
             facts |= self.served.facts
             notes.append(self.served.where_gradients_go)
@@ -426,7 +426,6 @@ class Run(RunLog):
         return plan, self._begin_with(
             plan,
             device,
-            workers=self.world.size,
             epochs=self.epochs,
             steps_per_epoch=self.batches.steps_per_epoch,
             notes=tuple(notes),
@@ -488,16 +487,14 @@ class Run(RunLog):
                 due = self.rule.steps and result.step // self.rule.steps > before // self.rule.steps
                 before = result.step
                 self._stopping |= result.outcome.stop
-                if result.outcome.save and (self.own_pace or not self._stopping):
+                if (result.outcome.save or due) and not self._stopping:
                     self._save()
-                elif due and not self._stopping:
-                    self._want_save()
             if self._stopping:
                 break
             if self.is_main or not self.own_pace:
                 self._test(epoch)
-        if self._stopping or self.own_pace:
-            self._save(last=True)
+        if self._stopping:
+            self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
             if self.profile is not None:
@@ -525,13 +522,6 @@ class Run(RunLog):
         if whole:
             self.trainer.note_metric(evaluation.accuracy)
         if self._note_epoch(epoch, self.trainer.steps_done, evaluation, averaged, last=last):
-            self._want_save()
-
-    def _want_save(self) -> None:
-        """Write a checkpoint, or ask the other workers for it."""
-        if self.own_pace:
-            self._save_asked = self.is_main
-        else:
             self._save()
 
     def _tune_shares(self, result: StepResult, record: StepRecord) -> None:
@@ -573,8 +563,7 @@ class Run(RunLog):
                 with self.clock.away(), self.progress.pause():
                     self.profile.take(self.trainer.steps_done, self.progress.message)
             with noted(f"step {self.trainer.steps_done + 1}"):
-                save, self._save_asked = self._is_save_due() or self._save_asked, False
-                current = self.trainer.step(batch, stop=stop.wanted, save=save), data_ms
+                current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
             self._find_position(epoch, done)
             ready, held = (held, current) if behind else (current, None)
@@ -589,10 +578,12 @@ class Run(RunLog):
             epoch, done = divmod(self.trainer.steps_done, self.batches.steps_per_epoch)
         self.at.epoch, self.at.epoch_step = epoch, done
 
-    def _own_batches(self, served: ServedTrainer) -> Iterator[Batch]:
+    def _own_batches(self) -> Iterator[Batch]:
         """This worker's shares of all steps to come, where it goes through the data for itself."""
+        epoch, first = self.at.epoch, self.at.epoch_step
         while True:
-            yield from self.batches.epoch(*divmod(served.engine.own_steps, self.batches.steps_per_epoch))
+            yield from self.batches.epoch(epoch, first)
+            epoch, first = epoch + 1, 0
 
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
@@ -625,27 +616,17 @@ class Run(RunLog):
         )
         return record, recorded
 
-    def _save(self, *, last: bool = False) -> None:
-        """Write a checkpoint, if there is something new; on all workers, after the same step or on one occasion."""
-        if self.served is None or not self.own_pace:
-            if self._may_save(self.trainer.steps_done):
-                self._write()
+    def _save(self) -> None:
+        """Write a checkpoint, if there is something new: all workers, or worker 0 alone where each goes at its pace."""
+        if (self.own_pace and not self.is_main) or not self._may_save(self.trainer.steps_done):
             return
-        wanted = not last or self._stopping or self.rule != SaveRule()
-        try:
-            with self.served.meeting(last=last):
-                if self.world.from_main(lambda: wanted and self._may_save(self.trainer.steps_done)):
-                    self._write()
-        except SyncError as error:
-            self.progress.warn(f"no checkpoint: {error.what}")
-
-    def _write(self) -> None:
         if self.served is not None:
             self._note_rows(self.served, self.served.fetch())
+        if self.own_pace:
             self._find_position(self.at.epoch, self.at.epoch_step)
-        tested, step = self.at.tested, self.trainer.steps_done
-        if self.own_pace and len(tested) > self._tests_saved and tested[-1] in self.keep_rule.best(tested):
-            tested[-1] = replace(tested[-1], step=step)  # the best result is saved some steps after its test
+            tested, step = self.at.tested, self.trainer.steps_done
+            if tested and tested[-1].step > self._last_saved and tested[-1] in self.keep_rule.best(tested):
+                tested[-1] = replace(tested[-1], step=step)  # the servers have gone on since the test
         extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
@@ -653,8 +634,8 @@ class Run(RunLog):
             extra["shares"] = self.shares.state()
         with self.clock.away(), outside("saving a checkpoint"):
             self.trainer.save(self.place.checkpoints, extra)
-        self._tests_saved = len(tested)
-        self._note_saved(step)
+        self._last_saved = self.trainer.steps_done
+        self._note_saved(self.trainer.steps_done)
 
     # --------------------------------------------------------------------- end
 

@@ -10,7 +10,7 @@ import contextlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ from hybridpar.server.ledger import StepRow
 from hybridpar.server.link import Servers
 from hybridpar.server.process import find_process
 from hybridpar.server.rules import Rules
-from hybridpar.server.serve import save_occasion
-from hybridpar.server.wire import AskState, Start, Weights, Welcome
+from hybridpar.server.wire import AskState, Start, Weights
 from hybridpar.server.world import ServerWorld
 from hybridpar.train.checkpoint import load_checkpoint, usable
 from hybridpar.train.engine import EngineParts
@@ -133,7 +132,8 @@ class ServedTrainer(Trainer):
     def facts(self) -> dict[str, Any]:
         """What is told of the run before its first step."""
         servers = self.world.process.servers
-        return {"codec": str(read_policy(self._asked.compress)), "sync": self._asked.sync, "servers": servers}
+        codec, workers = str(read_policy(self._asked.compress)), self._rules.learners
+        return {"codec": codec, "sync": self._asked.sync, "servers": servers, "workers": workers}
 
     @property
     def where_gradients_go(self) -> str:
@@ -144,7 +144,7 @@ class ServedTrainer(Trainer):
 
     def gather_in_the_end(self, item: object) -> list[object]:
         """An item of each worker that is there still."""
-        return list(self.servers.gather("finish/0", item).values())
+        return list(self.servers.gather("the end", item).values())
 
     def staleness(self, directory: Path) -> tuple[dict[str, Any], Path | None]:
         """What the summary says of the staleness of all gradients, and its picture in the run directory."""
@@ -189,7 +189,9 @@ class ServedTrainer(Trainer):
             # Worker 0 writes the results, so a run that has ended without it is to be resumed.
             if main or not (self.joins and self.world.process.is_over()):
                 raise
-            print(f"worker {self.world.rank} came back when the run was over; it has nothing to do", file=sys.stderr)
+            print(
+                f"worker {self.servers.worker} came back when the run was over; it has nothing to do", file=sys.stderr
+            )
             return False
         self.model.load_state_dict(welcome.rest, strict=False)
         self.engine.gradients.take_weights()
@@ -200,7 +202,7 @@ class ServedTrainer(Trainer):
         self.world.go_over(self.servers)
         return True
 
-    def _follow_on(self, welcome: Welcome, checkpoint: Path | None) -> None:
+    def _follow_on(self, welcome: Weights, checkpoint: Path | None) -> None:
         self.steps_done = welcome.step
         self.engine.load_average_state(self.model.state_dict())
         self.engine.go_on_from(welcome.step)
@@ -212,7 +214,6 @@ class ServedTrainer(Trainer):
                     self.engine.go_on_from(data.step)
                 if self._plateau is not None and (saved := data.training.get("plateau")) is not None:
                     self._plateau.load_state_dict(saved)
-        self.engine.own_steps = welcome.step
         self.hear(welcome.lowered)
 
     def _starts(self) -> list[Start]:
@@ -230,14 +231,8 @@ class ServedTrainer(Trainer):
 
     # -------------------------------------------------------------------- save
 
-    @contextlib.contextmanager
-    def meeting(self, *, last: bool) -> Iterator[None]:
-        """Inside, all workers are at a checkpoint: the last one, or that of which the servers have told."""
-        with self.world.meeting("last" if last else save_occasion(self.answer.save)):
-            yield
-
     def fetch(self) -> list[StepRow]:
-        """Bring the state of the servers to worker 0, to be saved; a collective. Steps that it had not heard of."""
+        """Bring the state of the servers to worker 0, to be saved; called as `save`. Steps that it had not heard of."""
         rows: list[StepRow] = []
 
         def ask() -> int:
@@ -247,14 +242,14 @@ class ServedTrainer(Trainer):
             self.engine.saved = dict(model.state_dict()), {"kind": self.servers.kind, **optimizer}
             self._progress = progress
             rows.extend(answers[0].rows)
-            return int(answers[0].state["taken"]) // self._rules.learners  # of whom fewer may be here
+            return int(answers[0].state["taken"]) // self._rules.learners
 
         self.steps_done = self.world.from_main(ask)
         self.engine.follow(self.steps_done)
         return rows
 
     def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint of what `fetch` brought; a collective."""
+        """Write a checkpoint of what `fetch` brought: worker 0 alone, or all workers that are in step."""
         try:
             return super().save(directory, {**(extra or {}), "shards": self._progress})
         finally:

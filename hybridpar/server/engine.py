@@ -140,8 +140,8 @@ class ServedOutcome(StepOutcome):
 
     @property
     def save(self) -> bool:
-        """Whether any worker asked for a checkpoint that is to be written now."""
-        return self._answer.save > 0
+        """Whether any worker asked for a checkpoint; this one, where each goes at its pace."""
+        return self._answer.save or self._step.save
 
     def _value(self, index: int) -> float:
         return self._step._value(index)
@@ -154,8 +154,6 @@ class ServedEngine(Engine):
         self._servers = servers
         self._share = 1.0  # of this worker's mean loss in that of a step
         self._followed = 0  # steps that the moving average has seen
-        #: Batches that this worker has computed.
-        self.own_steps = 0
         #: On worker 0, of a checkpoint: the model, and the optimizer's state.
         self.saved: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
         super().__init__(replace(parts, optimizer=_no_optimizer))
@@ -174,7 +172,6 @@ class ServedEngine(Engine):
         given = replace(given, global_samples=whole or given.samples)
         self._share = given.samples / (given.global_samples or 1)
         self.gradients.given = given
-        self.own_steps += 1
         before = self._servers.traffic
         step = super().step(given)
         sent, pulled = (now - then for now, then in zip(self._servers.traffic, before, strict=True))
@@ -188,7 +185,7 @@ class ServedEngine(Engine):
     def go_on_from(self, step: int) -> None:
         """Number of the last step that servers have done."""
         super().go_on_from(step)
-        self._followed = self.own_steps = step
+        self._followed = step
 
     def follow(self, step: int, *, counts: bool = True) -> None:
         """Move the average towards the weights of now, for each step that the servers have done since last time."""
@@ -213,19 +210,13 @@ class ServedEngine(Engine):
             self.saved = {}, dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
-        """What belongs to this worker: its position in the data, what its codecs left out, and its loss scale."""
-        codecs = {name: state for link in self._servers.links for name, state in link.encoder.state_dict().items()}
-        return {"own_steps": self.own_steps, "codecs": codecs, "loss_scale": self.loss_scale_state()}
+        """What belongs to this worker: what its codecs left out."""
+        return {"pushed": {k: v for link in self._servers.links for k, v in link.encoder.state_dict().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; of a run without servers there is nothing."""
-        if "own_steps" not in state:
-            return
-        self.own_steps = int(state["own_steps"])
-        for link in self._servers.links:  # as far as it is of the same pieces
-            link.encoder.load_state_dict(state["codecs"])
-        if not self._servers.barrier and state["loss_scale"] is not None and self.loss_scales:
-            self.load_loss_scale_state(state["loss_scale"])
+        """Restore what `state_dict` returned, as far as it is of the same pieces; a run without servers has nothing."""
+        for link in self._servers.links:
+            link.encoder.load_state_dict(state.get("pushed", {}))
 
     def _sync_options(self) -> SyncOptions:
         return replace(super()._sync_options(), clip_norm=None, pool_batch_norm=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -64,12 +64,11 @@ class ServerLink:
 
     def come(self) -> Any:
         """Come to the server, and wait until it has weights, unless this is worker 0, which brings them."""
-        with self._named():
-            return self._come()
+        return self.ask(self.hello)
 
-    def start(self, welcome: wire.Welcome, start: wire.Start) -> Any:
-        """Bring the weights, where there are none."""
-        return self.ask(start) if welcome.values is None else welcome
+    def start(self, answer: wire.Weights | wire.Missing, start: wire.Start) -> Any:
+        """Bring the weights, where they are missing."""
+        return self.ask(start) if isinstance(answer, wire.Missing) else answer
 
     def push(self, push: wire.Gradient, gradients: Sequence[Tensor]) -> Any:
         """Push a gradient, and wait for the weights, or for what is to be added up before."""
@@ -77,19 +76,30 @@ class ServerLink:
         self.encoder.rescale(push.rate)
         pieces, states = self.encoder.encode(gradients)
         message = replace(push, sequence=self.sequence, clock=self.clock, pieces=pieces, states=states)
-        with self._named():
+        return self.ask(message, again=self._returns)  # computed on the weights of its clock, whenever it arrives
+
+    def ask(self, message: wire.ServerMessage, *, again: bool = False) -> Any:
+        """What the server answers; where the connection breaks, the worker may come and ask again."""
+        try:
             try:
                 return self._ask(message)
             except (OSError, wire.Garbled):
-                if self._closed or not self._returns:
+                if self._closed or not again:
                     raise
-                self._come()
-                return self._ask(message)  # computed on the weights of before, as its clock says
-
-    def ask(self, message: wire.ServerMessage) -> Any:
-        """What the server answers."""
-        with self._named():
-            return self._ask(message)
+                self._before = self.traffic
+                if self._connection is not None:
+                    self._connection.end()
+                    self._connection = None
+                self._ask(replace(self.hello, pushes=self.sequence))
+                return self._ask(message)
+        except (OSError, wire.Garbled, HandshakeError) as error:
+            silent = isinstance(error, TimeoutError)
+            reason = f"did not answer within {self._timeout:g} s" if silent else f"is gone ({error})"
+            raise SyncError(
+                f"shard {self._name} at {self._address} {reason}, and worker {self.hello.worker} needs it",
+                "Each shard holds a stripe of the parameters that exists nowhere else.",
+                "A launched job restarts from its last checkpoint; else start it again with --resume.",
+            ) from error
 
     def close(self, *, graceful: bool = True) -> None:
         """Leave."""
@@ -106,19 +116,13 @@ class ServerLink:
         now = (0, 0) if self._connection is None else (self._connection.sent, self._connection.received)
         return self._before[0] + now[0], self._before[1] + now[1]
 
-    def _come(self) -> Any:
-        self._before = self.traffic
-        if self._connection is not None:
-            self._connection.end()
-        host, _, port = self._address.rpartition(":")
-        connected = socket.create_connection((host, int(port)), self._timeout)
-        self._connection = wire.Connection(connected, self._timeout, self._timeout)
-        self._connection.knock(self._token, self._address)
-        return self._ask(replace(self.hello, pushes=self.sequence))
-
     @torch.no_grad()
     def _ask(self, message: wire.ServerMessage) -> Any:
-        assert self._connection is not None
+        if self._connection is None:
+            host, _, port = self._address.rpartition(":")
+            connected = socket.create_connection((host, int(port)), self._timeout)
+            self._connection = wire.Connection(connected, self._timeout, self._timeout)
+            self._connection.knock(self._token, self._address)
         with contextlib.suppress(ConnectionError):  # a server that has ended has said why
             self._connection.send(message)
         while isinstance(answer := self._connection.receive(1 << 62), wire.Wait):
@@ -127,46 +131,24 @@ class ServerLink:
             raise answer.error
         if getattr(answer, "rows", None):  # should it come again, it knows these
             self.hello = replace(self.hello, rows=answer.rows[-1].step)
-        if isinstance(answer, wire.Welcome | wire.Weights):
+        if isinstance(answer, wire.Weights):
             self.clock, self.statistics = answer.clock, answer.statistics
             if answer.values is not None:
                 for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
                     view.copy_(answer.values[first:last])
-        if isinstance(answer, wire.Weights) and answer.applied:
-            self.encoder.commit()
+            if answer.applied:
+                self.encoder.commit()
         return answer
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors of the connection as what they mean to the user."""
-        try:
-            yield
-        except (OSError, wire.Garbled, HandshakeError) as error:
-            silent = isinstance(error, TimeoutError)
-            reason = f"did not answer within {self._timeout:g} s" if silent else f"is gone ({error})"
-            raise SyncError(
-                f"shard {self._name} at {self._address} {reason}, and worker {self.hello.worker} needs it",
-                "Each shard holds a stripe of the parameters that exists nowhere else.",
-                "A launched job restarts from its last checkpoint; else start it again with --resume.",
-            ) from error
 
 
 class Servers:
-    """The servers as a worker sees them; `config` has no recipe, and `rows` are the steps that worker 0 knows of.
-
-    Attributes:
-        worker: Its number.
-        barrier: Whether all workers are in step.
-        clipping: How gradients are clipped.
-        stripes: What each shard holds.
-        links: The ways to the shards.
-        host: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
-    """
+    """The servers as a worker sees them; `config` has no recipe."""
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, worker: int, addresses: Sequence[str], token: str
     ) -> None:
         assert config.parameter_servers is not None
+        #: This worker's number, and whether all workers are in step.
         self.worker, self.barrier = worker, config.parameter_servers.waits_for_all
         policy, trained, optimizer = (
             read_policy(config.compress),
@@ -182,6 +164,7 @@ class Servers:
         scales = learning_rate_scales(model, config.layer_decay, config.head_lr_scale) if config.scales_rates else None
         described, whole = described_parameters(model, config.no_decay), needs_whole_parameters(config)
         self.stripes = cut_model(described, len(addresses), scales, whole=whole)
+        #: Where weights arrive, by name: in the parameters, or for those of a GPU in memory of the host.
         self.host: dict[str, Tensor] = {
             name: held.data if held.device.type == "cpu" else torch.empty_like(held.data, device="cpu").pin_memory()
             for name, held in trained.items()
@@ -196,16 +179,16 @@ class Servers:
         #: Squared norm of the last gradient of all workers, where it was added up.
         self.squares: float | None = None
 
-    def come(self, rows: int | None = None, starts: Callable[[], Sequence[wire.Start]] | None = None) -> wire.Welcome:
+    def come(self, rows: int | None = None, starts: Callable[[], Sequence[wire.Start]] | None = None) -> wire.Weights:
         """Come to all servers, and wait until they have weights; what shard 0 said.
 
-        Worker 0 says which step it knows of, and makes what those without weights start with.
+        `rows` is the step that the worker knows of; worker 0 makes what servers without weights start with.
         """
         self.links[0].hello = replace(self.links[0].hello, rows=rows)
-        welcome = self._all(ServerLink.come)
-        if starts is not None and any(known.values is None for known in welcome):
-            welcome = self._all(ServerLink.start, welcome, starts())
-        first: wire.Welcome = welcome[0]
+        answers = self._all(ServerLink.come)
+        if starts is not None and any(isinstance(answer, wire.Missing) for answer in answers):
+            answers = self._all(ServerLink.start, answers, starts())
+        first: wire.Weights = answers[0]
         return first
 
     def push(self, pushes: Sequence[wire.Gradient], gradients: Sequence[Sequence[Tensor]]) -> wire.Weights:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,11 +51,6 @@ _FACT_BYTES = 1 << 24
 _PATIENCE = 10
 
 
-def save_occasion(number: int) -> str:
-    """Name of the occasion on which workers write a checkpoint that any of them asked for."""
-    return f"save-{number}"
-
-
 @dataclass(eq=False)
 class _Peer:
     """The other end of a connection, and what it is to hear next.
@@ -66,7 +61,6 @@ class _Peer:
         hello: What it said of itself.
         waits: Whether it waits for what others are to do.
         clock: Of the weights that it has.
-        saved: Number of the last request to save that it was sent.
         rows: Step up to which it knows what the steps did; None for a worker that does not want to know.
         answer: To its push, once it is known.
         missed: Since when nothing has come from it, once that has been said.
@@ -78,7 +72,6 @@ class _Peer:
     hello: wire.Hello | None = None
     waits: bool = False
     clock: int = 0
-    saved: int = 0
     rows: int | None = None
     answer: wire.Weights | None = None
     missed: float | None = None
@@ -115,10 +108,9 @@ class ShardServer:
         self._farewell = False  # whether who left last had finished
         self._alone_since: float | None = None
         self._waiting_since: float | None = None
-        self._stop, self._save = False, 0
+        self._stop = self._save = False
         self._lowered: float | None = None
         self._news: list[str] = []
-        self._parties: dict[str, set[int]] = {}  # who takes part in an occasion
         self._items: dict[str, dict[int, Any]] = {}  # what was said under a tag
         self._most_waiting = max(_LEAST_WAITING, _WAITING_PER_WORKER * rules.learners)
         self._refused: set[str] = set()  # addresses
@@ -229,11 +221,6 @@ class ShardServer:
     def _leave(self, worker: int) -> None:
         """A worker takes part no more, until it comes again."""
         del self._workers[worker]
-        for tag, items in self._items.items():
-            if not self._parties[_occasion(tag)] <= items.keys():
-                items.pop(worker, None)
-        for party in self._parties.values():
-            party.discard(worker)
         self._deliver(self._started.leave(worker))
 
     def _most_bytes(self, peer: _Peer) -> int:
@@ -293,7 +280,7 @@ class ShardServer:
             return wire.Refused(error=error)
         peer.hello = hello
         if self.shard is None and hello.worker == 0:
-            return wire.Welcome()
+            return wire.Missing()
         self._wait(peer, lambda: self.shard is not None)
         return self._welcome(peer, hello)
 
@@ -308,7 +295,7 @@ class ShardServer:
         self._rest = start.rest
         self._changed.notify_all()
 
-    def _welcome(self, peer: _Peer, hello: wire.Hello) -> wire.Welcome:
+    def _welcome(self, peer: _Peer, hello: wire.Hello) -> wire.Weights:
         shard, worker, again = self._started, hello.worker, hello.pushes > 0
         if worker in self._workers:  # it comes again before its old connection was missed
             self._workers[worker].connection.end()
@@ -317,15 +304,9 @@ class ShardServer:
             self._news.append(f"worker {worker} has joined {'again ' if again else ''}at step {shard.step}")
         shard.join(worker, again=again)
         self._workers[worker] = peer
-        peer.clock, peer.saved, peer.rows = shard.clock, self._save, hello.rows
-        return wire.Welcome(
-            values=self._weights_now(),
-            clock=shard.clock,
-            step=shard.step,
-            lowered=self._lowered,
-            statistics=shard.statistics,
-            rest=self._rest,
-        )
+        weights = self._weights_for(peer, Answer(worker, 0, shard.clock, 0, applied=False, repeated=True))
+        peer.rows = hello.rows  # which it hears of, as of news, with the answer to its first push
+        return replace(weights, rest=self._rest)
 
     def _push(self, peer: _Peer, push: wire.Gradient) -> None:
         peer.answer, shard, gradient = None, self._started, torch.empty(0)
@@ -333,10 +314,7 @@ class ShardServer:
             gradient = torch.empty(shard.stripe.count)
             self._decoder.decode(push.pieces, push.states, gradient)
         self._stop |= push.stop
-        if push.save and not shard.done and not self._stop:  # else some have heard their last answer
-            self._save += 1
-            # Who joins from now on does not hear of it.
-            self._parties[save_occasion(self._save)] = set(self._workers)
+        self._save |= push.save and self._rules.barrier  # else worker 0 saves without the others
         self._lowered = self._lowered if push.lowered is None else push.lowered
         self._deliver(shard.push(push, gradient, push.statistics))
 
@@ -345,14 +323,16 @@ class ShardServer:
         for answer in answers:
             if (peer := self._workers.get(answer.learner)) is not None:
                 peer.answer = self._weights_for(peer, answer)
+        if answers:
+            self._save = False
         self._changed.notify_all()
 
     def _weights_for(self, peer: _Peer, answer: Answer) -> wire.Weights:
-        shard, news, save = self._started, list[str](), self._save if self._save > peer.saved else 0
+        shard, news = self._started, list[str]()
         has_them = answer.clock == peer.clock and not answer.repeated
         if peer.rows is not None:
             news, self._news = self._news, news
-        peer.saved, peer.clock = self._save, answer.clock
+        peer.clock = answer.clock
         return wire.Weights(
             **vars(answer),
             values=None if has_them else self._weights_now(),
@@ -360,7 +340,7 @@ class ShardServer:
             step=shard.step,
             done=shard.done,
             stop=self._stop,
-            save=save,
+            save=self._save,
             lowered=self._lowered,
             rows=self._rows_for(peer),
             news=news,
@@ -388,24 +368,12 @@ class ShardServer:
         return peer.answer or wire.Squares(squares=shard.squares or 0.0)
 
     def _gather(self, peer: _Peer, worker: int, message: wire.GatherItem) -> wire.GatheredItems:
-        """Collect an item of each worker of an occasion; a tag is `occasion/number`.
-
-        With a barrier all take part. Else that was settled when workers heard of the occasion, or by the first message
-        of it; a worker that has left since is not waited for.
-        """
-        barrier = self._rules.barrier
-        all_there = set(range(self._rules.learners)) if barrier else set(self._workers)
-        party = self._parties.setdefault(_occasion(message.tag), all_there)
-        if worker not in party:  # it came late, and there is no other message for it
-            return wire.GatheredItems(items={worker: message.item})
-        for earlier in self._parties.values() if not barrier else ():
-            if earlier is party:
-                break
-            earlier.discard(worker)  # all come to occasions in the same order: it comes to none of these
+        """Collect an item of each worker: with a barrier of all, else of those that are there."""
         items = self._items.setdefault(message.tag, {})
         items[worker] = message.item
         self._changed.notify_all()
-        self._wait(peer, lambda: party <= items.keys())
+        everybody = range(self._rules.learners) if self._rules.barrier else self._workers
+        self._wait(peer, lambda: items.keys() >= set(everybody))
         self._items.pop(message.tag, None)
         return wire.GatheredItems(items=dict(sorted(items.items())))
 
@@ -499,7 +467,3 @@ class ShardServer:
             _log.warning("%s", text)
         else:
             self._news.append(text)
-
-
-def _occasion(tag: str) -> str:
-    return tag.partition("/")[0]

@@ -66,7 +66,7 @@ def _nothing() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(ServerMessage):
-    """A worker comes, for the first time or again. Answer: `Welcome`.
+    """A worker comes, for the first time or again. Answer: `Weights`, or `Missing`.
 
     Attributes:
         worker: Its number.
@@ -85,7 +85,7 @@ class Hello(ServerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Start(ServerMessage):
-    """Worker 0 brings a shard what it begins with. Answer: `Welcome`.
+    """Worker 0 brings a shard what it begins with. Answer: `Weights`.
 
     Attributes:
         pieces: The stripe.
@@ -149,29 +149,13 @@ class Bye(ServerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcome(ServerMessage):
-    """A worker is let in.
-
-    Attributes:
-        values: The parameters; None where worker 0 has to bring them first.
-        clock: Of the parameters.
-        step: Steps done.
-        lowered: What worker 0 last said that learning rates are multiplied with.
-        statistics: Running statistics.
-        rest: As in `Start`.
-    """
-
-    values: Tensor | None = None
-    clock: int = 0
-    step: int = 0
-    lowered: float | None = None
-    statistics: Tensor = field(default_factory=_nothing)
-    rest: dict[str, Tensor] = field(default_factory=dict)
+class Missing(ServerMessage):
+    """Worker 0 is let in, and has to bring the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(ServerMessage, Answer):
-    """The answer to a push.
+    """The answer to a push, or to a worker that has come, as to a push of number 0.
 
     Attributes:
         values: The parameters; None where the worker has them.
@@ -179,10 +163,11 @@ class Weights(ServerMessage, Answer):
         step: Steps done.
         done: Whether all pushes that were wanted have come.
         stop: Whether all workers are to stop.
-        save: Number of a checkpoint that all are to write now; 0 for none.
+        save: Whether all workers, which are in step, are to write a checkpoint.
         lowered: What worker 0 last said that learning rates are multiplied with.
         rows: For worker 0: what the steps since the last answer did.
         news: For worker 0: what happened to other workers.
+        rest: To a worker that has come: what else the model has.
     """
 
     values: Tensor | None
@@ -190,10 +175,11 @@ class Weights(ServerMessage, Answer):
     step: int
     done: bool
     stop: bool
-    save: int
+    save: bool
     lowered: float | None
     rows: list[StepRow] = field(default_factory=list)
     news: list[str] = field(default_factory=list)
+    rest: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +210,7 @@ class Refused(ServerMessage):
 
 
 _REQUESTS = (Hello, Start, Gradient, Squares, GatherItem, AskState, Bye)
-_ANSWERS = (Welcome, Weights, GatheredItems, ShardState, Wait, Refused)
+_ANSWERS = (Missing, Weights, GatheredItems, ShardState, Wait, Refused)
 _KINDS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in (*_REQUESTS, *_ANSWERS)}
 
 

@@ -2,8 +2,8 @@
 runs unchanged with them: finding the run directory, testing, writing checkpoints.
 
 At the start they exchange facts over the store of the launcher, under a code of the job's token. Who takes the place of
-a worker that died finds there what was decided then. Later facts go over shard 0: between all workers where these are
-in step, and else on occasions alone, such as a checkpoint.
+a worker that died finds there what was decided then. Later workers that are in step exchange facts over shard 0, and
+each of the others is a world of its own: worker 0 tests, and writes checkpoints, alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ class ServerWorld(World):
         self._occasion, self._number = "start", 0
 
     def go_over(self, servers: Servers) -> None:
-        """The start is over: exchange facts over shard 0."""
-        self._servers, self._occasion, self._number = servers, "run" if servers.barrier else "", 0
+        """The start is over: workers in step exchange facts over shard 0, and others none."""
+        self._servers, self._occasion, self._number = servers, "run", 0
+        if not servers.barrier:
+            self.rank, self.size, self.members = 0, 1, (self.rank,)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -51,42 +53,16 @@ class ServerWorld(World):
         finally:
             self._occasion = usual
 
-    @contextlib.contextmanager
-    def meeting(self, occasion: str) -> Iterator[None]:
-        """Inside, the workers that take part in an occasion exchange facts; those that are in step always do."""
-        assert self._servers is not None
-        if self._servers.barrier:
-            yield
-            return
-        usual = self.rank, self.size, self.members
-        there = tuple(self._servers.gather(f"{occasion}/0", None))
-        if 0 not in there:
-            raise SyncError(f"worker 0 is gone, without which nothing comes of {occasion!r}")
-        self.rank, self.size, self.members = there.index(self.rank), len(there), there
-        self._occasion, self._number = occasion, 0
-        try:
-            yield
-        finally:
-            self.rank, self.size, self.members = usual
-            self._occasion = ""
-
     def gather(self, item: object) -> list[object]:
-        """Every worker's item, by rank; only this worker's where workers are not in step and meet on no occasion."""
-        if not self._occasion:
+        """Every worker's item, by rank."""
+        if self.size == 1 or not self._occasion:
             return [item]
         self._number += 1
         tag = f"{self._occasion}/{self._number}"
         if self._servers is None:
             self._say(f"{tag}/{self.rank}", pack(item))
             return [unpack(self._hear(f"{tag}/{rank}")) for rank in range(self.size)]
-        items = self._servers.gather(tag, item)
-        if tuple(items) != self.members:
-            raise SyncError(
-                f"of workers {list(self.members)} only {list(items)} are left in the middle of {self._occasion!r}",
-                "What workers do together needs all who began it.",
-                "It is tried again the next time.",
-            )
-        return list(items.values())
+        return list(self._servers.gather(tag, item).values())
 
     def from_main(self, decide: Callable[[], _T], patience: float | None = None) -> _T:
         """What worker 0 decides, or has decided before the worker died whose place this one takes."""

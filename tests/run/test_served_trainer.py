@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 
 from hybridpar.config import TrainConfig
-from hybridpar.models.random_state import random_state
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.resolve import resolve
 from hybridpar.run import served_trainer
 from hybridpar.run.served_trainer import ServedTrainer
 from hybridpar.server.process import Process
 from hybridpar.server.world import ServerWorld
-from hybridpar.train import trainer as train_trainer
-from hybridpar.train.checkpoint import CheckpointData
 
 
 @pytest.fixture(params=["ps", "ps-async"])
@@ -71,17 +67,3 @@ def test_who_is_not_in_step_follows_what_worker_0_says_of_rates(trainer):
     assert trainer._rate_factor() == pytest.approx(0.1)
     trainer.hear(0.01)
     assert trainer._rate_factor() == pytest.approx(0.1 if (not trainer.own_pace) else 0.01)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_workers_that_are_not_in_step_go_on_with_loss_scales_of_their_own(trainer, workers, monkeypatch):
-    shared, own = ({"scale": scale, "steps": 1.0} for scale in (4.0, 2.0))
-    sync = {"own_steps": 3, "codecs": {}, "loss_scale": own}
-    local = {"random": random_state(torch.device("cpu")), "sync": sync}
-    training = {"loss_scale": shared, "optimizer": {"kind": "SGD", "groups": [], "state": {}}, "extra": {}}
-    data = CheckpointData(4, trainer.fingerprint, trainer.model.state_dict(), training, local, workers)
-    monkeypatch.setattr(train_trainer, "load_checkpoint", lambda *_: data)
-    with torch.random.fork_rng():
-        trainer.load(Path())
-    assert trainer.engine.loss_scale_state() == (own if workers == 2 and trainer.own_pace else shared)
-    assert (trainer.steps_done, trainer.engine.own_steps) == (4, 3 if workers == 2 else 4)

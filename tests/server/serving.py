@@ -29,7 +29,7 @@ from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.engine import ServedEngine
 from hybridpar.server.link import Servers
 from hybridpar.server.serve import ShardServer
-from hybridpar.server.wire import Welcome
+from hybridpar.server.wire import Weights
 from hybridpar.train.engine import EngineParts
 
 TOKEN = "let me in, I work here"
@@ -156,7 +156,7 @@ class Worker:
         self._lanes = self._thread.submit(Lanes, torch.device("cpu")).result()
         self.engine: ServedEngine | None = None
 
-    def begin(self) -> Welcome:
+    def begin(self) -> Weights:
         starts = partial(shard_starts, self.model, self.servers, limit=self._limit)
         welcome = self.servers.come(*((0, starts) if self.number == 0 else ()))
         self.engine = self._thread.submit(self._open_engine).result()

@@ -173,7 +173,7 @@ def test_no_bytes_end_a_server(served, worker, known, caplog):
         frame("Squares", {"squares": 1.0}),
         frame("Start", {**PUSH}),
         frame("Hello", {**HELLO, "worker": 5}),
-        frame("Welcome"),
+        frame("Missing"),
     ],
     ids=itertools.count(),
 )

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from hybridpar.errors import SyncError, UsageError
 from hybridpar.models import learning_rate_scales
 from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
-from hybridpar.server.serve import save_occasion
 from hybridpar.server.wire import Connection, Gradient
 from tests.server.problems import unsent
 from tests.server.serving import OPTIMIZER, Clock, Net, Worker, copies, images, serving, together
@@ -400,47 +398,6 @@ def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog
     assert not served.problems
 
 
-def test_a_worker_that_joins_after_a_checkpoint_was_asked_for_is_not_waited_for():
-    """It is not told of the checkpoint, so it does not come, and is at another occasion in the end."""
-    rules = Rules.asynchronous(2)
-    with serving(rules) as served:
-        team, _ = train(served, rules, 2, 1)
-        team[1].close(graceful=False)
-        eventually(lambda: served.servers[0]._workers.keys() == {0})
-        told = team[0].step(1, save=True)
-        assert told.save == 1
-        late = Worker(served, 1, copies(1)[0], rules)
-        late.begin()
-        assert late.step(2).save == 0
-        waits = ThreadPoolExecutor(1).submit(team[0].servers.gather, f"{save_occasion(told.save)}/0", "here")
-        assert waits.result(10) == {0: "here"}
-        last = [partial(one.servers.gather, "last/0", one.number) for one in (team[0], late)]
-        assert together(last) == [{0: 0, 1: 1}] * 2
-        late.close(), team[0].close()
-
-
-def test_a_worker_at_a_later_checkpoint_is_not_waited_for_at_an_earlier():
-    """Worker 0 dies after it asked for a checkpoint of which only worker 1 has heard; the next one asks for another."""
-    rules = Rules.asynchronous(3)
-    with serving(rules) as served, ThreadPoolExecutor(2) as pool:
-        team, _ = train(served, rules, 3, 1)
-        assert team[0].step(1, save=True).save == 1
-        team[0].close(graceful=False)
-        eventually(lambda: served.servers[0]._workers.keys() == {1, 2})
-        assert team[1].step(2).save == 1
-        early = pool.submit(team[1].servers.gather, f"{save_occasion(1)}/0", 1)
-        successor = Worker(served, 0, copies(1)[0], rules)
-        successor.begin()
-        assert successor.step(3, save=True).save == 2
-        later = pool.submit(successor.servers.gather, f"{save_occasion(2)}/0", 0)
-        assert team[2].step(4).save == 2
-        last = ThreadPoolExecutor(1).submit(team[2].servers.gather, f"{save_occasion(2)}/0", 2)
-        assert early.result(10) == {1: 1}
-        assert team[1].servers.gather(f"{save_occasion(2)}/0", 1) == {0: 0, 1: 1, 2: 2}
-        assert later.result(10) == last.result(10) == {0: 0, 1: 1, 2: 2}
-        successor.close(), team[1].close(), team[2].close()
-
-
 def test_a_server_that_has_ended_takes_nobody_in():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
@@ -481,9 +438,9 @@ def test_stop_save_and_the_end_reach_everybody_in_the_same_step():
         team = [Worker(served, n, model, rules, limit=6) for n, model in enumerate(copies(2))]
         together([worker.begin for worker in team])
         first = together([lambda w=w: w.step(w.number, 2, save=w.number == 0) for w in team])
-        assert [one.save for one in first] == [1, 1]
+        assert [one.save for one in first] == [True, True]
         second = together([lambda w=w: w.step(w.number, 2, stop=w.number == 1) for w in team])
-        assert [(one.save, one.stop, one.done) for one in second] == [(0, True, False)] * 2
+        assert [(one.save, one.stop, one.done) for one in second] == [(False, True, False)] * 2
         third = together([lambda w=w: w.step(w.number, 2) for w in team])
         assert [one.done for one in third] == [True, True]
         together([worker.close for worker in team])
